@@ -1,0 +1,47 @@
+# One virtual environment, made from the lock; every target makes it when it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# `pip` fetches what the lock names and nothing else.
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: setup demo test lint bench clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "Installing torch, then the other packages of requirements.lock ..."
+	@# torch first and with its own dependencies: which those are differs between machines with and without a GPU.
+	$(PIP) install $$(grep '^torch==' requirements.lock)
+	$(PIP) install --no-deps -r requirements.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+demo: setup
+	$(BIN)/python -m cookbooks.demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# The tables of docs/results.md; hours on two cores. KP_DATA names the folder of the data.
+KP_DATA ?= ../shared/data
+BENCH_OUT ?= bench-results
+bench: setup
+	mkdir -p $(BENCH_OUT)
+	for dtype in float32 bfloat16; do \
+	  $(BIN)/python -m benchmarks.equivalence --data $(KP_DATA)/hotpotqa_gold.jsonl --limit 500 --dtype $$dtype --json $(BENCH_OUT)/equivalence-$$dtype.json || exit 1; \
+	done
+	$(BIN)/python -m benchmarks.ttft --data $(KP_DATA)/wiki_passages.jsonl --dtype bfloat16 --json $(BENCH_OUT)/ttft.json
+	$(BIN)/python -m benchmarks.accumulation --data $(KP_DATA)/hotpotqa_distractor.jsonl --limit 60 --dtype float32 --json $(BENCH_OUT)/accumulation.json
+
+clean:
+	rm -rf $(VENV) bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
