@@ -1,0 +1,142 @@
+"""Every exception this package raises on purpose.
+
+    KnowledgePackError
+    ├── PromptError                 the conversation cannot become a prompt
+    │   ├── TemplateError           the chat template refused it, or lacks what was asked for
+    │   ├── UnsupportedContentError content other than text for a text model
+    │   ├── HandleError             not a handle, a bad namespace
+    │   └── ContextOverflowError    more tokens than the model has positions
+    ├── ModelError
+    │   ├── UnsupportedModelError   the cache of this architecture is not plain per-token KV
+    │   └── MissingDependencyError  an optional package is not installed
+    ├── PackError
+    │   ├── KVShapeError            tensors that do not form one KV cache
+    │   ├── FingerprintMismatchError a pack of another model, tokenizer, template or dtype
+    │   ├── PackNotFoundError       no such pack in the store
+    │   ├── PackCorruptError        a file that cannot be trusted, and no text to rebuild it from
+    │   ├── PackVersionError        an intact file of a format version this release does not know
+    │   └── QuotaError              the store is full
+    ├── BankError                   a fact bank that is empty, unbuilt or fed with bad facts
+    └── SamplingError               generation options out of range
+
+Each message says what was got, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = [
+    "BankError",
+    "ContextOverflowError",
+    "FingerprintMismatchError",
+    "HandleError",
+    "KVShapeError",
+    "KnowledgePackError",
+    "MissingDependencyError",
+    "ModelError",
+    "PackCorruptError",
+    "PackError",
+    "PackNotFoundError",
+    "PackVersionError",
+    "PromptError",
+    "QuotaError",
+    "SamplingError",
+    "TemplateError",
+    "UnsupportedContentError",
+    "UnsupportedModelError",
+]
+
+
+class KnowledgePackError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class PromptError(KnowledgePackError, ValueError):
+    """The conversation cannot become a prompt."""
+
+
+class TemplateError(PromptError):
+    """The chat template refused the conversation, or lacks what was asked for."""
+
+
+class UnsupportedContentError(PromptError):
+    """A message holds content other than text."""
+
+
+class HandleError(PromptError):
+    """A string that is not a handle, or a name that is not a namespace."""
+
+
+class ContextOverflowError(PromptError):
+    """Prompt plus answer need more positions than the model has; raised before any compute.
+
+    Attributes: `prompt_tokens` (pack tokens included), `max_tokens` asked for, `limit` positions of the model.
+    """
+
+    def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
+        self.prompt_tokens, self.max_tokens, self.limit = prompt_tokens, max_tokens, limit
+        super().__init__(
+            f"The prompt has {prompt_tokens} tokens and the answer may take {max_tokens}: "
+            f"{prompt_tokens + max_tokens} in all, but the model has {limit} positions. "
+            f"Drop at least {prompt_tokens + max_tokens - limit} tokens of messages or packs, or lower max_tokens."
+        )
+
+
+class ModelError(KnowledgePackError):
+    """A model that cannot be loaded or served."""
+
+
+class UnsupportedModelError(ModelError):
+    """The architecture keeps something other than plain per-token KV."""
+
+
+class MissingDependencyError(ModelError, ImportError):
+    """An optional package is absent; the message holds the line that installs it."""
+
+
+class PackError(KnowledgePackError):
+    """A pack that cannot be used as asked."""
+
+
+class KVShapeError(PackError, ValueError):
+    """Tensors that do not form one KV cache."""
+
+
+class FingerprintMismatchError(PackError):
+    """A pack that was made by something else than the model that is to read it.
+
+    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`.
+    """
+
+    def __init__(self, what: str, differences: Mapping[str, tuple[str, str]]) -> None:
+        self.differences = dict(differences)
+        lines = "; ".join(f"{name}: pack has {pack}, model has {model}" for name, (pack, model) in differences.items())
+        super().__init__(
+            f"{what} was not made by this model ({lines}). Its KV is not used. "
+            f'Rebuild it from its text with `engine.build_pack(pack.text, ...)`, or resolve with `foreign="rebuild"`.'
+        )
+
+
+class PackNotFoundError(PackError, LookupError):
+    """No pack under this handle."""
+
+
+class PackCorruptError(PackError):
+    """A pack file that cannot be trusted, and no intact text to rebuild it from."""
+
+
+class PackVersionError(PackError):
+    """An intact pack file of a format version that this release does not know."""
+
+
+class QuotaError(PackError):
+    """The store has no room for this pack even after dropping every KV that may be dropped."""
+
+
+class BankError(KnowledgePackError, ValueError):
+    """A fact bank that is empty or was fed with bad facts."""
+
+
+class SamplingError(KnowledgePackError, ValueError):
+    """A generation option out of range."""

@@ -1,0 +1,71 @@
+"""Handles: the short strings that stand for packs in messages.
+
+A handle is `kp:<namespace>/<id>`. The id is a keyed BLAKE2b digest of namespace and text under the secret of the store,
+so it is stable for one store, says nothing about the text, and cannot be made by anyone who lacks the secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from dataclasses import dataclass
+
+from kp_core.errors import HandleError
+
+__all__ = ["Handle", "check_namespace", "find_handles", "mint", "strip_handles"]
+
+_NAMESPACE = r"[a-z0-9][a-z0-9_-]{0,62}"
+# 13 bytes make 104 bits, written as 21 characters of base32.
+_DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
+_PATTERN = re.compile(rf"(?<![A-Za-z0-9_])kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
+
+
+@dataclass(frozen=True, order=True)
+class Handle:
+    """A parsed handle; `str(handle)` is what goes into a message."""
+
+    namespace: str
+    id: str
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+        if not re.fullmatch(_ID, self.id):
+            raise HandleError(f"Got the id {self.id!r}; expected 21 characters a-z or 2-7.")
+
+    def __str__(self) -> str:
+        return f"kp:{self.namespace}/{self.id}"
+
+    @classmethod
+    def parse(cls, text: str) -> Handle:
+        """The handle that `text` is; raises `HandleError` when it is anything else."""
+        match = _PATTERN.fullmatch(text)
+        if match is None:
+            raise HandleError(f"Got {text!r}; expected a handle of the form 'kp:<namespace>/<21 characters>'.")
+        return cls(match[1], match[2])
+
+
+def check_namespace(name: str) -> str:
+    """`name`, when it may name a namespace (and so a folder); raises `HandleError` otherwise."""
+    if not re.fullmatch(_NAMESPACE, name):
+        raise HandleError(
+            f"Got the namespace {name!r}; expected 1 to 63 characters a-z, 0-9, '-' or '_', the first a letter or digit."
+        )
+    return name
+
+
+def mint(secret: bytes, namespace: str, text: str) -> Handle:
+    """The handle of `text` in `namespace` under `secret` (16 to 64 bytes)."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=secret, person=b"kp-handle-v1")
+    digest.update(check_namespace(namespace).encode() + b"\0" + text.encode())
+    return Handle(namespace, base64.b32encode(digest.digest()).decode().rstrip("=").lower())
+
+
+def find_handles(text: str) -> list[tuple[int, int, Handle]]:
+    """Every handle written in `text`, in order, as `(start, stop, handle)`; says nothing about whether it resolves."""
+    return [(match.start(), match.end(), Handle(match[1], match[2])) for match in _PATTERN.finditer(text)]
+
+
+def strip_handles(text: str) -> str:
+    """`text` without any handle."""
+    return _PATTERN.sub("", text)
