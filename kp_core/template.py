@@ -1,0 +1,289 @@
+"""Chat messages and packs to one canonical prompt; the only place that knows chat templates.
+
+The canonical prompt is the conversation, every handle replaced by its text, rendered by the model's chat template in
+one call and tokenised once (Knowledge Packs, arXiv 2604.03270, on the chat template). Rendering parts and joining them
+is what goes wrong elsewhere: a second call repeats the default system message, a second tokenisation merges otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal, TypeAlias
+
+from kp_core.conversation import Turn, TurnShaper, lift_packs, to_turns, with_memory
+from kp_core.encoding import Encoded, PromptEncoder
+from kp_core.errors import PromptError, TemplateError
+from kp_core.fingerprint import ModelFingerprint
+from kp_core.pack import Head, KnowledgePack
+from kp_core.prefix import common_length
+from kp_core.prompt import Prompt, Span
+from kp_core.resolve import Message, PackRef, PackView, Segment
+
+__all__ = ["ChatTemplate", "Placement", "SpanCheck", "TokenisedPack"]
+
+Placement: TypeAlias = Literal["in_place", "system"]
+
+# What may follow a pack in a prompt. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
+_ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'", '"', "-", "é", "中")
+# After a final newline only the next pack or the caller's system message can follow, both of which begin with a letter
+# or a sign.
+_PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
+_SLOT = "{pack}"
+
+
+@dataclass(frozen=True)
+class TokenisedPack:
+    """The text of a pack as it will stand in prompts, its tokens, and a prompt that shows what stands before it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class SpanCheck:
+    """What `ChatTemplate.verify` found about one pack: how much of its text its tokens deliver."""
+
+    handle: str
+    tokens: int
+    delivered: str
+    """Characters delivered as KV."""
+    as_text: str
+    """Characters at the edges that share a token with what stands around the pack, and are prefilled with it."""
+
+
+class ChatTemplate:
+    """Renders conversations with a tokenizer's chat template, and finds where packs stand in the tokens.
+
+    `options` are passed to the template, e.g. `date_string` for templates that carry a date. Templates that know no
+    system or tool role, no tool calls, or that demand alternating roles, get the conversation reshaped as
+    `kp_core.conversation` states. Raises `TemplateError` where a template is missing or refuses.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:  # noqa: ANN401
+        if not getattr(tokenizer, "chat_template", None):
+            raise TemplateError(
+                "The tokenizer has no chat template; answers of a chat model depend on it. Set "
+                "`tokenizer.chat_template` to the model's Jinja template."
+            )
+        self._tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._encoder = PromptEncoder(tokenizer)
+        self._shaper = TurnShaper(self._try_render)
+
+    @property
+    def source(self) -> str:
+        """The Jinja source of the template."""
+        source = self._tokenizer.chat_template
+        return source if isinstance(source, str) else repr(sorted(source.items()))
+
+    @property
+    def digest(self) -> str:
+        """Digest of source and options."""
+        return blake2b((self.source + repr(sorted(self._options.items()))).encode(), digest_size=16).hexdigest()
+
+    def render(  # noqa: PLR0913 - one keyword per thing a caller may ask for
+        self,
+        messages: Sequence[Message] | str,
+        *,
+        view: PackView | None = None,
+        packs: Sequence[PackRef] = (),
+        placement: Placement = "in_place",
+        thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Prompt:
+        """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
+
+        `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
+        order of first appearance, and the messages keep only the handles. `thinking` switches templates that can.
+
+        Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
+        """
+        if placement not in ("in_place", "system"):
+            raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
+        turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
+        if placement == "system":
+            turns, found = lift_packs(turns)
+            packs = (*packs, *found)
+        if packs:
+            turns = with_memory(turns, packs)
+        return self._prompt(
+            self._shaper.shape(turns), self._switches(thinking), add_generation_prompt=add_generation_prompt
+        )
+
+    def tokenise_pack(self, text: str, inside: Sequence[Message] | Literal["user", "system"] = "user") -> TokenisedPack:
+        """`text` as a pack that will stand where `inside` says.
+
+        `inside` is `"user"` (at the start of a user message), `"system"` (memory at the head of the system message), or
+        messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the pack; text at
+        the head of the system message gets a final newline, after which nothing merges.
+        """
+        if not text.strip():
+            raise PromptError("Got a blank text; expected something to know.")
+        if inside == "system":
+            text, followers = text.strip() + "\n", _PRINTED_FOLLOWER
+            messages: Sequence[Message] = ({"role": "system", "content": _SLOT}, {"role": "user", "content": "?"})
+        else:
+            followers = _ANY_FOLLOWER
+            messages = ({"role": "user", "content": _SLOT},) if isinstance(inside, str) else inside
+        reference = PackRef("", KnowledgePack(text, "probe", (), Head(), ModelFingerprint.unknown()))
+        prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
+        if not prompt.spans:
+            raise TemplateError(f"The text {text[:40]!r} has no token of its own at this place of the template.")
+        span = prompt.spans[0]
+        runs = [prompt.token_ids[span.start : span.stop]]
+        before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
+        for follower in followers:
+            encoded = self._encoder.encode(before + follower + after)
+            runs.append(encoded.ids[span.start : encoded.token_until(span.chars[1])])
+        token_ids = runs[0][: min(common_length(runs[0], run) for run in runs)]
+        if not token_ids:
+            raise TemplateError(f"The text {text[:40]!r} is too short: what follows it may change every token.")
+        return TokenisedPack(text, token_ids, prompt)
+
+    def text(self, prompt: Prompt) -> str:
+        """The rendered conversation that `prompt` tokenises, for people."""
+        return self._encoder.unescape(prompt.rendered)
+
+    def verify(self, prompt: Prompt) -> tuple[SpanCheck, ...]:
+        """Prove that `prompt` is the single-pass tokenisation of its text, and say what each pack delivers.
+
+        Raises `TemplateError` at the first token that differs.
+        """
+        encoded = self._encoder.encode(prompt.rendered)
+        for at, (got, expected) in enumerate(zip(prompt.token_ids, encoded.ids, strict=False)):
+            if got != expected:
+                raise TemplateError(f"Token {at} of the prompt is {got}; the single pass gives {expected}.")
+        if len(prompt.token_ids) != len(encoded.ids):
+            raise TemplateError(f"The prompt has {len(prompt)} tokens; the single pass gives {len(encoded.ids)}.")
+        return tuple(self._check(prompt, span, encoded) for span in prompt.spans)
+
+    def _check(self, prompt: Prompt, span: Span, encoded: Encoded) -> SpanCheck:
+        delivered = self._encoder.unescape(prompt.rendered[encoded.starts[span.start] : encoded.stops[span.stop - 1]])
+        before, found, after = span.reference.text.partition(delivered)
+        if not found:
+            raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
+        return SpanCheck(span.handle, len(span), delivered, before + after)
+
+    def _switches(self, thinking: bool | None) -> dict[str, Any]:
+        if thinking is None:
+            return {}
+        if "enable_thinking" not in self.source:
+            raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
+        return {"enable_thinking": thinking}
+
+    def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
+        options = {**switches, "add_generation_prompt": add_generation_prompt}
+        marks = _Marks(self._encoder)
+        text = self._render([marks.plain(turn) for turn in turns], options)
+        marked = self._render([marks.marked(turn, index) for index, turn in enumerate(turns)], options)
+        stripped, places = marks.find(marked)
+        # A template that treats marked text otherwise than plain text hides where packs stand; they then go as text.
+        pack_places, break_chars = marks.places(text, places) if stripped == text else ([], [])
+        encoded = self._encoder.encode(text)
+        spans = []
+        for start, stop, reference in pack_places:
+            first, last = encoded.token_at(start), encoded.token_until(stop)
+            own = reference.pack.token_ids
+            if not reference.memory and own and encoded.ids[first : min(last, first + len(own))] == own:
+                last = first + len(own)
+            if last > first:
+                spans.append(Span(first, last, reference, (start, stop)))
+        breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
+        return Prompt(encoded.ids, tuple(spans), breaks, text)
+
+    def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        # transformers hands Jinja's own exceptions through; their types are not ours to import here.
+        try:
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, **{**self._options, **options})
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateError(f"The chat template refused a conversation of [{roles}]: {error}") from error
+        return str(rendered)
+
+    def _try_render(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            return self._render(messages, {"add_generation_prompt": False})
+        except TemplateError:
+            return None
+
+
+def _filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
+    """`messages` with `reference` where they say `{pack}`."""
+    turns = []
+    for turn in to_turns(messages, None):
+        segments: list[Segment] = []
+        for segment in turn.segments:
+            before, slot, after = str(segment).partition(_SLOT)
+            segments += [before, reference, after] if slot else [before]
+        turns.append(turn.with_segments(segments))
+    if sum(segment is reference for turn in turns for segment in turn.segments) != 1:
+        raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will stand.")
+    return tuple(turns)
+
+
+class _Marks:
+    """Marks that show, in a rendered prompt, where packs and messages begin and end.
+
+    A mark stands inside the outermost blanks of what it marks, so that templates which trim see the same blanks.
+    """
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self._encoder = encoder
+        self._sign = f"<{secrets.token_hex(8)}:"
+        self._references: list[PackRef] = []
+
+    def plain(self, turn: Turn) -> dict[str, Any]:
+        return turn.to_message("".join(self._escaped(segment) for segment in turn.segments), self._encoder.escape)
+
+    def marked(self, turn: Turn, index: int) -> dict[str, Any]:
+        parts = []
+        for segment in turn.segments:
+            text = self._escaped(segment)
+            if isinstance(segment, PackRef):
+                core = text.strip()
+                lead, _, trail = text.partition(core)
+                text = f"{lead}{self._mark('b')}{core}{self._mark('e')}{trail}"
+                self._references.append(segment)
+            parts.append(text)
+        content = "".join(parts)
+        if (index or turn.role != "system") and content.strip():
+            blanks = len(content) - len(content.lstrip())
+            content = content[:blanks] + f"{self._sign}m>" + content[blanks:]
+        return turn.to_message(content, self._encoder.escape)
+
+    def find(self, marked: str) -> tuple[str, list[tuple[str, int]]]:
+        """The text without marks, and each mark with its place in that text."""
+        pieces = re.split(re.escape(self._sign) + r"([a-z]\d*)>", marked)
+        places, at = [], len(pieces[0])
+        for kind, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            places.append((kind, at))
+            at += len(piece)
+        return "".join(pieces[::2]), places
+
+    def places(self, text: str, places: list[tuple[str, int]]) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
+        """Where packs stand, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
+        begins = {int(kind[1:]): at for kind, at in places if kind[0] == "b"}
+        ends = {int(kind[1:]): at for kind, at in places if kind[0] == "e"}
+        packs = []
+        for number, reference in enumerate(self._references):
+            if number in begins and number in ends:
+                escaped = self._escaped(reference)
+                lead = escaped[: len(escaped) - len(escaped.lstrip())]
+                trail = escaped[len(escaped.rstrip()) :]
+                start, stop = begins[number], ends[number]
+                # The pack's own outer blanks count when the template left them.
+                start -= len(lead) if text[:start].endswith(lead) else 0
+                stop += len(trail) if text.startswith(trail, stop) else 0
+                packs.append((start, stop, reference))
+        return packs, [at for kind, at in places if kind == "m"]
+
+    def _escaped(self, segment: Segment) -> str:
+        return self._encoder.escape(segment.text if isinstance(segment, PackRef) else segment)
+
+    def _mark(self, kind: str) -> str:
+        return f"{self._sign}{kind}{len(self._references)}>"
