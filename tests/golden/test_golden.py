@@ -1,0 +1,97 @@
+"""Files of version 1 as they were first written: these bytes, these values, for good.
+
+`python tests/golden/test_golden.py` writes them anew, which only a new version of the format may make necessary.
+"""
+
+import re
+from dataclasses import fields
+from hashlib import blake2b
+from pathlib import Path
+
+import pytest
+import torch
+
+from kp_core.fingerprint import ModelFingerprint
+from kp_core.handle import mint
+from kp_core.kv import KVTensors
+from kp_core.pack import Head, KnowledgePack
+from kp_core.packfile import encode_pack, read_pack
+
+HERE = Path(__file__).parent
+FORMAT = (HERE.parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
+TEXT = "The Eiffel Tower “la dame de fer”\nis 330 m tall. 🗼\n"
+
+
+def golden_pack(name: str) -> KnowledgePack:
+    """The pack in `<name>.safetensors`; layers differ in kv_heads, keys and values in head_dim."""
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "lazy": None}[name]
+    kv = None
+    if dtype is not None:
+        shapes = [(1, 3, 4), (1, 3, 2), (2, 3, 4), (2, 3, 2)]
+        tensors = [
+            (torch.arange(shape[0] * shape[1] * shape[2]).view(shape) / 8 - index).to(dtype)
+            for index, shape in enumerate(shapes)
+        ]
+        kv = KVTensors(tuple(tensors[::2]), tuple(tensors[1::2]))
+    return KnowledgePack(
+        text=TEXT,
+        namespace="paris-1889",
+        token_ids=(504, 414, 12345),
+        head=Head((1, 9690, 198, 2), (1, 4)),
+        fingerprint=ModelFingerprint(**{field.name: f"the {field.name}" for field in fields(ModelFingerprint)}),
+        kv=kv,
+        provenance={"title": "Tour Eiffel", "source": "https://example.org/é"},
+    )
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "lazy"])
+def test_reading_gives_the_known_values(name):
+    with (HERE / f"{name}.safetensors").open("rb", buffering=0) as file:
+        found = read_pack(file)
+    expected = golden_pack(name)
+    for field in fields(KnowledgePack):
+        if field.name != "kv":
+            assert getattr(found, field.name) == getattr(expected, field.name)
+    assert (found.kv is None) == (expected.kv is None)
+    if expected.kv is not None:
+        assert found.kv.equal(expected.kv)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "lazy"])
+def test_writing_gives_the_known_bytes(name):
+    assert b"".join(encode_pack(golden_pack(name)).chunks()) == (HERE / f"{name}.safetensors").read_bytes()
+
+
+def test_the_bytes_have_not_changed():
+    """Guards against writing the golden files anew along with a changed format."""
+    digests = {path.stem: blake2b(path.read_bytes(), digest_size=8).hexdigest() for path in HERE.glob("*.safetensors")}
+    assert digests == {
+        "bfloat16": "1d7baf87e8d85f8c",
+        "float32": "bda5f6e4f600e7d1",
+        "lazy": "99c28a11866ac5fd",
+    }
+
+
+def test_handle_derivation():
+    handle = str(mint(bytes(range(32)), "paris-1889", "The Eiffel Tower"))
+    assert handle == "kp:paris-1889/tmn7tkvyuryf6lsptrqky"
+    assert handle in FORMAT
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float32", "lazy"])
+def test_the_reader_of_the_specification_reads_them(name):
+    code = re.search(r"```python\n(.*?)```", FORMAT, re.DOTALL)
+    scope = {}
+    exec(code[1], scope)  # noqa: S102 - it is our own documentation that is tested
+    pack, tensors = scope["read"](HERE / f"{name}.safetensors")
+    expected = golden_pack(name)
+    assert (pack["text"], tuple(pack["token_ids"])) == (TEXT, expected.token_ids)
+    assert len(tensors) == (0 if expected.kv is None else 4)
+    if expected.kv is not None:
+        values = torch.frombuffer(bytearray(tensors["layers.1.value"]), dtype=expected.kv.dtype)
+        assert torch.equal(values.view(2, 3, 2), expected.kv.values[1])
+
+
+if __name__ == "__main__":
+    for each in ("bfloat16", "float32", "lazy"):
+        (HERE / f"{each}.safetensors").write_bytes(b"".join(encode_pack(golden_pack(each)).chunks()))
