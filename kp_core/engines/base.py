@@ -1,0 +1,54 @@
+"""The seam to a model: conversations and handles in, answers and counts out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol, Unpack
+
+from kp_core.engines.request import Generation, Inside, Request
+from kp_core.engines.streams import AsyncStream, Stream
+from kp_core.fingerprint import ModelFingerprint
+from kp_core.pack import KnowledgePack
+from kp_core.resolve import Message
+from kp_core.template import ChatTemplate
+
+__all__ = ["Engine"]
+
+
+class Engine(Protocol):
+    """Runs a model: the only seam that touches one."""
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """Identity of the model."""
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template."""
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of prompt and answer together."""
+
+    def build_pack(
+        self,
+        text: str,
+        *,
+        namespace: str = "default",
+        inside: Inside = "user",
+        lazy: bool = False,
+        provenance: Mapping[str, str] | None = None,
+    ) -> KnowledgePack:
+        """`text` compiled for the place that `inside` says (see `ChatTemplate.tokenise_pack`)."""
+
+    def generate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
+        """The answer to a conversation."""
+
+    def stream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Stream:
+        """The answer piece by piece."""
+
+    async def agenerate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
+        """As `generate`; cancelling the task stops the generation."""
+
+    def astream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> AsyncStream:
+        """As `stream`."""

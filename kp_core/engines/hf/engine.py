@@ -1,0 +1,328 @@
+"""The engine for one machine: any Hugging Face causal language model with plain per-token KV."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kp_core.engines.hf.building import PackBuilder
+from kp_core.engines.hf.bundled import bundled_model
+from kp_core.engines.hf.loading import load, take_fingerprint
+from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.prefill import Cancelled, Prefilled, Prefiller
+from kp_core.engines.hf.sampling import Sampler
+from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
+from kp_core.engines.request import FinishReason, Generation, Inside, Request, Sampling, sampling_of
+from kp_core.engines.streams import AsyncStream, Stream, in_thread
+from kp_core.engines.text import AnswerText
+from kp_core.errors import ContextOverflowError
+from kp_core.fingerprint import ModelFingerprint
+from kp_core.pack import KnowledgePack
+from kp_core.prefix import Node
+from kp_core.prompt import Prompt, Span
+from kp_core.resolve import Message, PackRef, PackSource
+from kp_core.template import ChatTemplate
+from kp_core.usage import Usage
+
+__all__ = ["HFEngine", "Prefill"]
+
+_DEFAULT_MAX_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a prefill alone gives: the first logits, of shape `(vocabulary,)`, and what it cost."""
+
+    logits: Tensor
+    usage: Usage
+    prompt: Prompt
+
+
+class HFEngine:
+    """Runs a Hugging Face causal language model over packs.
+
+    `model` is an id, a folder, or a model object (with `tokenizer`); without it, the bundled SmolLM2-135M-Instruct.
+    `device` is by default the best there is (CUDA, MPS, CPU), `dtype` bfloat16 where the machine has it. `cache_bytes`
+    is the budget of the prefix tree, by default an eighth of the memory where the cache lives. `chunk_tokens` is the
+    longest canonical prefill chunk; it is part of the fingerprint. `template_options` go to the chat template.
+
+    Several threads may call one engine: prompts are prefilled one after the other, answers are decoded in turns.
+
+    Raises `ModelError` when loading fails, `UnsupportedModelError` for architectures whose cache is not plain per-token
+    KV, `TemplateError` without a chat template.
+    """
+
+    def __init__(  # noqa: PLR0913 - every setting has a default that works
+        self,
+        model: str | Path | transformers.PreTrainedModel | None = None,
+        *,
+        tokenizer: Any = None,  # noqa: ANN401
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | str | None = None,
+        chunk_tokens: int = 512,
+        cache_bytes: int | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        loaded, self.tokenizer = load(bundled_model() if model is None else model, tokenizer, device, dtype)
+        self._template = ChatTemplate(self.tokenizer, template_options)
+        self._model = CausalModel(loaded)
+        shape = self._model.shape
+        self._prefiller = Prefiller(
+            self._model, _memory(shape.device) // 8 if cache_bytes is None else cache_bytes, chunk_tokens
+        )
+        eos = getattr(self.tokenizer, "eos_token_id", None)
+        self._end_tokens = self._model.end_tokens | ({eos} if isinstance(eos, int) else set())
+        self._fingerprinting = threading.Lock()
+
+    @cached_property
+    def _fingerprint(self) -> ModelFingerprint:
+        return take_fingerprint(self._model, self.tokenizer, self._template, self._prefiller.chunk_tokens)
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """Identity of the model; the weights are digested when it is first asked for."""
+        with self._fingerprinting:
+            return self._fingerprint
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The model's chat template."""
+        return self._template
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self._model.max_positions
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of KV in the prefix tree, which its budget bounds."""
+        return self._prefiller.tree.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per token."""
+        return self._model.shape.bytes_per_token
+
+    def clear_cache(self) -> None:
+        """Drop all KV that is neither pinned nor in use, and the buffers that wait."""
+        self._prefiller.tree.clear()
+        self._prefiller.pool.clear()
+
+    def build_pack(
+        self,
+        text: str,
+        *,
+        namespace: str = "default",
+        inside: Inside = "user",
+        lazy: bool = False,
+        provenance: Mapping[str, str] | None = None,
+    ) -> KnowledgePack:
+        """`text` compiled for the place that `inside` says (see `ChatTemplate.tokenise_pack`).
+
+        A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`, ...)
+        travels with the pack.
+        """
+        return next(
+            self.build_packs([text], namespace=namespace, inside=inside, lazy=lazy, provenance=[provenance or {}])
+        )
+
+    def build_packs(  # noqa: PLR0913
+        self,
+        texts: Sequence[str],
+        *,
+        namespace: str = "default",
+        inside: Inside = "user",
+        lazy: bool = False,
+        provenance: Sequence[Mapping[str, str]] | None = None,
+        progress: bool = True,
+    ) -> Iterator[KnowledgePack]:
+        """The packs of `texts`, in order and one at a time, so that any number fits in memory.
+
+        Each is bit-identical to what `build_pack` gives. A progress bar shows when it takes longer than a second.
+        """
+        builder = PackBuilder(self._prefiller, self._template, self.fingerprint)
+        made = {
+            "device": f"{self._model.device.type} {platform.machine()}",
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        known = [{}] * len(texts) if provenance is None else provenance
+        jobs = ((job, None) for job in builder.jobs(texts, inside)) if lazy else builder.build(texts, inside)
+        bar = tqdm(jobs, "Building packs", len(texts), delay=1, unit="pack", disable=not progress)
+        for (job, kv), about in zip(bar, known, strict=True):
+            yield KnowledgePack(job.text, namespace, job.token_ids, job.head, self.fingerprint, kv, made | dict(about))
+
+    def pin(self, pack: KnowledgePack) -> Node:
+        """Keep the KV of `pack`, at the place it was built for, in memory until `unpin` of what is given back."""
+        pack.check(self.fingerprint)
+        start, ids = len(pack.head), pack.head.token_ids + pack.token_ids
+        prompt = Prompt(ids, (Span(start, len(ids), PackRef("", pack)),), pack.head.cuts)
+        run = self._prefiller.start(prompt, len(ids), self.fingerprint, deterministic=True, logits=False)
+        try:
+            return run.path.pin()
+        finally:
+            self._prefiller.finish(run)
+
+    def unpin(self, pinned: Node) -> None:
+        """Let the prefix tree evict a pinned pack again."""
+        self._prefiller.tree.unpin(pinned)
+
+    def prefill(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Prefill:
+        """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
+        began = time.perf_counter()
+        prompt, source = self._resolve(messages, request)
+        run = self._start(prompt, source, request, self._room(prompt, Sampling(max_tokens=1)))
+        try:
+            usage = _usage(prompt, run, 0, time.perf_counter() - began)
+            if run.logits is None:
+                raise AssertionError("a prefilled prompt has logits")
+            return Prefill(run.logits, usage, prompt)
+        finally:
+            self._prefiller.finish(run)
+
+    def generate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
+        """The answer to a conversation (a string is one user message).
+
+        Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
+        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`), `SamplingError`.
+        """
+        return self.stream(messages, **request).result()
+
+    def stream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Stream:
+        """The answer piece by piece; raises as `generate`, at the call."""
+        began = time.perf_counter()
+        sampling = sampling_of(request)
+        prompt, source = self._resolve(messages, request)
+        room = self._room(prompt, sampling)
+        return Stream(self._answer(prompt, source, request, sampling, room, began))
+
+    async def agenerate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
+        """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
+        cancel = request.get("cancel") or threading.Event()
+        request["cancel"] = cancel
+        return await in_thread(lambda: self.generate(messages, **request), cancel)
+
+    def astream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> AsyncStream:
+        """As `stream`, without blocking the event loop; leaving the loop early stops the generation."""
+        cancel = request.get("cancel") or threading.Event()
+        request["cancel"] = cancel
+        return AsyncStream(lambda: self.stream(messages, **request), cancel)
+
+    def _resolve(self, messages: Sequence[Message] | str, request: Request) -> tuple[Prompt, PackSource]:
+        view = request.get("view")
+        checked = CheckedSource(view.source if view else None, self.fingerprint, request.get("foreign", "error"))
+        prompt = self._template.render(
+            messages,
+            view=None if view is None else checked_view(view, checked),
+            packs=explicit_packs(request.get("packs", ()), view, checked),
+            placement=request.get("placement", "in_place"),
+            thinking=request.get("thinking"),
+        )
+        return prompt, checked
+
+    def _room(self, prompt: Prompt, sampling: Sampling) -> int:
+        """How many tokens the answer may take."""
+        left = self.max_positions - len(prompt)
+        wanted = sampling.max_tokens or min(_DEFAULT_MAX_TOKENS, max(left, 1))
+        if wanted > left:
+            raise ContextOverflowError(len(prompt), wanted, self.max_positions)
+        return wanted
+
+    def _start(self, prompt: Prompt, source: PackSource, request: Request, room: int) -> Prefilled:
+        return self._prefiller.start(
+            prompt,
+            len(prompt) + room,
+            self.fingerprint,
+            source,
+            reuse=request.get("reuse", True),
+            deterministic=request.get("deterministic", False),
+            cancel=request.get("cancel"),
+        )
+
+    def _answer(  # noqa: PLR0913
+        self,
+        prompt: Prompt,
+        source: PackSource,
+        request: Request,
+        sampling: Sampling,
+        room: int,
+        began: float,
+    ) -> Generator[str, None, Generation]:
+        text = AnswerText(self.tokenizer, sampling.stop)
+        try:
+            run = self._start(prompt, source, request, room)
+        except Cancelled:
+            nothing = Usage(len(prompt) - prompt.pack_tokens, prompt.pack_tokens, 0, 0, 0, 0.0)
+            return Generation("", (), "cancelled", nothing, prompt)
+        tokens: list[int] = []
+        ttft = 0.0
+        reason: FinishReason = "length"
+        cancel = request.get("cancel")
+        try:
+            for token in self._tokens(run, Sampler(sampling, prompt.token_ids, self._model.shape.device), room):
+                tokens.append(token)
+                ttft = ttft or time.perf_counter() - began
+                if token in self._end_tokens:
+                    reason = "stop"
+                    break
+                if piece := text.push(token):
+                    yield piece
+                if text.stopped:
+                    reason = "stop"
+                    break
+                if cancel is not None and cancel.is_set():
+                    reason = "cancelled"
+                    break
+            if rest := text.flush():
+                yield rest
+            return Generation(text.text, tuple(tokens), reason, _usage(prompt, run, len(tokens), ttft), prompt)
+        finally:
+            self._finish(run, prompt, tokens)
+
+    def _tokens(self, run: Prefilled, sampler: Sampler, room: int) -> Iterator[int]:
+        """Up to `room` tokens behind `run`; the KV of each is computed when the next is asked for."""
+        for left in range(room, 0, -1):
+            if run.logits is None:
+                raise AssertionError("a prefilled prompt has logits")
+            token = sampler(run.logits)
+            yield token
+            if left > 1:
+                run.logits = self._prefiller.forward((token,), run.buffer)
+
+    def _finish(self, run: Prefilled, prompt: Prompt, tokens: Sequence[int]) -> None:
+        """Let the next turn find what was decoded, and give the memory back."""
+        decoded = run.buffer.length - len(prompt)
+        if decoded > 0 and run.path.is_open and run.path.tokens == len(prompt):
+            kv = run.buffer.read(len(prompt), run.buffer.length)
+            run.path.extend(tuple(tokens[:decoded]), kv, is_decoded=True)
+        self._prefiller.finish(run)
+
+
+def _usage(prompt: Prompt, run: Prefilled, completion: int, ttft: float) -> Usage:
+    return Usage(
+        prompt_tokens=len(prompt) - prompt.pack_tokens,
+        pack_tokens=prompt.pack_tokens,
+        reused_tokens=len(prompt) - run.computed,
+        computed_tokens=run.computed,
+        completion_tokens=completion,
+        ttft_s=ttft,
+    )
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

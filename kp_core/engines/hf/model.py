@@ -1,0 +1,165 @@
+"""A causal language model as the engine needs it: one chunk in, KV and logits out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from kp_core.engines.hf import attention
+from kp_core.engines.hf.buffer import CacheShape, KVBuffer
+from kp_core.errors import UnsupportedModelError
+
+__all__ = ["CausalModel"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE = 8
+"""Tokens of the forward pass that finds out the shape of the cache."""
+
+
+class CausalModel:
+    """Runs the forward passes of a Hugging Face causal LM over KV buffers.
+
+    Raises `UnsupportedModelError`, with the reason, for architectures whose cache is not plain per-token KV.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        refuse_unsupported(model.config)
+        self._model = _own_view(model).eval()
+        self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self.shape = self._measure_shape()
+        self._install_attention()
+
+    @property
+    def config(self) -> Any:  # noqa: ANN401 - configurations have no common static type
+        """The architecture's configuration."""
+        return self._model.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+        device: torch.device = self._model.device
+        return device
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens a sequence may have.
+
+        Where RoPE frequencies change with the length (`longrope`), this is the length up to which they do not.
+        """
+        config, rope = self.config, rope_parameters(self.config)
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31 - 1
+        if rope.get("rope_type") == "longrope":
+            limit = rope.get("original_max_position_embeddings") or limit
+        return int(limit)
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a turn, as configuration and generation configuration say."""
+        found: set[int] = set()
+        for config in (self.config, getattr(self._model, "generation_config", None)):
+            token = getattr(config, "eos_token_id", None)
+            found.update([token] if isinstance(token, int) else token or [])
+        return frozenset(found)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer, by name."""
+        return dict(self._model.state_dict())
+
+    @torch.inference_mode()
+    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+        """Run `ids` of shape `(batch, new)` behind what `buffer` holds, and write their KV there.
+
+        Gives the logits behind the last token, `(batch, vocabulary)`, or `None` without `logits`, which spares the head.
+        """
+        if not logits:
+            self._model.base_model(input_ids=ids, past_key_values=buffer.cache, use_cache=True)
+            return None
+        keep = {"logits_to_keep": 1} if self._keeps_logits else {}
+        output = self._model(input_ids=ids, past_key_values=buffer.cache, use_cache=True, **keep)
+        last: Tensor = output.logits[:, -1]
+        return last.clone()
+
+    @torch.inference_mode()
+    def _measure_shape(self) -> CacheShape:
+        cache = DynamicCache(config=self.config)
+        ids = torch.zeros(1, _PROBE, dtype=torch.long, device=self.device)
+        self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+        shapes = []
+        for index, layer in enumerate(cache.layers):
+            found = tuple(getattr(layer.keys, "shape", ()))
+            if found[2:3] != (_PROBE,):
+                raise UnsupportedModelError(
+                    f"Layer {index} of {self.config.model_type} caches no keys and values per token: after "
+                    f"{_PROBE} tokens its keys have shape {found}; expected (batch, kv_heads, {_PROBE}, head_dim)."
+                )
+            shapes.append((found[1], found[3], layer.values.shape[3]))
+        first: Tensor = cache.layers[0].keys
+        return CacheShape(tuple(shapes), first.dtype, first.device)
+
+    @torch.inference_mode()
+    def _install_attention(self) -> None:
+        """Switch to grouped attention where the model takes it and answers the same with it."""
+        before = self.config._attn_implementation  # noqa: SLF001 - the only place transformers keeps it
+        if not getattr(self._model, "_supports_attention_backend", False):
+            return
+        expected = self._probe_logits()
+        try:
+            self._model.set_attn_implementation(attention.NAME)
+            found = self._probe_logits()
+        except (ValueError, TypeError, RuntimeError) as error:
+            logger.info("%s keeps %s attention: %s", self.config.model_type, before, error)
+            found = None
+        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.1
+        scale = expected.float().abs().max().clamp(min=1)
+        if found is None or (found.float() - expected.float()).abs().max() > tolerance * scale:
+            self._model.set_attn_implementation(before)
+
+    def _probe_logits(self) -> Tensor:
+        """Logits over a prefill, a chunk behind it, and a decoding step."""
+        ids = torch.arange(1, 2 * _PROBE + 1, device=self.device)[None] % self.config.vocab_size
+        buffer = KVBuffer(self.shape, 2 * _PROBE)
+        edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
+        steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
+        return torch.cat([step for step in steps if step is not None])
+
+
+def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
+    """Raise `UnsupportedModelError` unless `config` describes a decoder with plain KV for every token in every layer."""
+    name = getattr(config, "model_type", type(config).__name__)
+    reasons = {
+        "it is an encoder-decoder, with cross attention": getattr(config, "is_encoder_decoder", False),
+        "its cache holds latents of multi-head latent attention, not keys and values": (
+            getattr(config, "kv_lora_rank", None) is not None
+        ),
+        "its layers share one another's KV": getattr(config, "num_kv_shared_layers", 0),
+        "its RoPE frequencies change with the length": rope_parameters(config).get("rope_type") == "dynamic",
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
+    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - {"DynamicLayer"}
+    if kinds:
+        raise UnsupportedModelError(
+            f"{name} cannot be served from packs: it keeps {', '.join(sorted(kinds))} (sliding windows or recurrent "
+            "states), so its cache is not one key and value per token. Use a model with full attention in every layer."
+        )
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
+    """The RoPE part of a configuration; empty where there is none."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return dict(found)
+
+
+def _own_view(model: PreTrainedModel) -> PreTrainedModel:
+    """A structural copy that shares every tensor: the caller's model keeps its own attention setting."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

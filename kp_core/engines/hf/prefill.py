@@ -1,0 +1,160 @@
+"""Prefill in canonical chunks, over the prefix tree and one pooled buffer."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kp_core.engines.hf.buffer import BufferPool, KVBuffer
+from kp_core.engines.hf.model import CausalModel
+from kp_core.fingerprint import ModelFingerprint
+from kp_core.handle import Handle, find_handles
+from kp_core.kv import KVTensors
+from kp_core.pack import KnowledgePack
+from kp_core.prefix import Path, PrefixTree
+from kp_core.prompt import Prompt, Span
+from kp_core.resolve import PackSource
+
+__all__ = ["Cancelled", "Prefilled", "Prefiller"]
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = "plain"
+"""Key of unsteered KV in the tree."""
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
+    """The generation was cancelled during prefill."""
+
+
+@dataclass
+class Prefilled:
+    """A prompt whose KV stands in `buffer`, with the logits behind it; must be given back."""
+
+    buffer: KVBuffer
+    path: Path
+    logits: Tensor | None
+    computed: int
+
+
+class Prefiller:
+    """Brings prompts into buffers, computing only what is neither in the tree nor in a pack."""
+
+    def __init__(self, model: CausalModel, cache_bytes: int, chunk_tokens: int) -> None:
+        self.model, self.chunk_tokens = model, chunk_tokens
+        self.tree = PrefixTree(cache_bytes)
+        self.pool = BufferPool(model.shape)
+        # One prompt at a time: a second one that begins alike then finds the KV of the first.
+        self._prefilling = threading.Lock()
+        self._computing = threading.Lock()
+
+    def forward(self, ids: tuple[int, ...], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+        """Logits `(vocabulary,)` behind `ids`, or `None` without `logits`; threads take turns."""
+        found = self.forward_batch(torch.tensor([ids], device=self.model.device), buffer, logits=logits)
+        return None if found is None else found[0]
+
+    def forward_batch(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = False) -> Tensor | None:
+        """Logits `(batch, vocabulary)` behind `ids` of shape `(batch, new)`, or `None` without `logits`."""
+        with self._computing:
+            return self.model.forward(ids, buffer, logits=logits)
+
+    def start(  # noqa: PLR0913 - the switches of a request
+        self,
+        prompt: Prompt,
+        capacity: int,
+        fingerprint: ModelFingerprint,
+        source: PackSource | None = None,
+        *,
+        reuse: bool = True,
+        deterministic: bool = False,
+        logits: bool = True,
+        cancel: threading.Event | None = None,
+    ) -> Prefilled:
+        """Prefill `prompt` into a buffer for `capacity` tokens. Raises `Cancelled` when `cancel` is set meanwhile."""
+        chunks = prompt.chunks(self.chunk_tokens)
+        with self._prefilling:
+            tree = self.tree if reuse else PrefixTree(0)
+            path = tree.match(_PLAIN, prompt.token_ids, chunks, decoded=not deterministic, logits=logits)
+            buffer = self.pool.take(capacity, path.runs)
+            run = Prefilled(buffer, path, path.last.logits if path.tokens == len(prompt) else None, 0)
+            try:
+                packs = _PackKV(prompt, self.chunk_tokens, fingerprint, source) if reuse else None
+                for start, stop in chunks:
+                    if stop > buffer.length:
+                        self._chunk(run, prompt, max(start, buffer.length), stop, packs, logits=logits)
+                    _check(cancel)
+            except BaseException:
+                self.finish(run)
+                raise
+            return run
+
+    def finish(self, run: Prefilled) -> None:
+        """Give buffer and path back; the buffer keeps what it holds for the next prompt that begins alike."""
+        run.buffer.note(run.path.runs)
+        run.path.release()
+        self.pool.give(run.buffer)
+
+    def _chunk(  # noqa: PLR0913
+        self, run: Prefilled, prompt: Prompt, start: int, stop: int, packs: _PackKV | None, *, logits: bool
+    ) -> None:
+        ids = prompt.token_ids[start:stop]
+        is_last = logits and stop == len(prompt)
+        # Packs were computed behind canonical chunks, so behind anything else their KV is not exact.
+        kv = packs.find(start, stop) if packs is not None and not is_last and run.path.is_canonical else None
+        if kv is not None:
+            run.buffer.append(kv)
+        else:
+            run.logits = self.forward(ids, run.buffer, logits=is_last)
+            run.computed += stop - start
+        if run.path.is_open and run.path.tokens == start:
+            run.path.extend(ids, kv if kv is not None else run.buffer.read(start, stop), run.logits)
+
+
+def _check(cancel: threading.Event | None) -> None:
+    if cancel is not None and cancel.is_set():
+        raise Cancelled
+
+
+class _PackKV:
+    """The KV that the packs of one prompt bring, where it is exact at their place; read from the source once."""
+
+    def __init__(
+        self, prompt: Prompt, chunk_tokens: int, fingerprint: ModelFingerprint, source: PackSource | None
+    ) -> None:
+        self._prompt, self._chunk_tokens = prompt, chunk_tokens
+        self._fingerprint, self._source = fingerprint, source
+        self._loaded: dict[int, KVTensors | None] = {}
+
+    def find(self, start: int, stop: int) -> KVTensors | None:
+        """KV of the chunk `start:stop`, when a pack has it."""
+        for span in self._prompt.spans:
+            if span.start <= start and stop <= span.stop:
+                if span.start not in self._loaded:
+                    self._loaded[span.start] = self._load(span)
+                kv = self._loaded[span.start]
+                return None if kv is None else kv.slice(start - span.start, stop - span.start)
+        return None
+
+    def _load(self, span: Span) -> KVTensors | None:
+        if not self._is_exact(span, span.pack):
+            return None
+        pack = span.pack
+        if pack.kv is None and self._source is not None and find_handles(span.handle):
+            pack = self._source.get(Handle.parse(span.handle))
+            if not self._is_exact(span, pack):
+                return None
+        if pack.kv is None:
+            logger.info("Pack %s has no KV stored; it is computed from its text.", span.handle)
+        return pack.kv
+
+    def _is_exact(self, span: Span, pack: KnowledgePack) -> bool:
+        """Same model, same tokens, behind the same tokens cut at the same places."""
+        return (
+            pack.token_ids == self._prompt.token_ids[span.start : span.stop]
+            and pack.head == self._prompt.head(span, self._chunk_tokens)
+            and pack.fingerprint == self._fingerprint
+        )

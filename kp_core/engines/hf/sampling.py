@@ -1,0 +1,54 @@
+"""Choosing the next token, with the logits processors of transformers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from kp_core.engines.request import Sampling
+
+__all__ = ["Sampler"]
+
+
+class Sampler:
+    """Chooses tokens as `Sampling` says; greedy at temperature 0. Equal seeds choose equal tokens."""
+
+    def __init__(self, sampling: Sampling, prompt_ids: tuple[int, ...], device: torch.device) -> None:
+        self._greedy = sampling.temperature == 0
+        processors = LogitsProcessorList()
+        if sampling.repetition_penalty != 1:
+            processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if not self._greedy:
+            processors.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                processors.append(TopPLogitsWarper(sampling.top_p))
+        self._processors = processors
+        # The penalty is the only processor that looks at the tokens so far.
+        self._ids = torch.tensor([prompt_ids], device=device) if sampling.repetition_penalty != 1 else None
+        self._generator = torch.Generator(device=device)
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+
+    def __call__(self, logits: Tensor) -> int:
+        """The next token, from logits of shape `(vocabulary,)`."""
+        scores = logits.to(torch.float32)[None]
+        ids = self._ids if self._ids is not None else torch.empty(1, 0, dtype=torch.long, device=logits.device)
+        scores = self._processors(ids, scores)
+        if self._greedy:
+            token = scores.argmax(dim=-1)
+        else:
+            token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[:, 0]
+        if self._ids is not None:
+            self._ids = torch.cat([self._ids, token[:, None]], dim=1)
+        return int(token)

@@ -1,0 +1,77 @@
+"""Packs on their way into a prompt: is each one made by this model?"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import Literal
+
+from kp_core.errors import PackNotFoundError
+from kp_core.fingerprint import ModelFingerprint
+from kp_core.handle import Handle
+from kp_core.pack import KnowledgePack
+from kp_core.resolve import PackRef, PackSource, PackView
+
+__all__ = ["CheckedSource", "checked_view", "explicit_packs"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckedSource:
+    """A source that gives only packs the model may use.
+
+    A pack of another model raises `FingerprintMismatchError`, or with `foreign="rebuild"` comes as text alone, to be
+    computed anew. A pack that had to be recovered from its text alone was announced by the store and comes as it is.
+    """
+
+    source: PackSource | None
+    fingerprint: ModelFingerprint
+    foreign: Literal["error", "rebuild"]
+
+    def peek(self, handle: Handle) -> KnowledgePack | None:
+        """The pack without KV, checked."""
+        pack = None if self.source is None else self.source.peek(handle)
+        return None if pack is None else self.check(pack, str(handle))
+
+    def get(self, handle: Handle) -> KnowledgePack:
+        """The pack with its KV, checked."""
+        if self.source is None:
+            raise PackNotFoundError(f"There is no store to look for {handle} in; pass `view=store.view(...)`.")
+        return self.check(self.source.get(handle), str(handle))
+
+    def check(self, pack: KnowledgePack, name: str) -> KnowledgePack:
+        """`pack`, or its text alone; raises when it is foreign and may not be rebuilt."""
+        if pack.fingerprint in (self.fingerprint, ModelFingerprint.unknown()):
+            return pack
+        if self.foreign == "error":
+            pack.check(self.fingerprint)
+        logger.warning("Pack %s was made by another model; its KV is computed anew from its text.", name)
+        return replace(pack, kv=None, token_ids=(), fingerprint=ModelFingerprint.unknown())
+
+
+def checked_view(view: PackView, checked: CheckedSource) -> PackView:
+    """`view`, with its packs checked."""
+    return replace(view, source=checked)
+
+
+def explicit_packs(
+    packs: Sequence[KnowledgePack | str], view: PackView | None, checked: CheckedSource
+) -> tuple[PackRef, ...]:
+    """Packs that a caller named outright; a handle that does not resolve is an error here, not text."""
+    references = []
+    for pack in packs:
+        if isinstance(pack, KnowledgePack):
+            name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
+            references.append(PackRef(name, checked.check(pack, name)))
+            continue
+        handle = Handle.parse(pack)
+        found = None if view is None else checked_view(view, checked).resolve(handle, "system")
+        if found is None:
+            raise PackNotFoundError(
+                f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."
+            )
+        references.append(PackRef(pack, found))
+    return tuple(references)

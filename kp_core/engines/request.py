@@ -1,0 +1,99 @@
+"""What may be asked of an engine, and what comes back."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias, TypedDict
+
+from kp_core.errors import SamplingError
+from kp_core.pack import KnowledgePack
+from kp_core.prompt import Prompt
+from kp_core.resolve import Message, PackView
+from kp_core.template import Placement
+from kp_core.usage import Usage
+
+__all__ = ["FinishReason", "Generation", "Inside", "Request", "Sampling", "sampling_of"]
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+Inside: TypeAlias = Sequence[Message] | Literal["user", "system"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; the defaults are greedy. Raises `SamplingError` for a value out of range."""
+
+    max_tokens: int | None = None
+    """Most tokens to generate; `None` is 512, or fewer where the context ends sooner."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    """Strings that end the answer and are left out of it; they may span tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        checks = {
+            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "None or an integer >= 1"),
+            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
+            "top_k": (self.top_k >= 0, "an integer >= 0"),
+            "repetition_penalty": (
+                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a finite number > 0",
+            ),
+            "stop": (all(self.stop), "strings that are not empty"),
+        }
+        for name, (holds, expected) in checks.items():
+            if not holds:
+                raise SamplingError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
+
+
+class Request(TypedDict, total=False):
+    """What may be asked of one generation, beside its messages."""
+
+    view: PackView | None
+    """Resolves handles in the messages; without it they stay text."""
+    packs: Sequence[KnowledgePack | str]
+    """Packs, or handles that `view` resolves, to place at the head of the system message."""
+    placement: Placement
+    """`"in_place"` (default): a pack stands where its handle stood. `"system"`: all packs go to the system head."""
+    foreign: Literal["error", "rebuild"]
+    """What to do with a pack of another model: refuse (default), or use its text and recompute."""
+    thinking: bool | None
+    """Switches thinking on or off, for templates that can."""
+    reuse: bool
+    """`False` prefills everything and leaves nothing behind: the slow way, to compare with."""
+    deterministic: bool
+    """`True` reuses prefilled KV only, never decoded KV, so that a replayed conversation is bit-identical."""
+    cancel: threading.Event | None
+    """Set it from any thread to end the generation after the token in progress."""
+    max_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    repetition_penalty: float
+    seed: int | None
+    stop: Sequence[str]
+
+
+def sampling_of(request: Mapping[str, object]) -> Sampling:
+    """The sampling part of a request."""
+    return Sampling(**{field.name: request[field.name] for field in fields(Sampling) if field.name in request})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer: its text (handles and stop strings removed), its tokens, why it ended, and what it cost."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    prompt: Prompt

@@ -1,0 +1,101 @@
+"""Streams of text, for threads and for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kp_core.engines.request import Generation
+
+__all__ = ["AsyncStream", "Stream", "in_thread"]
+
+T = TypeVar("T")
+
+
+class Stream:
+    """Pieces of an answer; `generation` is set once they have all come."""
+
+    def __init__(self, pieces: Generator[str, None, Generation]) -> None:
+        self._pieces = pieces
+        self.generation: Generation | None = None
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)
+        except StopIteration as stop:
+            # A generator that is asked again after its end has no value any more.
+            self.generation = self.generation or stop.value
+            raise
+
+    def result(self) -> Generation:
+        """The whole answer; reads what is left of the stream."""
+        for _ in self:
+            pass
+        if self.generation is None:
+            raise RuntimeError("The stream was closed before its answer was complete.")
+        return self.generation
+
+    def close(self) -> None:
+        """Stop generating and give the memory back."""
+        self._pieces.close()
+
+
+class AsyncStream:
+    """As `Stream`, for asyncio: every step runs in a thread, and cancelling the task sets `cancel`."""
+
+    def __init__(self, start: Callable[[], Stream], cancel: threading.Event) -> None:
+        self._start, self._cancel = start, cancel
+        self._stream: Stream | None = None
+
+    @property
+    def generation(self) -> Generation | None:
+        """The whole answer, once the stream has ended."""
+        return None if self._stream is None else self._stream.generation
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> str:
+        piece = await in_thread(self._next, self._cancel, self._close)
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        """Stop generating and give the memory back."""
+        self._cancel.set()
+        await asyncio.to_thread(self._close)
+
+    def _next(self) -> str | None:
+        if self._stream is None:
+            self._stream = self._start()
+        return next(self._stream, None)
+
+    def _close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+
+async def in_thread(work: Callable[[], T], cancel: threading.Event, clean_up: Callable[[], None] | None = None) -> T:
+    """Run `work` in a thread. Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned."""
+    future = asyncio.get_running_loop().run_in_executor(None, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        cancel.set()
+
+        def after(done: Future[T] | asyncio.Future[T]) -> None:
+            # Its result or error has no one left to go to.
+            if not done.cancelled():
+                done.exception()
+            if clean_up is not None:
+                clean_up()
+
+        future.add_done_callback(after)
+        raise
