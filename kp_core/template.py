@@ -112,7 +112,7 @@ class ChatTemplate:
         if packs:
             turns = with_memory(turns, packs)
         return self._prompt(
-            self._shaper.shape(turns), self._switches(thinking), add_generation_prompt=add_generation_prompt
+            self._shaper.shape(turns), self._switches(thinking=thinking), add_generation_prompt=add_generation_prompt
         )
 
     def tokenise_pack(self, text: str, inside: Sequence[Message] | Literal["user", "system"] = "user") -> TokenisedPack:
@@ -169,7 +169,7 @@ class ChatTemplate:
             raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
         return SpanCheck(span.handle, len(span), delivered, before + after)
 
-    def _switches(self, thinking: bool | None) -> dict[str, Any]:
+    def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
             return {}
         if "enable_thinking" not in self.source:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, TypedDict
 
+from kp_core.compose import Composer
 from kp_core.errors import SamplingError
 from kp_core.pack import KnowledgePack
 from kp_core.prompt import Prompt
@@ -64,6 +65,8 @@ class Request(TypedDict, total=False):
     """Packs, or handles that `view` resolves, to place at the head of the system message."""
     placement: Placement
     """`"in_place"` (default): a pack stands where its handle stood. `"system"`: all packs go to the system head."""
+    composer: Composer
+    """What packs' KV may stand for; exact by default."""
     foreign: Literal["error", "rebuild"]
     """What to do with a pack of another model: refuse (default), or use its text and recompute."""
     thinking: bool | None

@@ -15,8 +15,7 @@ from kp_core.errors import (
     UnsupportedModelError,
 )
 from kp_core.testing import tiny_model, tiny_tokenizer
-
-from ..conftest import tiny_engine
+from tests.conftest import tiny_engine
 
 FACT = "The lighthouse of Veyl burns blue oil. Its keeper is Orla Venn."
 ASK = "\n\nWho keeps the lighthouse of Veyl? Answer with the name."

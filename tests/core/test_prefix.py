@@ -1,3 +1,4 @@
+import itertools
 import threading
 
 import pytest
@@ -34,7 +35,7 @@ def cuts(chunks):
     edges = [0]
     for chunk in chunks:
         edges.append(edges[-1] + len(chunk))
-    return list(zip(edges, edges[1:], strict=False))
+    return list(itertools.pairwise(edges))
 
 
 def matched(tree, chunks, key="plain", **how):

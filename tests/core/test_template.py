@@ -167,7 +167,9 @@ def test_system_placement_moves_packs_and_keeps_handles():
     made = template("plain")
     prompt = made.render(CONVERSATION, view=Packs().view(), placement="system")
     rendered = made.text(prompt)
-    assert rendered.startswith("<|im_start|>system\nOrla Venn keeps the light.\nIt burns blue oil.\nBe brief.<|im_end|>")
+    assert rendered.startswith(
+        "<|im_start|>system\nOrla Venn keeps the light.\nIt burns blue oil.\nBe brief.<|im_end|>"
+    )
     assert rendered.count("Orla Venn keeps") == 1
     assert rendered.count(HANDLE) == 2
     assert [check.as_text for check in made.verify(prompt)] == ["", ""]
@@ -186,7 +188,11 @@ def test_breaks_fall_where_generation_prompts_end():
     made = template("plain")
     first = made.render("Who?")
     second = made.render(
-        [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Orla."}, {"role": "user", "content": "?"}]
+        [
+            {"role": "user", "content": "Who?"},
+            {"role": "assistant", "content": "Orla."},
+            {"role": "user", "content": "?"},
+        ]
     )
     assert second.token_ids[: len(first)] == first.token_ids
     assert len(first) in second.breaks

@@ -98,8 +98,9 @@ class KVBuffer:
         for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
             layer.update(key.expand(len(layer.keys), -1, -1, -1), value.expand(len(layer.values), -1, -1, -1))
 
+    @torch.inference_mode()
     def read(self, start: int, stop: int, row: int = 0) -> KVTensors:
-        """The tokens `start:stop` of one sequence, as a compact copy."""
+        """The tokens `start:stop` of one sequence, as a compact copy; torch refuses to write to its tensors."""
         return KVTensors(
             tuple(layer.keys[row, :, start:stop] for layer in self.layers),
             tuple(layer.values[row, :, start:stop] for layer in self.layers),

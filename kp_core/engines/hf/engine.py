@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from kp_core.compose import ExactComposer
 from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
 from kp_core.engines.hf.loading import load, take_fingerprint
@@ -39,6 +40,7 @@ from kp_core.usage import Usage
 __all__ = ["HFEngine", "Prefill"]
 
 _DEFAULT_MAX_TOKENS = 512
+_EXACT = ExactComposer()
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ class HFEngine:
     ) -> KnowledgePack:
         """`text` compiled for the place that `inside` says (see `ChatTemplate.tokenise_pack`).
 
-        A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`, ...)
-        travels with the pack.
+        A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`,
+        ...) travels with the pack.
         """
         return next(
             self.build_packs([text], namespace=namespace, inside=inside, lazy=lazy, provenance=[provenance or {}])
@@ -247,6 +249,7 @@ class HFEngine:
             len(prompt) + room,
             self.fingerprint,
             source,
+            request.get("composer", _EXACT),
             reuse=request.get("reuse", True),
             deterministic=request.get("deterministic", False),
             cancel=request.get("cancel"),

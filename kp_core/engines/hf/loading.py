@@ -52,7 +52,7 @@ def take_fingerprint(model: CausalModel, tokenizer: Any, template: ChatTemplate,
     """The identity of everything that decides the bits of this model's KV."""
     config = model.config.to_dict()
     # What differs from load to load without changing what is computed.
-    for volatile in ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "_attn_implementation"):
+    for volatile in ("_name_or_path", "architectures", "transformers_version", "dtype", "_attn_implementation"):
         config.pop(volatile, None)
     return ModelFingerprint(
         weights=_digest_tensors(model.parameters()),

@@ -77,7 +77,7 @@ class CausalModel:
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Run `ids` of shape `(batch, new)` behind what `buffer` holds, and write their KV there.
 
-        Gives the logits behind the last token, `(batch, vocabulary)`, or `None` without `logits`, which spares the head.
+        Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         """
         if not logits:
             self._model.base_model(input_ids=ids, past_key_values=buffer.cache, use_cache=True)
@@ -132,7 +132,7 @@ class CausalModel:
 
 
 def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
-    """Raise `UnsupportedModelError` unless `config` describes a decoder with plain KV for every token in every layer."""
+    """Raise `UnsupportedModelError` unless `config` describes a decoder with plain KV per token in every layer."""
     name = getattr(config, "model_type", type(config).__name__)
     reasons = {
         "it is an encoder-decoder, with cross attention": getattr(config, "is_encoder_decoder", False),

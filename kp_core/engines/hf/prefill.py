@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from kp_core.compose import Composer, ExactComposer
 from kp_core.engines.hf.buffer import BufferPool, KVBuffer
 from kp_core.engines.hf.model import CausalModel
 from kp_core.fingerprint import ModelFingerprint
@@ -19,12 +20,11 @@ from kp_core.prefix import Path, PrefixTree
 from kp_core.prompt import Prompt, Span
 from kp_core.resolve import PackSource
 
+_EXACT = ExactComposer()
+
 __all__ = ["Cancelled", "Prefilled", "Prefiller"]
 
 logger = logging.getLogger(__name__)
-
-_PLAIN = "plain"
-"""Key of unsteered KV in the tree."""
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
@@ -68,6 +68,7 @@ class Prefiller:
         capacity: int,
         fingerprint: ModelFingerprint,
         source: PackSource | None = None,
+        composer: Composer = _EXACT,
         *,
         reuse: bool = True,
         deterministic: bool = False,
@@ -78,11 +79,12 @@ class Prefiller:
         chunks = prompt.chunks(self.chunk_tokens)
         with self._prefilling:
             tree = self.tree if reuse else PrefixTree(0)
-            path = tree.match(_PLAIN, prompt.token_ids, chunks, decoded=not deterministic, logits=logits)
+            path = tree.match(composer.name, prompt.token_ids, chunks, decoded=not deterministic, logits=logits)
             buffer = self.pool.take(capacity, path.runs)
             run = Prefilled(buffer, path, path.last.logits if path.tokens == len(prompt) else None, 0)
+            device = self.model.shape.device
             try:
-                packs = _PackKV(prompt, self.chunk_tokens, fingerprint, source) if reuse else None
+                packs = _PackKV(prompt, self.chunk_tokens, fingerprint, source, composer, device) if reuse else None
                 for start, stop in chunks:
                     if stop > buffer.length:
                         self._chunk(run, prompt, max(start, buffer.length), stop, packs, logits=logits)
@@ -119,15 +121,17 @@ def _check(cancel: threading.Event | None) -> None:
         raise Cancelled
 
 
+@dataclass
 class _PackKV:
-    """The KV that the packs of one prompt bring, where it is exact at their place; read from the source once."""
+    """The KV that the packs of one prompt bring, as the composer places it; read from the source once."""
 
-    def __init__(
-        self, prompt: Prompt, chunk_tokens: int, fingerprint: ModelFingerprint, source: PackSource | None
-    ) -> None:
-        self._prompt, self._chunk_tokens = prompt, chunk_tokens
-        self._fingerprint, self._source = fingerprint, source
-        self._loaded: dict[int, KVTensors | None] = {}
+    _prompt: Prompt
+    _chunk_tokens: int
+    _fingerprint: ModelFingerprint
+    _source: PackSource | None
+    _composer: Composer
+    _device: torch.device
+    _loaded: dict[int, KVTensors | None] = field(default_factory=dict)
 
     def find(self, start: int, stop: int) -> KVTensors | None:
         """KV of the chunk `start:stop`, when a pack has it."""
@@ -140,21 +144,19 @@ class _PackKV:
         return None
 
     def _load(self, span: Span) -> KVTensors | None:
-        if not self._is_exact(span, span.pack):
+        pack, head = span.pack, self._prompt.head(span, self._chunk_tokens)
+        if not (self._fits(span, pack) and self._composer.wants(pack, head)):
             return None
-        pack = span.pack
         if pack.kv is None and self._source is not None and find_handles(span.handle):
             pack = self._source.get(Handle.parse(span.handle))
-            if not self._is_exact(span, pack):
-                return None
-        if pack.kv is None:
-            logger.info("Pack %s has no KV stored; it is computed from its text.", span.handle)
-        return pack.kv
+        # What came from the source may have been replaced since it was looked at.
+        if pack.kv is None or not (self._fits(span, pack) and self._composer.wants(pack, head)):
+            logger.info("Pack %s has no KV for this place; it is computed from its text.", span.handle)
+            return None
+        return self._composer.place(pack, head).to(self._device)
 
-    def _is_exact(self, span: Span, pack: KnowledgePack) -> bool:
-        """Same model, same tokens, behind the same tokens cut at the same places."""
+    def _fits(self, span: Span, pack: KnowledgePack) -> bool:
+        """Same model, same tokens."""
         return (
-            pack.token_ids == self._prompt.token_ids[span.start : span.stop]
-            and pack.head == self._prompt.head(span, self._chunk_tokens)
-            and pack.fingerprint == self._fingerprint
+            pack.token_ids == self._prompt.token_ids[span.start : span.stop] and pack.fingerprint == self._fingerprint
         )

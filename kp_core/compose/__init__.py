@@ -1,0 +1,7 @@
+"""Composers: what a pack's KV may stand for, in a prompt that holds several packs."""
+
+from kp_core.compose.base import Composer
+from kp_core.compose.exact import ExactComposer
+from kp_core.compose.naive import NaiveComposer
+
+__all__ = ["Composer", "ExactComposer", "NaiveComposer"]

@@ -1,0 +1,144 @@
+"""From text to vectors."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from kp_core.bundled import bundled_embedder
+from kp_core.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+__all__ = ["Embedder", "SentenceTransformerEmbedder"]
+
+_BUNDLED_NAME = "all-MiniLM-L6-v2"
+# The BGE models for English were trained with this in front of a question, but their files do not say so.
+_BGE_QUERY_PROMPT = "Represent this sentence for searching relevant passages: "
+
+
+class Embedder(Protocol):
+    """Turns text into vectors of length 1, so that a dot product is a cosine."""
+
+    @property
+    def name(self) -> str:
+        """Identity of the model: vectors are compared only under the same name."""
+
+    @property
+    def dimensions(self) -> int:
+        """Length of a vector."""
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """One normalised row per text: shape `(len(texts), dimensions)`."""
+
+    def embed_query(self, text: str) -> NDArray[np.float32]:
+        """The vector of a question, shape `(dimensions,)`: models may treat questions otherwise than passages."""
+
+
+class SentenceTransformerEmbedder:
+    """An `Embedder` over sentence-transformers; the model is loaded when it is first needed.
+
+    `model` is a name on the Hugging Face hub or a folder; `None` is all-MiniLM-L6-v2, which installs as a package and
+    needs no hub. On a machine with a connection `BAAI/bge-large-en-v1.5` finds more. `name` is the identity under which
+    vectors are kept: the model's name, or the last part of the folder's path, unless given. `query_prompt` goes in
+    front of questions: `None` takes the model's own, and for the English BGE models the one they were trained with.
+    `batch_size` texts go through the model at a time.
+
+    Raises `MissingDependencyError`, on first use, where sentence-transformers or the bundled model is not installed.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | None = None,
+        *,
+        name: str | None = None,
+        query_prompt: str | None = None,
+        device: str | None = None,
+        batch_size: int = 32,
+    ) -> None:
+        self._source = None if model is None else os.fspath(model)
+        self._name = name or _name_of(self._source)
+        self._query_prompt = query_prompt
+        self._device = device
+        self._batch_size = batch_size
+        self._lock = threading.Lock()
+        self._loaded: SentenceTransformer | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r})"
+
+    @property
+    def name(self) -> str:
+        """See `Embedder.name`; known without loading the model."""
+        return self._name
+
+    @property
+    def dimensions(self) -> int:
+        """See `Embedder.dimensions`."""
+        return len(self.embed_query("a"))
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """See `Embedder.embed`; shows progress when it takes more than a second."""
+        model = self._model()
+        # Longest first: texts of like length share a batch with little padding, and memory runs out at once or never.
+        order = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
+        rows: NDArray[np.float32] | None = None
+        with tqdm(total=len(texts), desc="Embedding", unit="text", delay=1, disable=None) as progress:
+            for start in range(0, len(order), self._batch_size):
+                batch = order[start : start + self._batch_size]
+                vectors = model.encode_document(
+                    [texts[row] for row in batch],
+                    batch_size=self._batch_size,
+                    normalize_embeddings=True,
+                    show_progress_bar=False,
+                )
+                if rows is None:
+                    rows = np.empty((len(texts), vectors.shape[1]), np.float32)
+                rows[batch] = vectors
+                progress.update(len(batch))
+        return np.empty((0, self.dimensions), np.float32) if rows is None else rows
+
+    def embed_query(self, text: str) -> NDArray[np.float32]:
+        """See `Embedder.embed_query`."""
+        vector = self._model().encode_query(
+            text, prompt=self._query_prompt, normalize_embeddings=True, show_progress_bar=False
+        )
+        return np.asarray(vector, np.float32)
+
+    def _model(self) -> SentenceTransformer:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = self._load()
+            return self._loaded
+
+    def _load(self) -> SentenceTransformer:
+        try:
+            from sentence_transformers import SentenceTransformer
+        except ImportError as error:
+            raise MissingDependencyError(
+                'Embedding text needs sentence-transformers: `pip install "knowledge-packs[embed]"`.'
+            ) from error
+        source = str(bundled_embedder()) if self._source is None else self._source
+        model = SentenceTransformer(source, device=self._device)
+        if not model.prompts.get("query") and _is_english_bge(self._name):
+            model.prompts["query"] = _BGE_QUERY_PROMPT
+        return model
+
+
+def _name_of(source: str | None) -> str:
+    if source is None:
+        return _BUNDLED_NAME
+    # A folder's place differs from machine to machine; its last part usually names the model.
+    return Path(source).resolve().name if Path(source).is_dir() else source
+
+
+def _is_english_bge(name: str) -> bool:
+    return name.rpartition("/")[2].lower().startswith(("bge-small-en", "bge-base-en", "bge-large-en"))

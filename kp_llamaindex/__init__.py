@@ -1,0 +1,3 @@
+"""The LlamaIndex adapter; nothing is in it yet."""
+
+__all__: list[str] = []

@@ -1,0 +1,36 @@
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import kp_core
+
+HEAVY = ("transformers", "chromadb", "langchain_core", "llama_index", "sentence_transformers", "sklearn", "vllm")
+
+
+@pytest.mark.parametrize("module", ["kp_core", "kp_core.engines", "kp_core.banks", "kp_core.store", "kp_core.embed"])
+def test_imports_are_light(module):
+    script = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
+    assert found.stdout.strip() == "[]"
+
+
+def test_every_module_says_what_it_exports():
+    for about in pkgutil.walk_packages(kp_core.__path__, "kp_core."):
+        module = importlib.import_module(about.name)
+        exported = getattr(module, "__all__", None)
+        if exported is None:
+            assert about.name == "kp_core.engines", f"{about.name} has no __all__"
+            continue
+        assert len(set(exported)) == len(exported), about.name
+        assert all(hasattr(module, name) for name in exported), about.name
+
+
+def test_errors_tell_what_to_do():
+    from kp_core import errors
+
+    for name in errors.__all__:
+        assert name in (errors.__doc__ or ""), f"{name} is not drawn in the tree"
+        assert issubclass(getattr(errors, name), errors.KnowledgePackError)

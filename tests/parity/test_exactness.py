@@ -1,0 +1,56 @@
+"""Fast paths against their slow oracles, on real questions and the real model."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kp_core import PackStore, bundled_model
+
+QUESTIONS = 8
+
+
+def conversations(engine, store, rows):
+    for row in rows[:QUESTIONS]:
+        text = "\n".join(f"{fact['title']}: {fact['text']}" for fact in row["gold_facts"])
+        handle = store.put(engine.build_pack(text, namespace="hotpot"))
+        yield f"{handle}\n\nAnswer in a few words. {row['question']}", text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pack_equals_text_on_this_engine(request, hotpot, tmp_path, dtype):
+    engine, store = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16"), PackStore(tmp_path)
+    view = store.view("hotpot")
+    for question, _ in conversations(engine, store, hotpot):
+        engine.clear_cache()
+        cold = engine.prefill(question, view=view, reuse=False)
+        warm = engine.prefill(question, view=view)
+        assert torch.equal(cold.logits, warm.logits)
+        assert warm.usage.reused_tokens >= warm.usage.pack_tokens
+        pack = engine.generate(question, view=view, max_tokens=12)
+        text = engine.generate(question, view=view, max_tokens=12, reuse=False)
+        assert pack.token_ids == text.token_ids
+
+
+def test_pack_equals_plain_text_and_plain_generate(smol, hotpot, tmp_path):
+    store = PackStore(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
+    for question, text in conversations(smol, store, hotpot):
+        answer = smol.generate(question, view=store.view("hotpot"), max_tokens=12)
+        handle = question.split("\n")[0]
+        assert answer.token_ids == smol.generate(question.replace(handle, text), max_tokens=12).token_ids
+        ids = smol.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question.replace(handle, text)}],
+            add_generation_prompt=True,
+            return_dict=False,
+            return_tensors="pt",
+        )
+        assert tuple(ids[0].tolist()) == answer.prompt.token_ids
+        expected = plain.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+        assert answer.token_ids == tuple(expected.tolist())
+
+
+def test_a_batch_of_packs_equals_packs_alone(smol_bf16, hotpot):
+    texts = [row["gold_facts"][0]["text"] for row in hotpot[:40]]
+    together = list(smol_bf16.build_packs(texts, progress=False))
+    for text, pack in list(zip(texts, together, strict=True))[::7]:
+        assert pack.kv.equal(smol_bf16.build_pack(text).kv)
