@@ -52,6 +52,8 @@ class AsyncStream:
     def __init__(self, start: Callable[[], Stream], cancel: threading.Event) -> None:
         self._start, self._cancel = start, cancel
         self._stream: Stream | None = None
+        # Closing waits for the step that is under way in another thread.
+        self._stepping = threading.Lock()
 
     @property
     def generation(self) -> Generation | None:
@@ -73,13 +75,15 @@ class AsyncStream:
         await asyncio.to_thread(self._close)
 
     def _next(self) -> str | None:
-        if self._stream is None:
-            self._stream = self._start()
-        return next(self._stream, None)
+        with self._stepping:
+            if self._stream is None:
+                self._stream = self._start()
+            return next(self._stream, None)
 
     def _close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
+        with self._stepping:
+            if self._stream is not None:
+                self._stream.close()
 
 
 async def in_thread(work: Callable[[], T], cancel: threading.Event, clean_up: Callable[[], None] | None = None) -> T:
