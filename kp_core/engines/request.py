@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal, TypeAlias, TypedDict
+
+from torch import Tensor
 
 from kp_core.compose import Composer
 from kp_core.errors import SamplingError
@@ -100,3 +102,5 @@ class Generation:
     finish_reason: FinishReason
     usage: Usage
     prompt: Prompt
+    first_logits: Tensor | None = field(default=None, compare=False, repr=False)
+    """Logits behind the prompt, `(vocabulary,)`; `None` when the generation was cancelled before."""

@@ -273,7 +273,7 @@ class HFEngine:
         tokens: list[int] = []
         ttft = 0.0
         reason: FinishReason = "length"
-        cancel = request.get("cancel")
+        cancel, first_logits = request.get("cancel"), run.logits
         try:
             for token in self._tokens(run, Sampler(sampling, prompt.token_ids, self._model.shape.device), room):
                 tokens.append(token)
@@ -291,7 +291,8 @@ class HFEngine:
                     break
             if rest := text.flush():
                 yield rest
-            return Generation(text.text, tuple(tokens), reason, _usage(prompt, run, len(tokens), ttft), prompt)
+            usage = _usage(prompt, run, len(tokens), ttft)
+            return Generation(text.text, tuple(tokens), reason, usage, prompt, first_logits)
         finally:
             self._finish(run, prompt, tokens)
 
