@@ -1,0 +1,135 @@
+"""LangChain's messages and prompts in the form the core takes."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    FunctionMessage,
+    HumanMessage,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+)
+from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
+
+from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.resolve import Message
+
+__all__ = ["core_role", "pack_place", "to_messages"]
+
+_SLOT = "{pack}"
+_ROLES = {"human": "user", "ai": "assistant", "developer": "system", "function": "tool"}
+# An assistant message repeats its tool calls as content blocks; they come from `tool_calls`. Reasoning is not sent.
+_ASSISTANT_ONLY = frozenset(
+    {"tool_call", "tool_use", "function_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "thinking"}
+)
+
+
+def core_role(name: str) -> str:
+    """The core's name for a role: `human` is `user`, `ai` is `assistant`; others stay as they are."""
+    return _ROLES.get(name, name)
+
+
+def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
+    """LangChain messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
+
+    Content may be a string or text blocks. Tool calls whose arguments did not parse are left out: no template could
+    show them. Raises `UnsupportedContentError` for images, audio and files, `PromptError` for messages that are no turn
+    of a conversation.
+    """
+    return [_to_message(message) for message in messages]
+
+
+def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Message]:
+    """Where the first document of `variable` will stand in `prompt`, as messages for `build_pack(inside=...)`.
+
+    A pack compiled for this place is used straight from the store when it is the first document. So the documents must
+    be what `variable` begins with, and nothing before it may change from call to call: another variable there raises
+    `PromptError`. A placeholder for optional messages counts as empty.
+    """
+    placeholders = {part.variable_name for part in prompt.messages if isinstance(part, MessagesPlaceholder)}
+    if variable not in prompt.input_variables or variable in placeholders:
+        known = ", ".join(sorted(set(prompt.input_variables) - placeholders)) or "none"
+        raise PromptError(f"Got the variable {variable!r}; the variables in the text of the prompt are: {known}.")
+    sign = secrets.token_hex(8)
+    names = [*prompt.input_variables, *prompt.optional_variables]
+    marks = {name: f"slot{sign}n{number}x" for number, name in enumerate(names)}
+    values: dict[str, Any] = {
+        name: [HumanMessage(mark)] if name in placeholders else mark for name, mark in marks.items()
+    }
+    values |= {name: [] for name in prompt.optional_variables}
+    made: list[Message] = []
+    filled = False
+    for message in to_messages(prompt.format_messages(**values)):
+        text = _text(message["content"])
+        before, slot, after = text.partition(marks[variable])
+        if not filled:
+            moving = next((name for name, mark in marks.items() if mark in before), None)
+            if moving is not None:
+                raise PromptError(
+                    f"{moving!r} stands before {variable!r} in the prompt, so what precedes the documents changes from "
+                    f"call to call, and no KV computed beforehand can be exact there. Put {variable!r} first, e.g. in "
+                    "the system message."
+                )
+            if slot:
+                text, filled = f"{before}{_SLOT}{after}", True
+        made.append({**message, "content": re.sub(rf"slot{sign}n\d+x", "?", text)})
+    return made
+
+
+def _to_message(message: BaseMessage) -> dict[str, Any]:
+    if isinstance(message, HumanMessage):
+        made: dict[str, Any] = {"role": "user"}
+    elif isinstance(message, AIMessage):
+        made = {"role": "assistant"}
+        if message.tool_calls:
+            made["tool_calls"] = [_to_call(call) for call in message.tool_calls]
+    elif isinstance(message, SystemMessage):
+        made = {"role": "system"}
+    elif isinstance(message, ToolMessage):
+        made = {"role": "tool", "tool_call_id": message.tool_call_id}
+    elif isinstance(message, FunctionMessage):
+        made = {"role": "tool"}
+    elif isinstance(message, ChatMessage):
+        made = {"role": core_role(message.role)}
+    else:
+        raise PromptError(f"Got a {type(message).__name__}; expected a system, human, AI or tool message.")
+    made["content"] = _to_content(message.content, made["role"])
+    if message.name:
+        made["name"] = message.name
+    return made
+
+
+def _to_call(call: ToolCall) -> dict[str, Any]:
+    made: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
+    if call.get("id"):
+        made["id"] = call["id"]
+    return made
+
+
+def _to_content(content: str | Sequence[str | Mapping[str, Any]], role: str) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    parts = []
+    for block in content:
+        kind = "text" if isinstance(block, str) else block.get("type")
+        text = block if isinstance(block, str) else block.get("text")
+        if kind in ("text", "text-plain") and isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        elif role != "assistant" or kind not in _ASSISTANT_ONLY:
+            raise UnsupportedContentError(
+                f"Got a content block of type {kind!r} in a {role} message; a text model takes text. "
+                "Describe it in words, or leave it out."
+            )
+    return parts
+
+
+def _text(content: str | list[dict[str, str]]) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)

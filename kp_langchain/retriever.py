@@ -1,0 +1,223 @@
+"""`KnowledgePackRetriever`: a fact bank as a LangChain retriever whose documents are handles."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, Protocol, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from pydantic import ConfigDict, Field
+from tqdm.auto import tqdm
+
+from kp_core import (
+    ChromaFactBank,
+    Embedder,
+    Fact,
+    FactBank,
+    Handle,
+    Hit,
+    KnowledgePack,
+    MemoryFactBank,
+    PackStore,
+    SentenceTransformerEmbedder,
+)
+from kp_core.engines.request import Inside
+from kp_core.errors import BankError
+
+__all__ = ["KnowledgePackRetriever", "PackMaker"]
+
+logger = logging.getLogger(__name__)
+
+_FACTS_PER_BANK = 4  # Facts looked at per bank wanted, at first.
+
+
+class PackMaker(Protocol):
+    """The part of an engine that compiles texts."""
+
+    def build_packs(  # noqa: PLR0913 - the signature of the engine
+        self,
+        texts: Sequence[str],
+        *,
+        namespace: str = "default",
+        inside: Inside = "user",
+        lazy: bool = False,
+        provenance: Sequence[Mapping[str, str]] | None = None,
+        progress: bool = True,
+    ) -> Iterator[KnowledgePack]:
+        """See `kp_core.engines.hf.HFEngine.build_packs`."""
+
+
+class KnowledgePackRetriever(BaseRetriever):
+    """Finds facts in `bank` and returns, for each, the handle of its pack in `store`.
+
+    A document's `page_content` is the handle (with `content="text"` the text, for comparison and for models that
+    resolve no handles), its `id` that of the fact, and its metadata holds `text`, `handle`, `title`, `source`, `score`,
+    `bank` and the fact's own. A fact whose pack is not in the store comes as text, with a logged warning.
+
+    With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
+    with the best facts. `probes` banks are searched (at least `k`). `k` and `probes` may also be given to `invoke`.
+
+    `inside` is the place that packs were compiled for (see `from_facts`). Raises `BankError` for a blank question, and
+    for a bank that was not built.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    bank: FactBank = Field(exclude=True)
+    store: PackStore = Field(exclude=True)
+    namespace: str = "default"
+    k: int = Field(default=4, ge=1)
+    # A question often lies nearest to one bank and its fact in the next.
+    probes: int = Field(default=3, ge=1)
+    content: Literal["handle", "text"] = "handle"
+    unit: Literal["fact", "bank"] = "fact"
+    inside: Any = Field(default="user", exclude=True)
+    """`"user"`, `"system"`, or messages that hold `{pack}`."""
+
+    @classmethod
+    def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
+        cls,
+        facts: Iterable[Fact],
+        *,
+        engine: PackMaker,
+        store: PackStore,
+        bank: FactBank | None = None,
+        embedder: Embedder | None = None,
+        path: str | os.PathLike[str] | None = None,
+        namespace: str = "default",
+        inside: Inside = "user",
+        lazy: bool = False,
+        progress: bool = True,
+        **fields: Any,  # noqa: ANN401
+    ) -> Self:
+        """A retriever over `facts`: adds them to the bank, and compiles their packs into `store`.
+
+        Without `bank`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
+        Packs are compiled for the place `inside`; for a prompt of LangChain that is `pack_place(prompt)`. Each is
+        stored as soon as it is made, and what is stored already for this model and place is not made again: an
+        interrupted run goes on where it stopped. `lazy` packs are computed on first use instead. `fields` are those of
+        the retriever.
+
+        With `unit="bank"`, adding facts to a bank that has some regroups them: its packs are then compiled anew.
+        """
+        if bank is None:
+            embedder = embedder or SentenceTransformerEmbedder()
+            bank = MemoryFactBank(embedder) if path is None else ChromaFactBank(path, embedder)
+        elif embedder is not None or path is not None:
+            raise BankError("Got a bank together with an embedder or a path; a bank brings its own.")
+        facts = list(facts)
+        bank.build(facts)
+        retriever = cls(bank=bank, store=store, namespace=namespace, inside=inside, **fields)
+        if retriever.unit == "bank":
+            facts = [retriever._whole(number) for number in range(bank.banks)]
+        retriever._compile(facts, engine, lazy=lazy, progress=progress)
+        return retriever
+
+    def _get_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: CallbackManagerForRetrieverRun | None = None,  # noqa: ARG002 - LangChain's signature
+        k: int | None = None,
+        probes: int | None = None,
+    ) -> list[Document]:
+        return [
+            self._document(hit)
+            for hit in self._hits(query, self.k if k is None else k, self.probes if probes is None else probes)
+        ]
+
+    async def _aget_relevant_documents(
+        self,
+        query: str,
+        *,
+        run_manager: AsyncCallbackManagerForRetrieverRun | None = None,  # noqa: ARG002 - LangChain's signature
+        k: int | None = None,
+        probes: int | None = None,
+    ) -> list[Document]:
+        return await asyncio.to_thread(self._get_relevant_documents, query, k=k, probes=probes)
+
+    def _hits(self, query: str, k: int, probes: int) -> list[Hit]:
+        if self.unit == "fact":
+            return self.bank.search(query, k, probes=probes)
+        asked = _FACTS_PER_BANK * k
+        while True:
+            best: dict[int, Hit] = {}
+            for hit in self.bank.search(query, asked, probes=max(k, probes)):
+                best.setdefault(hit.bank, hit)
+            if len(best) >= k or asked >= len(self.bank):
+                found = list(best.values())[:k]
+                return [Hit(self._whole(hit.bank), hit.score, hit.bank) for hit in found]
+            asked *= _FACTS_PER_BANK
+
+    def _whole(self, number: int) -> Fact:
+        """One bank as a fact."""
+        facts = self.bank.bank_facts(number)
+        sources = dict.fromkeys(fact.source for fact in facts if fact.source)
+        return Fact(
+            "\n".join(fact.text for fact in facts),
+            title=f"bank {number}",
+            source=next(iter(sources)) if len(sources) == 1 else "",
+            metadata={"facts": " ".join(fact.id for fact in facts)},
+        )
+
+    def _document(self, hit: Hit) -> Document:
+        fact, handle = hit.fact, self._handle(hit.fact.text)
+        if handle is None:
+            logger.warning("There is no pack of fact %s in %s; it goes as text.", fact.id, self.store.path)
+        about = {
+            **fact.metadata,
+            "text": fact.text,
+            "handle": None if handle is None else str(handle),
+            "title": fact.title,
+            "source": fact.source,
+            "score": hit.score,
+            "bank": hit.bank,
+        }
+        as_text = handle is None or self.content == "text"
+        return Document(fact.text if as_text else str(handle), id=fact.id, metadata=about)
+
+    def _handle(self, text: str) -> Handle | None:
+        """The handle `text` is stored under: as it is, or as memory of the system message, which ends its line."""
+        forms = (text, text.strip() + "\n")
+        for form in reversed(forms) if self.inside == "system" else forms:
+            handle = self.store.handle(form, self.namespace)
+            if handle in self.store:
+                return handle
+        return None
+
+    def _compile(self, facts: Sequence[Fact], engine: PackMaker, *, lazy: bool, progress: bool) -> None:
+        known: dict[str, Fact] = {}
+        for fact in facts:
+            known.setdefault(fact.text, fact)
+        texts, place = list(known), {"namespace": self.namespace, "inside": self.inside}
+        plans = engine.build_packs(texts, lazy=True, progress=False, **place)
+        bar = tqdm(plans, "Looking for packs", len(texts), unit="pack", delay=1, disable=not progress)
+        missing: list[str] = []
+        for text, plan in zip(texts, bar, strict=True):
+            if self._is_stored(plan, lazy=lazy):
+                continue
+            if lazy:
+                self.store.put(replace(plan, provenance={**plan.provenance, **_provenance(known[text])}))
+            else:
+                missing.append(text)
+        provenance = [_provenance(known[text]) for text in missing]
+        for pack in engine.build_packs(missing, provenance=provenance, progress=progress, **place):
+            self.store.put(pack)
+
+    def _is_stored(self, plan: KnowledgePack, *, lazy: bool) -> bool:
+        """Whether the store holds what `plan` would become."""
+        handle = self.store.handle(plan.text, self.namespace)
+        stored = self.store.peek(handle)
+        if stored is None or stored.token_ids != plan.token_ids or stored.head != plan.head:
+            return False
+        return stored.fingerprint == plan.fingerprint and (lazy or not self.store.get(handle).is_lazy)
+
+
+def _provenance(fact: Fact) -> dict[str, str]:
+    return {name: value for name, value in (("title", fact.title), ("source", fact.source)) if value}

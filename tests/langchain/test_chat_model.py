@@ -1,0 +1,201 @@
+"""What `ChatKnowledgePacks` adds to the engine."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from pydantic import ValidationError
+
+import kp_core
+from kp_core.errors import ContextOverflowError, SamplingError, UnsupportedContentError
+from kp_langchain import ChatKnowledgePacks, chat_model, to_messages
+from tests.conftest import tiny_engine
+
+CHAT = [SystemMessage("Be brief."), HumanMessage("Name a colour.")]
+
+
+@pytest.fixture
+def tiny():
+    return ChatKnowledgePacks(engine=tiny_engine(), max_tokens=8)
+
+
+def test_metadata_counts_what_was_sent(tiny):
+    answer = tiny.invoke(CHAT)
+    kp = answer.response_metadata["kp"]
+    prompt = tiny.engine.template.render(to_messages(CHAT))
+    assert answer.usage_metadata["input_tokens"] == kp["prompt_tokens"] == len(prompt)
+    assert answer.usage_metadata["output_tokens"] == kp["completion_tokens"]
+    assert answer.usage_metadata["total_tokens"] == len(prompt) + kp["completion_tokens"]
+    assert answer.response_metadata["finish_reason"] in {"stop", "length"}
+    again = tiny.invoke(CHAT)
+    assert 0 < again.usage_metadata["input_token_details"]["cache_read"] <= len(prompt)
+
+
+def test_counting_tokens_needs_no_other_tokenizer(tiny):
+    assert tiny.get_token_ids("Héron") == tiny.engine.tokenizer.encode("Héron", add_special_tokens=False)
+    assert tiny.get_num_tokens_from_messages(CHAT) == tiny.invoke(CHAT).usage_metadata["input_tokens"]
+    with pytest.raises(NotImplementedError):
+        tiny.get_num_tokens_from_messages(CHAT, tools=[{"name": "f"}])
+
+
+def test_packs_do_not_count_as_sent(chat, retriever):
+    [document] = retriever.invoke("flag", k=1)
+    [there] = [HumanMessage(document.page_content)]
+    assert chat.get_num_tokens_from_messages([there]) == chat.invoke([there]).usage_metadata["input_tokens"]
+    assert chat.get_num_tokens_from_messages([there]) < len(chat.get_token_ids(document.metadata["text"])) + 30
+
+
+def test_options_of_a_call_override_the_fields(tiny):
+    assert tiny.invoke(CHAT, max_tokens=2).usage_metadata["output_tokens"] <= 2
+    sampled = tiny.model_copy(update={"temperature": 1.5, "seed": 1})
+    assert sampled.invoke(CHAT).text == sampled.invoke(CHAT).text
+    assert sampled.invoke(CHAT, seed=2).text != sampled.invoke(CHAT).text
+    assert sampled.invoke(CHAT, temperature=0).text == tiny.invoke(CHAT).text
+    with pytest.raises(TypeError, match="Got the options tools, wibble"):
+        tiny.invoke(CHAT, wibble=1, tools=[])
+
+
+def test_stop_strings(tiny):
+    text = tiny.invoke(CHAT).text
+    assert len(text) > 3
+    stop = text[2]
+    expected = text[: text.index(stop)]
+    assert tiny.invoke(CHAT, stop=[stop]).text == expected
+    fixed = ChatKnowledgePacks(engine=tiny.engine, max_tokens=8, stop=[stop])
+    assert fixed.invoke(CHAT).text == expected
+    assert fixed.invoke(CHAT, stop=[]).text == text
+    assert "".join(chunk.text for chunk in fixed.stream(CHAT)) == expected
+
+
+def test_errors_come_through(tiny):
+    with pytest.raises(UnsupportedContentError, match="image_url"):
+        tiny.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}])])
+    with pytest.raises(ContextOverflowError):
+        tiny.invoke(CHAT, max_tokens=10**6)
+    with pytest.raises(SamplingError, match="top_p"):
+        tiny.invoke(CHAT, top_p=7)
+    with pytest.raises(NotImplementedError):
+        tiny.bind_tools([])
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"namespaces": ["default"]}, "expected both or neither"),
+        ({"engine": object(), "dtype": "float32"}, "the engine has its own"),
+        ({"placement": "above"}, "placement"),
+    ],
+)
+def test_settings_that_contradict_each_other(settings, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        ChatKnowledgePacks(**settings)
+
+
+def test_a_store_needs_namespaces_that_are_names(store):
+    with pytest.raises(ValidationError, match="expected both or neither"):
+        ChatKnowledgePacks(store=store)
+    with pytest.raises(ValidationError, match=r"Got the namespace '\.\./up'"):
+        ChatKnowledgePacks(store=store, namespaces=["../up"])
+
+
+def test_leaving_a_stream_early_stops_the_engine(smol):
+    chat = ChatKnowledgePacks(engine=smol, max_tokens=400)
+    stream = chat.stream("Tell a very long story about the sea.")
+    next(stream)
+    stream.close()
+    assert chat.invoke("Hi", max_tokens=1).usage_metadata["output_tokens"] == 1
+
+
+async def test_cancelling_stops_the_engine(smol):
+    chat = ChatKnowledgePacks(engine=smol, max_tokens=400)
+    busy = threading.active_count()
+
+    async def read():
+        async for _ in chat.astream("Tell a very long story about the sea."):
+            started.set()
+
+    for ask in (read, lambda: chat.ainvoke("Tell a very long story about a mountain.")):
+        started = asyncio.Event()
+        task = asyncio.ensure_future(ask())
+        if ask is read:
+            await started.wait()
+        else:
+            await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    answer = await asyncio.wait_for(chat.ainvoke("Hi", max_tokens=1), 60)
+    assert answer.usage_metadata["output_tokens"] == 1
+    assert threading.active_count() <= busy + 8
+
+
+async def test_breaking_out_of_an_async_stream(tiny):
+    async for _ in tiny.astream(CHAT):
+        break
+    assert (await tiny.ainvoke(CHAT)).text == tiny.invoke(CHAT).text
+
+
+def test_tokens_reach_callbacks(tiny):
+    from langchain_core.callbacks import BaseCallbackHandler
+
+    class Listener(BaseCallbackHandler):
+        said = ""
+
+        def on_llm_new_token(self, token, **_):
+            self.said += token
+
+    listener = Listener()
+    text = "".join(chunk.text for chunk in tiny.stream(CHAT, config={"callbacks": [listener]}))
+    assert listener.said == text
+
+
+def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(chat_model, "_engines", {})
+    monkeypatch.setattr(kp_core, "load_engine", lambda model, **_: loaded.append(model) or tiny_engine())
+    models = [ChatKnowledgePacks(model="a", max_tokens=1) for _ in range(4)]
+    assert not loaded
+    threads = [threading.Thread(target=model.invoke, args=(CHAT,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert loaded == ["a"]
+    ChatKnowledgePacks(model="a", dtype="float32", max_tokens=1).invoke(CHAT)
+    assert loaded == ["a", "a"]
+
+
+def test_names():
+    chat = ChatKnowledgePacks(model_name="some/model", stop_sequences=["x"])
+    assert (chat.model, chat.model_name, chat.stop) == ("some/model", "some/model", ["x"])
+    assert chat._get_ls_params()["ls_stop"] == ["x"]
+    assert ChatKnowledgePacks().model_name == "SmolLM2-135M-Instruct"
+
+
+def test_conversations_with_tool_messages_render(tiny):
+    call = {"name": "search", "args": {"q": "x"}, "id": "call00001"}
+    asked = [HumanMessage("?"), AIMessage("", tool_calls=[call])]
+    from langchain_core.messages import ToolMessage
+
+    answer = tiny.invoke([*asked, ToolMessage("found", tool_call_id="call00001", name="search")])
+    assert answer.usage_metadata["input_tokens"] > 0
+
+
+def test_the_adapter_imports_alone():
+    code = (
+        "import sys, kp_langchain\n"
+        "heavy = {'llama_index', 'transformers', 'chromadb', 'sentence_transformers', 'kp_llamaindex'}\n"
+        "print(sorted(heavy & {name.partition('.')[0] for name in sys.modules}))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603 - our own code
+    assert run.stdout.strip() == "[]"
+
+
+def test_public_names():
+    import kp_langchain
+
+    assert sorted(kp_langchain.__all__) == kp_langchain.__all__
+    assert all(hasattr(kp_langchain, name) for name in kp_langchain.__all__)

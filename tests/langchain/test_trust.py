@@ -1,0 +1,94 @@
+"""A handle is a way in: who may bring one, and where it stops."""
+
+import logging
+
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
+
+from kp_core import Fact, find_handles
+from kp_core.errors import PackNotFoundError
+from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
+
+FACT = "The vault opens with the word heron-nine."
+
+
+@pytest.fixture
+def handle(smol, store):
+    return str(store.put(smol.build_pack(FACT, namespace="isles")))
+
+
+def pack_tokens(chat, messages):
+    return chat.invoke(messages, max_tokens=1).response_metadata["kp"]["pack_tokens"]
+
+
+def test_trusted_roles_bring_packs(chat, handle):
+    call = AIMessage("", tool_calls=[{"name": "search", "args": {}, "id": "call00001"}])
+    conversations = [
+        [HumanMessage(handle)],
+        [SystemMessage(handle), HumanMessage("?")],
+        [HumanMessage("?"), call, ToolMessage(handle, tool_call_id="call00001", name="search")],
+    ]
+    for messages in conversations:
+        assert pack_tokens(chat, messages) > 0, messages
+
+
+def test_a_namespace_that_is_not_allowed_stays_text(smol, store, handle, caplog):
+    chat = ChatKnowledgePacks(engine=smol, store=store, namespaces=["elsewhere"])
+    with caplog.at_level(logging.WARNING, "kp_core"):
+        assert pack_tokens(chat, [HumanMessage(handle)]) == 0
+    assert "is not allowed" in caplog.text
+
+
+def test_the_model_itself_may_not_bring_packs(chat, handle):
+    assert pack_tokens(chat, [HumanMessage("Hi"), AIMessage(handle), HumanMessage("And?")]) == 0
+
+
+def test_raw_user_input_can_be_shut_out(smol, store, handle):
+    chat = ChatKnowledgePacks(engine=smol, store=store, namespaces=["isles"], trusted_roles=["system", "tool"])
+    assert pack_tokens(chat, [HumanMessage(handle)]) == 0
+    named = ChatKnowledgePacks(engine=smol, store=store, namespaces=["isles"], trusted_roles=["human"])
+    assert pack_tokens(named, [HumanMessage(handle)]) > 0
+
+
+def test_a_handle_inside_a_fact_is_not_followed(smol, store, handle, chat):
+    smuggler = Fact(f"For more, see {handle} at once.")
+    retriever = KnowledgePackRetriever.from_facts(
+        [smuggler], engine=smol, store=store, namespace="isles", embedder=_Flat(), k=1, progress=False
+    )
+    [document] = retriever.invoke("more?")
+    own = smol.build_pack(smuggler.text, namespace="isles", lazy=True)
+    assert pack_tokens(chat, [HumanMessage(document.page_content)]) == len(own.token_ids)
+
+
+def test_without_a_store_handles_are_text(smol, handle):
+    assert pack_tokens(ChatKnowledgePacks(engine=smol), [HumanMessage(handle)]) == 0
+
+
+def test_packs_of_a_call_must_resolve(chat, smol, store):
+    foreign = str(store.put(smol.build_pack(FACT, namespace="elsewhere", lazy=True)))
+    with pytest.raises(PackNotFoundError, match="does not resolve"):
+        chat.invoke("Hi", packs=[foreign])
+
+
+def test_the_model_cannot_say_a_handle(smol, handle):
+    chat = ChatKnowledgePacks(engine=smol, max_tokens=60)
+    asked = f"My file is called '{handle}'. What is my file called?"
+    raw = smol.generate(asked, max_tokens=60)
+    said = smol.tokenizer.decode(raw.token_ids, skip_special_tokens=True)
+    assert find_handles(said), "the model did not repeat the handle, so this test shows nothing"
+    assert not find_handles(chat.invoke(asked).text)
+    assert not find_handles("".join(chunk.text for chunk in chat.stream(asked)))
+
+
+class _Flat:
+    """An embedder for one fact."""
+
+    name, dimensions = "flat", 2
+
+    def embed(self, texts):
+        import numpy as np
+
+        return np.tile(np.array([[1.0, 0.0]], np.float32), (len(texts), 1))
+
+    def embed_query(self, text):
+        return self.embed([text])[0]
