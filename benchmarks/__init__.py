@@ -1,0 +1,1 @@
+"""One module per table of `docs/results.md`, each run as `python -m benchmarks.NAME`."""
