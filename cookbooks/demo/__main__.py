@@ -18,10 +18,10 @@ def main() -> int:
     options = _options()
     try:
         _run(options)
-    except ImportError as error:
-        sys.stderr.write(f'The demo needs {error.name}: `pip install "knowledge-packs[all]"`.\n')
     except KnowledgePackError as error:
         sys.stderr.write(f"{error}\n")
+    except ImportError as error:
+        sys.stderr.write(f'The demo needs {error.name}: `pip install "knowledge-packs[all]"`.\n')
     except KeyboardInterrupt:
         sys.stderr.write("Stopped.\n")
         return 130

@@ -42,7 +42,7 @@ def show_results(console: Console, corpus: Corpus, results: Sequence[Result]) ->
     count = len(corpus.questions)
     table = Table(title=f"{count} questions about {corpus.name}", title_style="bold", caption_justify="left")
     table.add_column("", no_wrap=True)
-    for heading in ("right", "same", "sent", "by pack", "computed", "first token", "sooner"):
+    for heading in ("right", "same", "sent", "by\npack", "computed", "first\ntoken", "sooner"):
         table.add_column(heading, justify="right")
     by_name = {result.way.name: result for result in results}
     for result in results:
@@ -73,7 +73,7 @@ def show_turns(console: Console, turns: Sequence[Turn]) -> None:
     """The second table."""
     table = Table(title="An agent that searches again and again", title_style="bold", caption_justify="left")
     table.add_column("searches", justify="right")
-    for heading in ("sent", "computed", "first token", "sooner"):
+    for heading in ("sent", "computed", "first token"):
         for way in ("text", "packs"):
             table.add_column(f"{heading}\n{way}", justify="right")
     for turn in turns:

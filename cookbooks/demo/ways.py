@@ -70,8 +70,8 @@ class World:
             Way("no knowledge", ALONE | self.model),
             Way(f"text, {FACTS} facts", self._chain(self.facts, as_text=True)),
             Way(f"packs, {FACTS} facts", self._chain(self.facts), like=f"text, {FACTS} facts"),
-            Way("text, a whole bank", self._chain(self.banks, as_text=True)),
-            Way("packs, a whole bank", self._chain(self.banks), like="text, a whole bank"),
+            Way("text, one bank", self._chain(self.banks, as_text=True)),
+            Way("packs, one bank", self._chain(self.banks), like="text, one bank"),
         )
 
     def _chain(self, retriever: KnowledgePackRetriever, *, as_text: bool = False) -> Runnable[object, AIMessage]:
