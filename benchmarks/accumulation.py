@@ -10,7 +10,7 @@ with two supporting paragraphs can be answered from the third search on. Two age
 
 Each row is one model call after that many searches, as means over the questions; `prompt_tokens` are those the caller
 sends, `pack_tokens` those the handles deliver, `computed_tokens` those prefilled by this call, `seconds` its wall
-time. Exact match is scored as in `benchmarks.equivalence`.
+time. EM is the cover EM of `benchmarks.equivalence`.
 
 Knowledge tokens computed are counted from above (everything computed before the question's own tokens); a run in
 which they exceed the tokens of the packs for any question has computed some token twice, and says so.
@@ -110,7 +110,7 @@ def measure(
             found = ask(count)
             rows[count][name] = {
                 "seconds": time.perf_counter() - began,
-                "em": float(common.exact_match(common.first_line(found.text), example.answer)),
+                "em": float(common.contains(common.first_line(found.text), example.answer)),
                 "prompt_tokens": found.usage.prompt_tokens,
                 "pack_tokens": found.usage.pack_tokens,
                 "computed_tokens": found.usage.computed_tokens,

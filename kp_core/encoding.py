@@ -17,19 +17,38 @@ __all__ = ["Encoded", "PromptEncoder"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids, and for each the characters `[start, stop)` of the text it came from."""
+    """Token ids, and where each came from in the rendered prompt.
+
+    `offsets` count characters of what went through the tokenizer. There, guarded and special tokens have other names
+    than in the rendered prompt; `runs` says where each stretch of equal text begins, as `(tokenised, rendered)`.
+    Positions are mapped when they are asked for: there are thousands of tokens and a handful of questions.
+    """
 
     ids: tuple[int, ...]
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
+    offsets: Sequence[tuple[int, int]]
+    runs: Sequence[tuple[int, int]]
 
     def token_at(self, char: int) -> int:
-        """Index of the first token that begins at or after `char`."""
-        return bisect.bisect_left(self.starts, char)
+        """Index of the first token that begins at or after the rendered character `char`."""
+        return bisect.bisect_left(self.offsets, self._tokenised(char), key=lambda offset: offset[0])
 
     def token_until(self, char: int) -> int:
-        """One past the last token that ends at or before `char`."""
-        return bisect.bisect_right(self.stops, char)
+        """One past the last token that ends at or before the rendered character `char`."""
+        return bisect.bisect_right(self.offsets, self._tokenised(char), key=lambda offset: offset[1])
+
+    def chars(self, first: int, last: int) -> tuple[int, int]:
+        """The rendered characters of the tokens `first:last`."""
+        return self._rendered(self.offsets[first][0]), self._rendered(self.offsets[last - 1][1])
+
+    def _tokenised(self, char: int) -> int:
+        run = bisect.bisect_right(self.runs, char, key=lambda start: start[1]) - 1
+        inside = self.runs[run][0] + char - self.runs[run][1]
+        return inside if run + 1 == len(self.runs) else min(inside, self.runs[run + 1][0])
+
+    def _rendered(self, char: int) -> int:
+        run = bisect.bisect_right(self.runs, char, key=lambda start: start[0]) - 1
+        inside = self.runs[run][1] + char - self.runs[run][0]
+        return inside if run + 1 == len(self.runs) else min(inside, self.runs[run + 1][1])
 
 
 class PromptEncoder:
@@ -86,41 +105,18 @@ class PromptEncoder:
         return self._guarded.sub(lambda match: self._specials[int(match[1])], text)
 
     def encode(self, rendered: str) -> Encoded:
-        """Tokens of a rendered prompt; offsets count characters of `rendered` as it stands, guards included."""
+        """Tokens of a rendered prompt; positions count characters of `rendered` as it stands, guards included."""
         pieces: list[str] = []
-        # Where runs of unchanged text begin, in what is encoded and in `rendered`.
-        encoded_at, rendered_at = [0], [0]
+        runs = [(0, 0)]
         done = length = 0
         for match in self._either.finditer(rendered):
             plain = rendered[done : match.start()]
             replacement = self._specials[int(match[2])] if match[2] is not None else self._secret[match[0]]
             pieces += [plain, replacement]
-            encoded_at += [length + len(plain), length + len(plain) + len(replacement)]
-            rendered_at += [match.start(), match.end()]
-            length = encoded_at[-1]
+            length += len(plain)
+            runs += [(length, match.start()), (length + len(replacement), match.end())]
+            length += len(replacement)
             done = match.end()
         pieces.append(rendered[done:])
         encoding = self._twin.encode("".join(pieces), add_special_tokens=False)
-        ids = tuple(self._original.get(token, token) for token in encoding.ids)
-        starts, stops = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
-        if len(encoded_at) == 1:
-            return Encoded(ids, starts, stops)
-        return Encoded(
-            ids,
-            tuple(_map_back(starts, encoded_at, rendered_at)),
-            tuple(_map_back(stops, encoded_at, rendered_at)),
-        )
-
-
-def _map_back(positions: Sequence[int], encoded_at: Sequence[int], rendered_at: Sequence[int]) -> list[int]:
-    """Positions in the encoded string as positions in the rendered one; both ascend, so one walk suffices."""
-    mapped, run = [], 0
-    last = len(encoded_at) - 1
-    for position in positions:
-        while run < last and encoded_at[run + 1] <= position:
-            run += 1
-        while run > 0 and encoded_at[run] > position:
-            run -= 1
-        inside = rendered_at[run] + position - encoded_at[run]
-        mapped.append(inside if run == last else min(inside, rendered_at[run + 1]))
-    return mapped
+        return Encoded(tuple(self._original.get(token, token) for token in encoding.ids), encoding.offsets, runs)

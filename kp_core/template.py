@@ -163,7 +163,7 @@ class ChatTemplate:
         return tuple(self._check(prompt, span, encoded) for span in prompt.spans)
 
     def _check(self, prompt: Prompt, span: Span, encoded: Encoded) -> SpanCheck:
-        delivered = self._encoder.unescape(prompt.rendered[encoded.starts[span.start] : encoded.stops[span.stop - 1]])
+        delivered = self._encoder.unescape(prompt.rendered[slice(*encoded.chars(span.start, span.stop))])
         before, found, after = span.reference.text.partition(delivered)
         if not found:
             raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
