@@ -78,8 +78,9 @@ def _run(options: argparse.Namespace) -> None:
         console.print(f"{packs} packs, {world.store.nbytes / 1e6:.0f} MB.")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         ways = world.ways()
+        asked = sum(len(corpus.questions[:: way.every]) for way in ways)
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=len(ways) * len(corpus.questions) + 2 * SEARCHES)
+            task = progress.add_task("", total=asked + 2 * SEARCHES)
             results = []
             for way in ways:
                 progress.update(task, description=way.name)

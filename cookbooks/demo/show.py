@@ -46,16 +46,17 @@ def show_results(console: Console, corpus: Corpus, results: Sequence[Result]) ->
         table.add_column(heading, justify="right")
     by_name = {result.way.name: result for result in results}
     for result in results:
+        asked = len(result.replies)
         other = by_name.get(result.way.like)
         same = sooner = ""
         if other is not None:
             agreed = sum(one == two for one, two in zip(result.texts, other.texts, strict=True))
-            same = f"{agreed}/{count}"
+            same = f"{agreed}/{asked}"
         time = f"{result.median('ttft_s'):.2f} s"
         if other is not None:
             sooner = f"{other.median('ttft_s') / result.median('ttft_s'):.1f} x"
         counts = [f"{result.median(name):.0f}" for name in ("prompt_tokens", "pack_tokens", "computed_tokens")]
-        table.add_row(result.way.name, f"{result.right / count:.0%}", same, *counts, time, sooner)
+        table.add_row(result.way.name, f"{result.right / asked:.0%}", same, *counts, time, sooner)
         if result.way.like:
             table.add_section()
     table.caption = (
@@ -64,7 +65,7 @@ def show_results(console: Console, corpus: Corpus, results: Sequence[Result]) ->
         "First token: median time to it; sooner: than with text, in medians. Text and packs run on the same "
         "engine, every question with nothing in its memory; what packs bring is read from disk. Of several packs in a "
         "prompt the first is used as stored, and the others are computed once behind it: single facts make the prompt "
-        "short, a whole bank under one handle makes it short and the answer soon."
+        "short, a whole bank under one handle makes it short and the answer soon. Banks answer every second question."
     )
     console.print(table)
 
