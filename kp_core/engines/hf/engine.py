@@ -92,6 +92,11 @@ class HFEngine:
     def _fingerprint(self) -> ModelFingerprint:
         return take_fingerprint(self._model, self.tokenizer, self._template, self._prefiller.chunk_tokens)
 
+    @cached_property
+    def _builder(self) -> PackBuilder:
+        # Kept, as it remembers which shapes of batch are exact.
+        return PackBuilder(self._prefiller, self._template, self.fingerprint)
+
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Identity of the model; the weights are digested when it is first asked for."""
@@ -155,7 +160,7 @@ class HFEngine:
 
         Each is bit-identical to what `build_pack` gives. A progress bar shows when it takes longer than a second.
         """
-        builder = PackBuilder(self._prefiller, self._template, self.fingerprint)
+        builder = self._builder
         made = {
             "device": f"{self._model.device.type} {platform.machine()}",
             "torch": torch.__version__,
