@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from kp_core import (
     ChromaFactBank,
     Embedder,
+    Engine,
     Fact,
     FactBank,
     Handle,
@@ -30,27 +31,11 @@ from kp_core import (
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
 
-__all__ = ["KnowledgePackRetriever", "PackMaker"]
+__all__ = ["KnowledgePackRetriever"]
 
 logger = logging.getLogger(__name__)
 
 _FACTS_PER_BANK = 4  # Facts looked at per bank wanted, at first.
-
-
-class PackMaker(Protocol):
-    """The part of an engine that compiles texts."""
-
-    def build_packs(  # noqa: PLR0913 - the signature of the engine
-        self,
-        texts: Sequence[str],
-        *,
-        namespace: str = "default",
-        inside: Inside = "user",
-        lazy: bool = False,
-        provenance: Sequence[Mapping[str, str]] | None = None,
-        progress: bool = True,
-    ) -> Iterator[KnowledgePack]:
-        """See `kp_core.engines.hf.HFEngine.build_packs`."""
 
 
 class KnowledgePackRetriever(BaseRetriever):
@@ -85,7 +70,7 @@ class KnowledgePackRetriever(BaseRetriever):
         cls,
         facts: Iterable[Fact],
         *,
-        engine: PackMaker,
+        engine: Engine,
         store: PackStore,
         bank: FactBank | None = None,
         embedder: Embedder | None = None,
@@ -191,7 +176,7 @@ class KnowledgePackRetriever(BaseRetriever):
                 return handle
         return None
 
-    def _compile(self, facts: Sequence[Fact], engine: PackMaker, *, lazy: bool, progress: bool) -> None:
+    def _compile(self, facts: Sequence[Fact], engine: Engine, *, lazy: bool, progress: bool) -> None:
         known: dict[str, Fact] = {}
         for fact in facts:
             known.setdefault(fact.text, fact)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, Unpack
 
 from kp_core.engines.request import Generation, Inside, Request
@@ -40,6 +40,18 @@ class Engine(Protocol):
         provenance: Mapping[str, str] | None = None,
     ) -> KnowledgePack:
         """`text` compiled for the place that `inside` says (see `ChatTemplate.tokenise_pack`)."""
+
+    def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
+        self,
+        texts: Sequence[str],
+        *,
+        namespace: str = "default",
+        inside: Inside = "user",
+        lazy: bool = False,
+        provenance: Sequence[Mapping[str, str]] | None = None,
+        progress: bool = True,
+    ) -> Iterator[KnowledgePack]:
+        """The packs of `texts`, in order, each bit-identical to what `build_pack` gives."""
 
     def generate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
         """The answer to a conversation."""
