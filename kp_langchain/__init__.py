@@ -1,12 +1,25 @@
 """Knowledge Packs for LangChain: a chat model that resolves handles, and a retriever that returns them.
 
-Imports LangChain's core and this project's, nothing else: models and banks load when they are first used.
+Imports LangChain's core and this project's, nothing else: models and banks load when they are first used. What agents
+need beyond that, `KnowledgePackMiddleware`, is in `kp_langchain.middleware`, which imports `langchain`.
 """
 
 from __future__ import annotations
 
-from kp_langchain.chat_model import ChatKnowledgePacks, shared_engine
+from kp_core.engines.shared import shared_engine
+from kp_langchain.chat_model import ChatKnowledgePacks
 from kp_langchain.messages import pack_place, to_messages
 from kp_langchain.retriever import KnowledgePackRetriever
+from kp_langchain.tools import create_pack_search_tool, create_remember_tool, resolve_documents, to_handles
 
-__all__ = ["ChatKnowledgePacks", "KnowledgePackRetriever", "pack_place", "shared_engine", "to_messages"]
+__all__ = [
+    "ChatKnowledgePacks",
+    "KnowledgePackRetriever",
+    "create_pack_search_tool",
+    "create_remember_tool",
+    "pack_place",
+    "resolve_documents",
+    "shared_engine",
+    "to_handles",
+    "to_messages",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self, cast
 
@@ -16,8 +15,8 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
-import kp_core
-from kp_core import Engine, PackStore, PackView, Request
+from kp_core import Handle, PackStore, PackView, Request
+from kp_core.engines.shared import shared_engine
 from kp_core.errors import ToolError
 from kp_core.resolve import TRUSTED_ROLES
 from kp_core.tools import AnswerShape
@@ -25,7 +24,7 @@ from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
 from kp_langchain.messages import core_role, to_messages
 from kp_langchain.structured import answer_parser, call_parser, response_schema, with_raw
 
-__all__ = ["ChatKnowledgePacks", "shared_engine"]
+__all__ = ["ChatKnowledgePacks"]
 
 _BUNDLED = "SmolLM2-135M-Instruct"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
@@ -33,18 +32,6 @@ _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 _PER_CALL = (*_SAMPLING, *_TOOLS, "model", "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
 # What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
 _IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
-
-_engines: dict[tuple[str | None, str | None, str | None], Engine] = {}
-_loading = threading.Lock()
-
-
-def shared_engine(model: str | None = None, dtype: str | None = None, device: str | None = None) -> Engine:
-    """The engine this process keeps for `(model, dtype, device)`, loaded when it is first asked for."""
-    key = (model, dtype, device)
-    with _loading:
-        if key not in _engines:
-            _engines[key] = kp_core.load_engine(model, dtype=dtype, device=device)
-        return _engines[key]
 
 
 class ChatKnowledgePacks(BaseChatModel):
@@ -172,6 +159,11 @@ class ChatKnowledgePacks(BaseChatModel):
             to_messages(messages), view=self._view(), placement=self.placement, shape=shape
         )
         return int(len(prompt) - prompt.pack_tokens)
+
+    def resolves(self, handle: str) -> bool:
+        """Whether `handle` stands for a pack that this model may use."""
+        view = self._view()
+        return view is not None and view.resolve(Handle.parse(handle), "system") is not None
 
     def bind_tools(
         self,

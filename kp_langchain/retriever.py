@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, Field
-from tqdm.auto import tqdm
 
 from kp_core import (
     ChromaFactBank,
@@ -21,13 +19,12 @@ from kp_core import (
     Engine,
     Fact,
     FactBank,
-    Handle,
     Hit,
-    KnowledgePack,
     MemoryFactBank,
     PackStore,
     SentenceTransformerEmbedder,
 )
+from kp_core.compiling import compile_facts, stored_handle
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
 
@@ -101,7 +98,7 @@ class KnowledgePackRetriever(BaseRetriever):
         retriever = cls(bank=bank, store=store, namespace=namespace, inside=inside, **fields)
         if retriever.unit == "bank":
             facts = [retriever._whole(number) for number in range(bank.banks)]
-        retriever._compile(facts, engine, lazy=lazy, progress=progress)
+        compile_facts(facts, engine, store, namespace=namespace, inside=inside, lazy=lazy, progress=progress)
         return retriever
 
     def _get_relevant_documents(
@@ -152,7 +149,8 @@ class KnowledgePackRetriever(BaseRetriever):
         )
 
     def _document(self, hit: Hit) -> Document:
-        fact, handle = hit.fact, self._handle(hit.fact.text)
+        fact = hit.fact
+        handle = stored_handle(self.store, fact.text, self.namespace, self.inside)
         if handle is None:
             logger.warning("There is no pack of fact %s in %s; it goes as text.", fact.id, self.store.path)
         about = {
@@ -166,43 +164,3 @@ class KnowledgePackRetriever(BaseRetriever):
         }
         as_text = handle is None or self.content == "text"
         return Document(fact.text if as_text else str(handle), id=fact.id, metadata=about)
-
-    def _handle(self, text: str) -> Handle | None:
-        """The handle `text` is stored under: as it is, or as memory of the system message, which ends its line."""
-        forms = (text, text.strip() + "\n")
-        for form in reversed(forms) if self.inside == "system" else forms:
-            handle = self.store.handle(form, self.namespace)
-            if handle in self.store:
-                return handle
-        return None
-
-    def _compile(self, facts: Sequence[Fact], engine: Engine, *, lazy: bool, progress: bool) -> None:
-        known: dict[str, Fact] = {}
-        for fact in facts:
-            known.setdefault(fact.text, fact)
-        texts, place = list(known), {"namespace": self.namespace, "inside": self.inside}
-        plans = engine.build_packs(texts, lazy=True, progress=False, **place)
-        bar = tqdm(plans, "Looking for packs", len(texts), unit="pack", delay=1, disable=not progress)
-        missing: list[str] = []
-        for text, plan in zip(texts, bar, strict=True):
-            if self._is_stored(plan, lazy=lazy):
-                continue
-            if lazy:
-                self.store.put(replace(plan, provenance={**plan.provenance, **_provenance(known[text])}))
-            else:
-                missing.append(text)
-        provenance = [_provenance(known[text]) for text in missing]
-        for pack in engine.build_packs(missing, provenance=provenance, progress=progress, **place):
-            self.store.put(pack)
-
-    def _is_stored(self, plan: KnowledgePack, *, lazy: bool) -> bool:
-        """Whether the store holds what `plan` would become."""
-        handle = self.store.handle(plan.text, self.namespace)
-        stored = self.store.peek(handle)
-        if stored is None or stored.token_ids != plan.token_ids or stored.head != plan.head:
-            return False
-        return stored.fingerprint == plan.fingerprint and (lazy or not self.store.get(handle).is_lazy)
-
-
-def _provenance(fact: Fact) -> dict[str, str]:
-    return {name: value for name, value in (("title", fact.title), ("source", fact.source)) if value}

@@ -61,7 +61,7 @@ class AnswerReader:
         """Nothing was said yet: it may be reasoning, a bare call, or text."""
         lead = self._buffer.lstrip()
         if self._thinks and lead.startswith(_OPEN):
-            self._buffer, self._step = lead[len(_OPEN) :].lstrip("\n"), self._reasoning
+            self._buffer, self._step = lead[len(_OPEN) :], self._reasoning
         elif self._thinks and _OPEN.startswith(lead):
             return
         elif self._form is not None and not self._form.trigger:
@@ -83,6 +83,7 @@ class AnswerReader:
             self._step, self._form = self._text, None
 
     def _reasoning(self) -> Iterator[Delta]:
+        self._buffer = self._buffer if self.reasoning else self._buffer.lstrip("\n")
         before, found, after = self._buffer.partition(_CLOSE)
         if found:
             yield from self._think(before.rstrip("\n"))

@@ -6,6 +6,7 @@ The grammar is in the Lark dialect of llguidance, with JSON Schemas inside it; a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,18 +53,20 @@ class AnswerShape:
             schema = {"type": "object"}
         if schema is not None and not isinstance(schema, Mapping):
             raise ToolError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
-        return cls(() if choice == "none" else tools, choice, request.get("parallel_tool_calls"), schema)
+        return cls(tools, choice, request.get("parallel_tool_calls"), schema)
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """The tools that may be called."""
+        """The tools that may be called; with `"none"` they are on show only."""
+        if self.choice == "none":
+            return ()
         named = tuple(tool for tool in self.tools if tool.name == self.choice)
         return named or self.tools
 
     @property
     def is_forced(self) -> bool:
         """Whether the answer must be a call."""
-        return bool(self.tools) and self.choice != "auto"
+        return bool(self.tools) and self.choice not in ("auto", "none")
 
     @property
     def is_free(self) -> bool:
@@ -78,7 +81,7 @@ class AnswerShape:
         """
         options = []
         rules = []
-        if self.tools:
+        if self.callable:
             calls, more = self._calls(form, token)
             rules += more
             options += calls
@@ -86,8 +89,9 @@ class AnswerShape:
             options.append("answer")
             rules.append(f"answer: {_json_rule(self.schema)}")
         elif not self.is_forced:
-            options.append("TEXT" if form.trigger else "PLAIN")
-            rules.append(f"TEXT: {_ANY}" if form.trigger else r"PLAIN: /([^{](.|\n)*)?/")
+            name, text = self._free_text(form, token)
+            options.append(name)
+            rules.append(f"{name}: {text}")
         constrained = self.is_forced or self.schema is not None
         if constrained and (thinks or opened):
             begin = "" if opened else '"<think>" '
@@ -96,6 +100,14 @@ class AnswerShape:
             start = ("thought" if opened else "thought?") + " body"
             return "\n".join([f"start: {start}", f"body: {' | '.join(options)}", *rules])
         return "\n".join([f"start: {' | '.join(options)}", *rules])
+
+    def _free_text(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[str, str]:
+        """What an answer without calls may be, as the name of a terminal and its pattern."""
+        if not self.callable:
+            # No call may begin. A trigger that is a special token is no text anyway.
+            bans = form.trigger and token(form.trigger) is None
+            return "TEXT", f"{_ANY} & ~/(.|\n)*{re.escape(form.trigger)}(.|\n)*/" if bans else _ANY
+        return ("TEXT", _ANY) if form.trigger else ("PLAIN", r"/([^{](.|\n)*)?/")
 
     def _calls(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[list[str], list[str]]:
         """How an answer with calls begins and goes on, and the rules for it."""

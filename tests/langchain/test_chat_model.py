@@ -10,8 +10,9 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from pydantic import ValidationError
 
 import kp_core
+from kp_core.engines import shared
 from kp_core.errors import ContextOverflowError, SamplingError, UnsupportedContentError
-from kp_langchain import ChatKnowledgePacks, chat_model, to_messages
+from kp_langchain import ChatKnowledgePacks, to_messages
 from tests.conftest import tiny_engine
 
 CHAT = [SystemMessage("Be brief."), HumanMessage("Name a colour.")]
@@ -154,7 +155,7 @@ def test_tokens_reach_callbacks(tiny):
 
 def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch):
     loaded = []
-    monkeypatch.setattr(chat_model, "_engines", {})
+    monkeypatch.setattr(shared, "_engines", {})
     monkeypatch.setattr(kp_core, "load_engine", lambda model, **_: loaded.append(model) or tiny_engine())
     models = [ChatKnowledgePacks(model="a", max_tokens=1) for _ in range(4)]
     assert not loaded

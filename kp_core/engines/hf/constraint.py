@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 __all__ = ["Constraint", "Grammars"]
 
 _KEPT = 64  # Compiled grammars that are kept.
+_FEW = 200  # Tokens that nearly every string can be made of.
 _FAR = 4096  # Tokens after which looking for an end is given up.
+
+_Preferences: TypeAlias = tuple[list[int], list[int]]
 
 
 class Grammars:
@@ -32,20 +37,19 @@ class Grammars:
         self._lock = threading.Lock()
         self._llm: Any = None
         self._compiled: dict[str, LLMatcher] = {}
-        self._ranks: tuple[Tensor, Tensor] | None = None
+        self._preferred: _Preferences | None = None
 
-    def constraint(self, grammar: str, trigger: str, room: int) -> Constraint:
+    def constraint(self, grammar: str, room: int) -> Constraint:
         """A fresh constraint to `grammar`; raises `ToolError` for a schema that it cannot express.
 
-        `trigger` opens the part that must be well-formed, in answers that begin with free text. Raises `SamplingError`
-        when no answer of the grammar fits into `room` tokens.
+        Raises `SamplingError` when no answer of the grammar fits into `room` tokens.
         """
         with self._lock:
             matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
             self._compiled[grammar] = matcher
             while len(self._compiled) > _KEPT:
                 del self._compiled[next(iter(self._compiled))]
-            return Constraint(matcher.deep_copy(), self._text, self._preferences(), trigger, self._ends[0], room)
+            return Constraint(matcher.deep_copy(), self._text, self._preferences(), self._ends[0], room)
 
     def _compile(self, grammar: str) -> LLMatcher:
         try:
@@ -70,31 +74,30 @@ class Grammars:
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._llm.decode_str(list(tokens)))
 
-    def _preferences(self) -> tuple[Tensor, Tensor]:
-        """How well each token leads to an end: inside of a JSON string, and outside."""
-        if self._ranks is None:
-            known = len(self._tokenizer)
-            texts = [self._text([token]) if token < known else "" for token in range(self._vocabulary)]
+    def _preferences(self) -> _Preferences:
+        """The tokens that lead to an end, best first: inside of a JSON string, and outside."""
+        if self._preferred is None:
+            known = min(len(self._tokenizer), self._vocabulary)
+            texts = [self._text([token]) for token in range(known)]
             inside, outside = ([rank(text) for text in texts] for rank in (_rank_inside, _rank_outside))
-            self._ranks = torch.tensor(inside, dtype=torch.int32), torch.tensor(outside, dtype=torch.int32)
-        return self._ranks
+            self._preferred = _best(inside), _best(outside)
+        return self._preferred
 
 
 class Constraint:
     """Which tokens may come next, for one answer."""
 
-    def __init__(  # noqa: PLR0913 - made in one place
+    def __init__(
         self,
         matcher: LLMatcher,
         text: Callable[[Sequence[int]], str],
-        ranks: tuple[Tensor, Tensor],
-        trigger: str,
+        preferred: _Preferences,
         end: int,
         room: int,
     ) -> None:
-        self._matcher, self._text, self._ranks, self._trigger, self._end = matcher, text, ranks, trigger, end
-        self._tokens: list[int] = []
-        way = self._search(matcher, self._tokens)
+        self._matcher, self._text, self._preferred, self._end = matcher, text, preferred, end
+        self._scan = _Scan()
+        way = self._search(matcher, self._scan)
         if way is not None and len(way) > room:
             raise SamplingError(
                 f"Got room for {room} tokens; an answer of this schema takes about {len(way)} at least. Raise "
@@ -112,18 +115,20 @@ class Constraint:
         if not self._closing and token != self._end:
             ahead = self._matcher.deep_copy()
             ahead.consume_token(token)
-            way = self._way_from(ahead, token)
+            way = self._way_from(ahead, token, self._scan.feed(self._text([token])))
             # A step is taken only when an end can still be reached behind it.
             self._closing = self._way is not None and (way is None or len(way) > left - 1)
             if not self._closing:
                 self._way = way
         if self._closing:
             token, *self._way = self._way or [self._end]
+        # Quotes in free text, where an end is always at hand, open no string.
+        self._scan = _Scan() if self._matcher.is_accepting() else self._scan
         self._matcher.consume_token(token)
-        self._tokens.append(token)
+        self._scan = self._scan.feed(self._text([token]))
         return token
 
-    def _way_from(self, ahead: LLMatcher, token: int) -> list[int] | None:
+    def _way_from(self, ahead: LLMatcher, token: int, scan: _Scan) -> list[int] | None:
         """A way out behind `token`: what is left of the known one, the known one, or else a new one."""
         if ahead.is_accepting():
             return []
@@ -131,25 +136,31 @@ class Constraint:
             trial = ahead.deep_copy()
             if trial.try_consume_tokens(known) == len(known) and trial.is_accepting():
                 return known
-        return self._search(ahead, [*self._tokens, token])
+        return self._search(ahead, scan)
 
-    def _search(self, matcher: LLMatcher, tokens: Sequence[int]) -> list[int] | None:
+    def _search(self, matcher: LLMatcher, scan: _Scan) -> list[int] | None:
         """A short way to a complete answer, by the token that closes most at every step; `None` when none was found."""
         ahead, way = matcher.deep_copy(), list[int]()
-        written = self._text(tokens)
-        written = written[written.rfind(self._trigger) :] if self._trigger else written
+        taken: Counter[int] = Counter()
         while not ahead.is_accepting():
             if ahead.is_stopped() or len(way) > _FAR:
                 return None
             step = ahead.compute_ff_tokens()
             if not step:
-                rank = self._ranks[0 if _in_string(written) else 1]
-                allowed = _allowed(ahead, len(rank))
-                step = [int(torch.where(allowed, rank, -1).argmax())]
+                bits = ahead.compute_bitmask()
+                best = self._preferred[0 if scan.inside else 1]
+                # Nearly always one of the first few is allowed. What was taken before has no precedence, so that a
+                # string which needs an "@" comes by it.
+                first = next((token for token in best if bits[token >> 3] >> (token & 7) & 1), self._end)
+                if taken[first]:
+                    few = [token for token in best[:_FEW] if bits[token >> 3] >> (token & 7) & 1]
+                    first = min(few, key=lambda token: taken[token], default=first)
+                taken[first] += scan.inside
+                step = [first]
             if ahead.try_consume_tokens(step) < len(step):
                 return None
             way += step
-            written += self._text(step)
+            scan = scan.feed(self._text(step))
         return way
 
 
@@ -159,23 +170,36 @@ def _allowed(matcher: LLMatcher, vocabulary: int) -> Tensor:
     return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[:vocabulary]
 
 
-def _in_string(written: str) -> bool:
-    inside = escaped = False
-    for sign in written:
-        if escaped:
-            escaped = False
-        elif sign == "\\":
-            escaped = inside
-        elif sign == '"':
-            inside = not inside
-    return inside
+def _best(ranks: Sequence[int]) -> list[int]:
+    return sorted(range(len(ranks)), key=lambda token: -ranks[token])
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """Whether the JSON written so far stands inside a string."""
+
+    inside: bool = False
+    escaped: bool = False
+
+    def feed(self, text: str) -> _Scan:
+        inside, escaped = self.inside, self.escaped
+        for sign in text:
+            if escaped:
+                escaped = False
+            elif sign == "\\":
+                escaped = inside
+            elif sign == '"':
+                inside = not inside
+        return _Scan(inside, escaped)
 
 
 def _rank_inside(text: str) -> int:
     """Inside a string: end it; else say something short."""
     if text.startswith('"') and not text.strip('"}] \n'):
         return 100 + len(text)
-    return _RANK_WORD if text.isalnum() and text.isascii() else 1 if text else 0
+    if len(text) == 1 and text.isascii() and text.isprintable():
+        return 20 if text.isalnum() else 15
+    return 1 if text else 0
 
 
 def _rank_outside(text: str) -> int:

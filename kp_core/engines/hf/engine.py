@@ -277,16 +277,14 @@ class HFEngine:
         if shape.is_free:
             return _Reading(text, reader, None)
         grammar = shape.grammar(form, self._special, thinks=template.thinks, opened=opened)
-        return _Reading(text, reader, self._grammars.constraint(grammar, form.trigger if names else "", room))
+        return _Reading(text, reader, self._grammars.constraint(grammar, room))
 
     def _special(self, marker: str) -> int | None:
         """The id of `marker`, when it is a special token."""
         added = self.tokenizer.added_tokens_decoder
         return next((number for number, token in added.items() if token.special and token.content == marker), None)
 
-    def _start(
-        self, prompt: Prompt, source: PackSource, request: Request, room: int, limit: Limit
-    ) -> Prefilled:
+    def _start(self, prompt: Prompt, source: PackSource, request: Request, room: int, limit: Limit) -> Prefilled:
         return self._prefiller.start(
             prompt,
             len(prompt) + room,

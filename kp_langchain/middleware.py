@@ -1,0 +1,157 @@
+"""Agent memory at constant cost: what tools found becomes packs, and the prompt stays as long as it was."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, NotRequired
+
+from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse
+from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolMessage, get_buffer_string
+from langgraph.runtime import Runtime
+
+from kp_core import Engine, PackStore, find_handles, strip_handles
+from kp_langchain.chat_model import ChatKnowledgePacks
+
+__all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer"]
+
+logger = logging.getLogger(__name__)
+
+_ABSORBED = "(The results of earlier tool calls are in memory.)"
+_LATEST = "(The result is in memory.)"
+
+
+def _union(known: list[str], new: list[str]) -> list[str]:
+    return list(dict.fromkeys((*known, *new)))
+
+
+class PackState(AgentState[Any]):
+    """An agent's state with the packs it has met."""
+
+    packs: NotRequired[Annotated[list[str], _union]]
+    """Handles, in order of first appearance; plain strings, so that any checkpointer keeps them."""
+
+
+class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
+    """Keeps what an agent's tools found as packs at the head of the system message.
+
+    Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. In what
+    the model is sent, a tool exchange whose results are all handles is absorbed: the latest keeps its place with one
+    short line as its result, all earlier ones of the same turn become one short line together. So the prompt of step 20
+    is as long as that of step 2. The messages in the state are not touched: text and documents are still there.
+
+    The agent's model must be a `ChatKnowledgePacks`; its `namespaces` say which handles count, others stay text.
+    Raises `TypeError` for any other model.
+    """
+
+    state_schema = PackState
+
+    def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:  # noqa: ARG002
+        """Put the handles that tools brought into the state."""
+        known = set(state.get("packs") or ())
+        found = [handle for message in state["messages"] for handle in _handles(message)]
+        new = [handle for handle in dict.fromkeys(found) if handle not in known]
+        return {"packs": new} if new else None
+
+    def wrap_model_call(
+        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
+    ) -> ModelResponse[Any]:
+        """Send packs in place of what they hold."""
+        return handler(_with_packs(request))
+
+    async def awrap_model_call(
+        self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], Awaitable[ModelResponse[Any]]]
+    ) -> ModelResponse[Any]:
+        """As `wrap_model_call`."""
+        return await handler(_with_packs(request))
+
+
+class PackSummarizer:
+    """A `summarizer` for LangChain's `SummarizationMiddleware` that forgets nothing.
+
+    The messages become one pack, and the summary is its handle, behind the handles that earlier summaries and tools
+    brought. Packs go into `namespace`, compiled as memory of the system message.
+    """
+
+    def __init__(self, engine: Engine, store: PackStore, *, namespace: str = "default") -> None:
+        self._engine, self._store, self._namespace = engine, store, namespace
+
+    def __call__(self, messages: list[AnyMessage]) -> str:
+        """The handles that stand for `messages`."""
+        carried: dict[str, None] = {}
+        spoken: list[BaseMessage] = []
+        for message in messages:
+            handles = _handles(message) or _summary_handles(message)
+            carried |= dict.fromkeys(handles)
+            text = strip_handles(message.text).strip()
+            if text and not _is_summary(message):
+                spoken.append(message.model_copy(update={"content": text, "tool_calls": []}))
+        if spoken:
+            text = get_buffer_string(spoken)
+            handle = self._store.put(self._engine.build_pack(text, namespace=self._namespace, inside="system"))
+            carried[str(handle)] = None
+        return "\n".join(carried)
+
+
+def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
+    model = request.model
+    if not isinstance(model, ChatKnowledgePacks):
+        raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
+    state: Any = request.state
+    resolved = [handle for handle in state.get("packs") or () if model.resolves(handle)]
+    settings = {**request.model_settings}
+    if resolved:
+        settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *resolved)))
+    return request.override(messages=_absorbed(request.messages, frozenset(resolved)), model_settings=settings)
+
+
+def _absorbed(messages: Sequence[AnyMessage], packs: frozenset[str]) -> list[AnyMessage]:
+    """`messages` with the tool exchanges that `packs` hold shrunk to a line."""
+    exchanges = _exchanges(messages)
+    held = [span for span in exchanges if all(_is_held(m, packs) for m in messages[span.start + 1 : span.stop])]
+    latest = held[-1] if held else None
+    made: list[AnyMessage] = []
+    at = 0
+    for span in held:
+        made += messages[at : span.start]
+        at = span.stop
+        if span is latest:
+            made.append(messages[span.start])
+            made += [m.model_copy(update={"content": _LATEST}) for m in messages[span.start + 1 : span.stop]]
+        elif not (made and made[-1].text == _ABSORBED):
+            made.append(AIMessage(_ABSORBED))
+    return [*made, *messages[at:]]
+
+
+def _exchanges(messages: Sequence[AnyMessage]) -> list[range]:
+    """Where an assistant's tool calls stand with all their results."""
+    found = []
+    for start, message in enumerate(messages):
+        if isinstance(message, AIMessage) and message.tool_calls:
+            stop = start + 1
+            while stop < len(messages) and isinstance(messages[stop], ToolMessage):
+                stop += 1
+            if stop - start - 1 == len(message.tool_calls):
+                found.append(range(start, stop))
+    return found
+
+
+def _is_held(message: AnyMessage, packs: frozenset[str]) -> bool:
+    """Whether a tool's result is handles in `packs` and nothing else."""
+    handles = _handles(message)
+    return bool(handles) and packs.issuperset(handles) and not strip_handles(message.text).strip()
+
+
+def _handles(message: AnyMessage) -> list[str]:
+    """The handles that a tool brought."""
+    if not isinstance(message, ToolMessage):
+        return []
+    return [str(handle) for _, _, handle in find_handles(message.text)]
+
+
+def _is_summary(message: AnyMessage) -> bool:
+    return message.additional_kwargs.get("lc_source") == "summarization"
+
+
+def _summary_handles(message: AnyMessage) -> list[str]:
+    return [str(handle) for _, _, handle in find_handles(message.text)] if _is_summary(message) else []

@@ -1,0 +1,232 @@
+"""Tools, schemas and reasoning: shapes, formats, reading, and grammars on real and on random models."""
+
+import json
+import random
+from itertools import pairwise
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.grammar import random_schema, valid_answer
+from kp_core import Tool
+from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
+from kp_core.testing import CHATML, tiny_tokenizer
+from kp_core.tools import FORMATS, AnswerReader, AnswerShape, format_of
+from tests.conftest import tiny_engine
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
+            "required": ["city"],
+        },
+    },
+}
+CLOCK = {"name": "clock", "description": "The time."}
+SAID = {
+    "hermes": 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Pa\\"ris}"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "llama3": '{"name": "weather", "parameters": {"city": "Pa\\"ris}"}}; {"name": "clock", "parameters": {}}',
+    "mistral": 'Let me see.[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Pa\\"ris}"}}, '
+    '{"name": "clock", "arguments": {}}]',
+    "mistral-args": 'Let me see.[TOOL_CALLS]weather[ARGS]{"city": "Pa\\"ris}"}[TOOL_CALLS]clock[ARGS]{}',
+}
+FORM = {form.name: form for form in FORMATS}
+
+
+def read(reader, pieces):
+    deltas = [delta for piece in pieces for delta in reader.push(piece)]
+    return deltas + reader.finish()
+
+
+def cut(text, places):
+    edges = [0, *sorted({place % (len(text) + 1) for place in places}), len(text)]
+    return [text[start:stop] for start, stop in pairwise(edges)]
+
+
+@pytest.mark.parametrize("name", SAID)
+@given(places=st.lists(st.integers(0, 500), max_size=12))
+def test_calls_are_read_wherever_the_pieces_are_cut(name, places):
+    reader = AnswerReader(FORM[name], ("weather", "clock"))
+    deltas = read(reader, cut(SAID[name], places))
+    assert [(call.name, call.arguments) for call in reader.calls] == [("weather", {"city": 'Pa"ris}'}), ("clock", {})]
+    assert reader.text == ("" if name == "llama3" else "Let me see.")
+    assert "".join(delta.text for delta in deltas) == reader.text
+    pieces = [delta.tool_call for delta in deltas if delta.tool_call]
+    for index, call in enumerate(reader.calls):
+        mine = [piece for piece in pieces if piece.index == index]
+        assert (mine[0].id, mine[0].name) == (call.id, call.name)
+        assert json.loads("".join(piece.arguments for piece in mine)) == call.arguments
+
+
+@given(places=st.lists(st.integers(0, 500), max_size=8))
+@pytest.mark.parametrize("opened", [False, True])
+def test_reasoning_is_told_from_the_answer(places, opened):
+    said = ("" if opened else "<think>\n") + "Is 2 < 3? Yes.\n</think>\n\nYes, 2 < 3."
+    reader = AnswerReader(None, thinks=True, opened=opened)
+    deltas = read(reader, cut(said, places))
+    assert (reader.reasoning, reader.text) == ("Is 2 < 3? Yes.", "Yes, 2 < 3.")
+    assert "".join(delta.reasoning for delta in deltas) == reader.reasoning
+
+
+@given(st.text(alphabet='<>tool_cal/{}"nme: \n', max_size=60), st.lists(st.integers(0, 60), max_size=6))
+def test_without_tools_and_thoughts_text_is_text(text, places):
+    assert "".join(delta.text for delta in read(AnswerReader(None), cut(text, places))) == text
+
+
+@given(st.text(alphabet='<tol_ca \n"{}', max_size=40), st.lists(st.integers(0, 60), max_size=6))
+def test_nothing_is_lost_while_it_might_be_markup(text, places):
+    for form in FORMATS:
+        reader = AnswerReader(form, ("weather",), thinks=True)
+        assert "".join(delta.text for delta in read(reader, cut(text, places))).strip() == text.strip()
+
+
+def test_a_call_that_was_cut_off_is_no_call():
+    reader = AnswerReader(FORM["hermes"], ("weather",))
+    read(reader, ['<tool_call>\n{"name": "weather", "arguments": {"city": "Par'])
+    assert reader.calls == []
+
+
+def test_formats_are_told_by_their_templates():
+    assert format_of("{{ '[TOOL_CALLS] [' }}").name == "mistral"
+    assert format_of("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}").name == "mistral-args"
+    assert format_of("<tool_call>").name == "hermes"
+    assert format_of("<|python_tag|>").name == "llama3"
+    assert format_of(CHATML).name == "hermes"
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        ({"tools": [WEATHER, WEATHER]}, "a different name for each"),
+        ({"tools": [WEATHER], "tool_choice": "rain"}, "expected one of: auto, none, any, weather"),
+        ({"tool_choice": "any"}, "expected one of: auto, none"),
+        ({"tools": [{"function": {}}]}, "expected {'type': 'function'"),
+        ({"tools": ["weather"]}, "Got the tool 'weather'"),
+        ({"tools": [{"name": "f", "parameters": {"type": "string"}}]}, "a JSON Schema of an object"),
+        ({"tools": [WEATHER], "tool_choice": "any", "response_schema": {}}, "a call or an object, not both"),
+        ({"response_schema": "object"}, "or True for any object"),
+    ],
+)
+def test_what_contradicts_itself_is_named(request_, complaint):
+    with pytest.raises(ToolError, match=complaint):
+        AnswerShape.of(request_)
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "array", "uniqueItems": True}, {"not": {"type": "string"}}, {"$ref": "http://example.com/x"}]
+)
+def test_a_schema_that_cannot_be_enforced_is_named_before_any_compute(schema):
+    with pytest.raises(ToolError, match="cannot be enforced"):
+        tiny_engine().stream("Hi", response_schema={"type": "object", "properties": {"a": schema}})
+
+
+def test_templates_without_tools_list_them_in_the_system_message(smol):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    text = smol.template.text(smol.template.render(messages, shape=AnswerShape.of({"tools": [WEATHER]})))
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call tools.")
+    assert '{"name": "weather", "description": "The weather of a city."' in text
+
+
+def test_templates_with_tools_show_them_themselves():
+    template = "{% for tool in tools or [] %}<tool_call>{{ tool | tojson }}{% endfor %}" + CHATML
+    engine = tiny_engine(template=template)
+    text = engine.template.text(engine.template.render("Hi", shape=AnswerShape.of({"tools": [WEATHER]})))
+    assert text.startswith('<tool_call>{"type": "function", "function": {"name": "weather"')
+    assert "You can call tools" not in text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_models_answer_random_schemas_with_valid_json(seed):
+    """A model that says random bytes has to be led to an end."""
+    rng = random.Random(seed)
+    engine = tiny_engine(("llama", "qwen3", "gemma")[seed % 3])
+    for number in range(2):
+        valid_answer(engine, random_schema(rng), forced_call=number % 2 == 0, room=400)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_real_model_answers_random_schemas_with_valid_json(seed, smol):
+    rng = random.Random(100 + seed)
+    valid_answer(smol, random_schema(rng), forced_call=seed % 2 == 0, room=160)
+
+
+def test_sampling_at_high_temperature_stays_valid(smol):
+    schema = WEATHER["function"]["parameters"]
+    for seed in range(3):
+        answer = smol.generate("Paris", response_schema=schema, temperature=2.0, seed=seed, max_tokens=40)
+        jsonschema.validate(json.loads(answer.text), schema)
+
+
+def test_a_forced_call_is_that_call(smol):
+    answer = smol.generate(
+        "What is the weather in Paris?", tools=[WEATHER, CLOCK], tool_choice="weather", max_tokens=48
+    )
+    [call] = answer.tool_calls
+    assert (call.name, call.arguments["city"]) == ("weather", "Paris")
+    assert answer.text == ""
+    assert answer.finish_reason == "tool_calls"
+    stream = smol.stream("What time is it?", tools=[WEATHER, CLOCK], tool_choice="clock", max_tokens=48)
+    pieces = [delta.tool_call for delta in stream.deltas()]
+    assert pieces[0].name == "clock"
+    assert "".join(piece.arguments for piece in pieces) == "{}"
+
+
+def test_several_calls_end_in_time(smol):
+    answer = smol.generate(
+        "Weather of Paris and Rome?", tools=[WEATHER], tool_choice="any", parallel_tool_calls=True, max_tokens=80
+    )
+    assert len(answer.tool_calls) >= 1
+    assert smol.tokenizer.decode(answer.token_ids).count("<tool_call>") == len(answer.tool_calls)
+
+
+def test_tools_on_show_are_not_called(smol):
+    answer = smol.generate("Use the clock.", tools=[CLOCK], tool_choice="none", max_tokens=24)
+    assert answer.tool_calls == ()
+    assert "<tool_call>" not in answer.text
+
+
+def test_room_too_small_for_the_schema_is_named(smol):
+    with pytest.raises(SamplingError, match="takes about"):
+        smol.generate("Hi", tools=[WEATHER], tool_choice="any", max_tokens=5)
+
+
+def test_a_call_in_the_history_is_written_as_the_model_would(smol):
+    call = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+    messages = [{"role": "user", "content": "Time?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = smol.template.text(smol.template.render(messages, add_generation_prompt=False))
+    assert '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>' in text
+
+
+def test_special_token_markers_are_read():
+    """`[TOOL_CALLS]` is a control token in Mistral's tokenizers: it must not be dropped as one."""
+    tokenizer = tiny_tokenizer("{{ '[TOOL_CALLS]' ~ (tools | tojson) if tools }}" + CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    from kp_core import load_engine
+    from kp_core.testing import tiny_model
+
+    model = tiny_model("llama")
+    model.resize_token_embeddings(len(tokenizer))
+    engine = load_engine(model, tokenizer=tokenizer)
+    answer = engine.generate("Hi", tools=[CLOCK], tool_choice="any", max_tokens=200)
+    assert [call.name for call in answer.tool_calls] == ["clock"]
+    assert tokenizer.convert_tokens_to_ids("[TOOL_CALLS]") in answer.token_ids
+
+
+def test_timeouts_end_a_generation(smol):
+    with pytest.raises(GenerationTimeoutError, match=r"after 0\.01 s"):
+        smol.generate("Tell a story.", timeout=0.01, max_tokens=400)
+    assert smol.generate("Hi", timeout=600, max_tokens=2).usage.completion_tokens > 0
+    with pytest.raises(SamplingError, match="timeout"):
+        smol.generate("Hi", timeout=0)
+
+
+def test_tools_are_values():
+    assert Tool.of(WEATHER) == Tool.of(WEATHER["function"])
+    assert Tool.of(Tool.of(WEATHER).to_dict()) == Tool.of(WEATHER)

@@ -1,0 +1,205 @@
+"""Agents whose memory is packs: real model, real LangGraph, real checkpointer."""
+
+import logging
+
+import pytest
+from langchain.agents import create_agent
+from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, SummarizationMiddleware
+from langchain_core.documents import Document
+from langchain_core.language_models import FakeListChatModel
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.tools import StructuredTool, tool
+from langgraph.checkpoint.sqlite import SqliteSaver
+from langgraph.types import Command
+
+from kp_core import Fact, find_handles
+from kp_core.compiling import compile_facts, stored_handle
+from kp_langchain import (
+    ChatKnowledgePacks,
+    create_pack_search_tool,
+    create_remember_tool,
+    resolve_documents,
+    to_handles,
+)
+from kp_langchain.middleware import KnowledgePackMiddleware, PackSummarizer
+
+PAGES = [
+    f"Page {n}: the harbour of Veyl had {n * 7} boats in the year {1700 + n}, and {n} of them were red."
+    for n in range(1, 21)
+]
+
+
+class Steps(AgentMiddleware):
+    """Has the model call a tool `steps` times, then answer; notes what every call cost."""
+
+    def __init__(self, steps):
+        self.steps, self.usage = steps, []
+
+    def wrap_model_call(self, request, handler):
+        response = handler(request.override(tool_choice="any" if len(self.usage) < self.steps else "none"))
+        self.usage.append(response.result[0].response_metadata["kp"])
+        return response
+
+
+def reader(pages):
+    """A tool that gives the next page each time it is called."""
+    left = iter(pages)
+
+    @tool
+    def read_next_page() -> str:
+        """Read the next page of the book."""
+        return next(left)
+
+    return read_next_page
+
+
+@pytest.fixture(scope="module")
+def pages(smol, store):
+    compile_facts([Fact(page) for page in PAGES], smol, store, namespace="book", inside="system", progress=False)
+    return [str(stored_handle(store, page, "book", "system")) for page in PAGES]
+
+
+@pytest.fixture
+def model(smol, store):
+    return ChatKnowledgePacks(engine=smol, store=store, banks=["book"], placement="system", max_tokens=40)
+
+
+def ask(agent, text, thread="1"):
+    config = {"configurable": {"thread_id": thread}, "recursion_limit": 100}
+    return agent.invoke({"messages": [HumanMessage(text)]}, config)
+
+
+def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(model, pages, smol):
+    smol.clear_cache()
+    steps = Steps(20)
+    agent = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), steps])
+    state = ask(agent, "Read the whole book.")
+    assert state["packs"] == pages
+    sent = [usage["prompt_tokens"] for usage in steps.usage]
+    assert len(sent) == 21
+    assert max(sent[2:]) <= 1.05 * min(sent[2:])
+    lengths = [len(smol.build_pack(page, inside="system", lazy=True).token_ids) for page in PAGES]
+    for step, usage in enumerate(steps.usage):
+        assert usage["pack_tokens"] == sum(lengths[:step])
+        # Computed is what was sent, and the pack that is new.
+        assert usage["computed_tokens"] <= usage["prompt_tokens"] + max(lengths)
+    assert sum(usage["computed_tokens"] for usage in steps.usage) <= sum(sent) + sum(lengths)
+    assert [m.content for m in state["messages"] if isinstance(m, ToolMessage)] == pages
+
+
+def test_the_text_agent_grows(model):
+    steps = Steps(6)
+    ask(create_agent(model, [reader(PAGES)], middleware=[steps]), "Read the whole book.")
+    sent = [usage["prompt_tokens"] for usage in steps.usage]
+    assert sent == sorted(sent)
+    assert sent[-1] > 2 * sent[0]
+
+
+def test_a_checkpointer_keeps_packs_across_processes(model, pages, tmp_path):
+    path = str(tmp_path / "threads.sqlite")
+    with SqliteSaver.from_conn_string(path) as saver:
+        agent = create_agent(
+            model, [reader(pages)], middleware=[KnowledgePackMiddleware(), Steps(2)], checkpointer=saver
+        )
+        ask(agent, "Read two pages.")
+    with SqliteSaver.from_conn_string(path) as saver:
+        steps = Steps(0)
+        agent = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), steps], checkpointer=saver)
+        config = {"configurable": {"thread_id": "1"}}
+        assert agent.get_state(config).values["packs"] == pages[:2]
+        ask(agent, "How many boats were there?")
+        assert steps.usage[0]["pack_tokens"] > 0
+        # Time travel: the state before the second page knew one pack.
+        past = [s.values.get("packs") for s in agent.get_state_history(config)]
+        assert [pages[0]] in past
+
+
+def test_interrupts_leave_packs_alone(model, pages, tmp_path):
+    with SqliteSaver.from_conn_string(str(tmp_path / "threads.sqlite")) as saver:
+        agent = create_agent(
+            model,
+            [reader(pages)],
+            middleware=[
+                KnowledgePackMiddleware(),
+                Steps(2),
+                HumanInTheLoopMiddleware(interrupt_on={"read_next_page": True}),
+            ],
+            checkpointer=saver,
+        )
+        config = {"configurable": {"thread_id": "7"}}
+        stopped = ask(agent, "Read two pages.", thread="7")
+        assert stopped["__interrupt__"]
+        agent.invoke(Command(resume={"decisions": [{"type": "approve"}]}), config)
+        done = agent.invoke(Command(resume={"decisions": [{"type": "approve"}]}), config)
+        assert done["packs"] == pages[:2]
+        assert isinstance(done["messages"][-1], AIMessage)
+
+
+def test_agents_that_share_an_engine_do_not_see_each_others_packs(model, pages, smol, store):
+    mine = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), Steps(1)])
+    other = ChatKnowledgePacks(engine=smol, store=store, banks="elsewhere", placement="system", max_tokens=40)
+    foreign = Steps(1)
+    theirs = create_agent(other, [reader(pages)], middleware=[KnowledgePackMiddleware(), foreign])
+    assert ask(mine, "Read.")["packs"] == pages[:1]
+    ask(theirs, "Read.")
+    assert all(usage["pack_tokens"] == 0 for usage in foreign.usage)
+
+
+def test_a_summary_forgets_nothing(model, pages, smol, store):
+    summarizer = PackSummarizer(smol, store, namespace="book")
+    middleware = [
+        SummarizationMiddleware(model, trigger=("messages", 6), keep=("messages", 2), summarizer=summarizer),
+        KnowledgePackMiddleware(),
+        Steps(4),
+    ]
+    state = ask(create_agent(model, [reader(pages)], middleware=middleware), "Read four pages of the book about Veyl.")
+    [summary] = [m for m in state["messages"] if m.additional_kwargs.get("lc_source") == "summarization"]
+    handles = [str(handle) for _, _, handle in find_handles(summary.text)]
+    texts = [document.page_content for document in resolve_documents(handles, store)]
+    assert any("Read four pages of the book about Veyl." in text for text in texts)
+    assert set(handles) | set(state["packs"]) >= set(pages[:4])
+
+
+def test_knowledge_does_not_wake_the_summariser(model, pages):
+    """Packs are not counted as sent, so that a summariser which watches usage sleeps on."""
+    quiet = SummarizationMiddleware(
+        model, trigger=("tokens", 600), keep=("messages", 2), summarizer=lambda _: pytest.fail("summarised")
+    )
+    agent = create_agent(model, [reader(pages)], middleware=[quiet, KnowledgePackMiddleware(), steps := Steps(3)])
+    ask(agent, "Read.")
+    assert steps.usage[-1]["pack_tokens"] > 60
+
+
+def test_the_middleware_wants_our_model():
+    agent = create_agent(FakeListChatModel(responses=["hi"]), [], middleware=[KnowledgePackMiddleware()])
+    with pytest.raises(TypeError, match="needs a ChatKnowledgePacks"):
+        ask(agent, "Hi")
+
+
+async def test_the_search_tool_gives_handles_and_keeps_documents(retriever, store, chat):
+    search = create_pack_search_tool(retriever, store)
+    call = {"name": search.name, "args": {"query": "What bird is on the flag?"}, "id": "1", "type": "tool_call"}
+    message = search.invoke(call)
+    assert find_handles(message.content)
+    assert not find_handles(message.artifact[0].page_content)
+    assert {document.metadata["source"] for document in message.artifact} == {"demo"}
+    assert (await search.ainvoke(call)).content == message.content
+
+
+def test_remembering_makes_a_pack(smol, store, model):
+    remember = create_remember_tool(smol, store, namespace="book")
+    assert isinstance(remember, StructuredTool)
+    message = remember.invoke({"name": "remember", "args": {"text": "Ana keeps bees."}, "id": "1", "type": "tool_call"})
+    assert message.artifact[0].page_content.strip() == "Ana keeps bees."
+    answer = model.invoke("What does Ana keep?", packs=[message.content])
+    assert answer.response_metadata["kp"]["pack_tokens"] > 0
+
+
+def test_rewritten_text_wins_over_its_handle(text_retriever, store, caplog):
+    documents = text_retriever.invoke("flag")
+    assert all(find_handles(document.page_content) for document in to_handles(documents, store))
+    changed = Document("The bird is [redacted].", metadata=documents[0].metadata)
+    with caplog.at_level(logging.WARNING):
+        [kept] = to_handles([changed], store)
+    assert kept.page_content == "The bird is [redacted]."
+    assert "not that of" in caplog.text
