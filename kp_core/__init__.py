@@ -23,6 +23,7 @@ from kp_core.pack import Head, KnowledgePack
 from kp_core.prefix import PrefixTree
 from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackSource, PackView
+from kp_core.steering import Steering
 from kp_core.store import PackStore
 from kp_core.template import ChatTemplate
 from kp_core.usage import Usage
@@ -60,6 +61,7 @@ __all__ = [
     "Sampling",
     "SentenceTransformerEmbedder",
     "Span",
+    "Steering",
     "Stream",
     "Usage",
     "bundled_embedder",

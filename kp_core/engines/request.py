@@ -15,6 +15,7 @@ from kp_core.errors import SamplingError
 from kp_core.pack import KnowledgePack
 from kp_core.prompt import Prompt
 from kp_core.resolve import Message, PackView
+from kp_core.steering import Scope, Steering
 from kp_core.template import Placement
 from kp_core.usage import Usage
 
@@ -71,6 +72,10 @@ class Request(TypedDict, total=False):
     """What packs' KV may stand for; exact by default."""
     foreign: Literal["error", "rebuild"]
     """What to do with a pack of another model: refuse (default), or use its text and recompute."""
+    steering: Steering | tuple[Steering, float] | None
+    """What to add to cached values, scaled already or with its alpha."""
+    scope: Scope | None
+    """What is steered; without it the packs, or the system head where there are none."""
     thinking: bool | None
     """Switches thinking on or off, for templates that can."""
     reuse: bool

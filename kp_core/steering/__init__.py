@@ -1,0 +1,25 @@
+"""Steering: change how a model speaks by adding to cached values, at no token and no forward pass."""
+
+from kp_core.steering.file import load_steering, save_steering
+from kp_core.steering.plan import Block, Part, Scope, as_steering, plan_blocks
+from kp_core.steering.presets import preset, preset_names
+from kp_core.steering.value import LayerRange, Method, Pair, Side, Steering, SteeringWarning, resolve_layers
+
+__all__ = [
+    "Block",
+    "LayerRange",
+    "Method",
+    "Pair",
+    "Part",
+    "Scope",
+    "Side",
+    "Steering",
+    "SteeringWarning",
+    "as_steering",
+    "load_steering",
+    "plan_blocks",
+    "preset",
+    "preset_names",
+    "resolve_layers",
+    "save_steering",
+]
