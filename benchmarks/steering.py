@@ -11,10 +11,11 @@ The sections, each asked for with `--only` (default: all):
 - cache: one-shot cache steering (arXiv 2507.08799): K and V at the last token, for the reasoning styles.
 - speed: seconds per token and to the first token, steered over unsteered, in turns; and tokens added.
 
-Answers are greedy. Formality is the mean of two numbers from 0 to 1: textstat's automated readability index (a school
-grade from the lengths of words and sentences, which needs no dictionary), clipped to 0..20 and divided by 20; and one less ten times the share of informal words (contractions, first and second person,
-slang, exclamation marks), at least 0. Brevity is minus the logarithm of the number of words. Coherence is as in
-`kp_core.steering.calibrate`. Effects are differences to the unsteered answers.
+Answers are greedy. Formality is the mean of two numbers from 0 to 1: the automated readability index of textstat (a
+school grade from the lengths of words and sentences), clipped to 0..20 and divided by 20; and one less ten times the
+share of informal words (contractions, first and second person, slang, exclamation marks), at least 0. Brevity is minus
+the logarithm of the number of words. Coherence is as in `kp_core.steering.calibrate`. Effects are differences to the
+unsteered answers.
 """
 
 from __future__ import annotations

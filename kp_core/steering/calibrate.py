@@ -182,7 +182,7 @@ def calibrate(  # noqa: PLR0913 - what is measured, and how
     asked = [Task(task) if isinstance(task, str) else task for task in tasks]
     if not asked or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
         raise SteeringError(f"Got {len(asked)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
-    unwarned = replace(steering, cliff=None)
+    unwarned = replace(steering, coherent=None)
     ordered = sorted({0.0, *map(float, alphas)})
     answers: dict[float, list[str]] = {}
     perplexities: dict[float, list[float]] = {}
@@ -252,10 +252,12 @@ def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence:
         first -= 1
     while last + 1 < len(rows) and rows[last + 1].coherence >= needed:
         last += 1
-    # A strength has no sign, so the nearer cliff counts; an end of the sweep is no cliff.
-    cliffs = [abs(rows[first].alpha)] * (first > 0) + [rows[last].alpha] * (last + 1 < len(rows))
-    cliff = min(cliffs) * steering.strength if cliffs and steering.scales and steering.values else None
-    return Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, replace(steering, cliff=cliff))
+    # An end of the sweep is no cliff.
+    bounds = (
+        rows[first].alpha if first > 0 else -math.inf,
+        rows[last].alpha if last + 1 < len(rows) else math.inf,
+    )
+    return Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, replace(steering, coherent=bounds))
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from hashlib import blake2b
 from pathlib import Path
 
@@ -19,7 +20,7 @@ __all__ = ["load_steering", "save_steering"]
 
 _FORMAT, _VERSION = "knowledge-pack-steering", "1"
 _METADATA = {"format", "version", "digest", "steering"}
-_FIELDS = {"cliff", "fingerprint", "method", "provenance", "scales", "tensors"}
+_FIELDS = {"coherent", "fingerprint", "method", "provenance", "scales", "tensors"}
 _LARGEST_FILE = 1 << 30  # A steering has some thousand numbers; a file of gigabytes is something else.
 
 
@@ -29,7 +30,7 @@ def save_steering(steering: Steering, path: str | Path) -> Path:
     tensors = _named(steering)
     content = to_json(
         {
-            "cliff": steering.cliff,
+            "coherent": None if steering.coherent is None else [_finite(bound) for bound in steering.coherent],
             "fingerprint": steering.fingerprint.to_dict(),
             "method": steering.method,
             "provenance": dict(steering.provenance),
@@ -86,14 +87,13 @@ def _parse(data: bytes) -> Steering:
     for name, tensor in tensors.items():
         _, layer, kind = name.split(".")
         deltas[kind][int(layer)] = tensor
-    cliff = content["cliff"]
     return Steering(
         deltas["value"],
         ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint")),
         string(content["method"], "method"),  # type: ignore[arg-type]  # checked by the constructor
         deltas["key"],
         {int(layer): _number(scale) for layer, scale in mapping(content["scales"], "scales").items()},
-        None if cliff is None else _number(cliff),
+        _bounds(content["coherent"]),
         {name: string(about, name) for name, about in mapping(content["provenance"], "provenance").items()},
     )
 
@@ -101,6 +101,20 @@ def _parse(data: bytes) -> Steering:
 def _named(steering: Steering) -> dict[str, Tensor]:
     values = {f"layers.{layer}.value": delta for layer, delta in steering.values.items()}
     return values | {f"layers.{layer}.key": delta for layer, delta in steering.keys.items()}
+
+
+def _finite(bound: float) -> float | None:
+    """JSON knows no infinity."""
+    return bound if math.isfinite(bound) else None
+
+
+def _bounds(value: object) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise PackCorruptError(f"Got {value!r} under 'coherent'; expected two numbers.")
+    low, high = value
+    return -math.inf if low is None else _number(low), math.inf if high is None else _number(high)
 
 
 def _number(value: object) -> float:

@@ -47,7 +47,8 @@ class Steering:
     RoPE for their own positions, so a mean over positions of keys means nothing.
 
     `scales` maps layers to the mean norm of a cached value vector (all heads of one token) seen while the pairs were
-    read; `strength` is measured in it. `cliff` is the strength beyond which text was measured to fall apart, if it was.
+    read; `strength` is measured in it. `coherent` holds the alphas of this steering between which text was measured to
+    stay coherent (infinite where no cliff was found); it follows the steering when that is multiplied.
     `provenance` says how the steering was made, for people.
 
     `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that do not
@@ -59,7 +60,7 @@ class Steering:
     method: Method = "mean"
     keys: Deltas = field(default_factory=dict)
     scales: Mapping[int, float] = field(default_factory=dict)
-    cliff: float | None = None
+    coherent: tuple[float, float] | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,8 +130,13 @@ class Steering:
 
     def scaled(self, *, c_v: float = 1.0, c_k: float = 1.0) -> Steering:
         """Values times `c_v`, keys times `c_k` (the coefficients of arXiv 2507.08799); raises when not finite."""
+        bounds = None
+        if self.coherent is not None and c_v:
+            first, last = sorted(bound / c_v for bound in self.coherent)
+            bounds = first, last
         return replace(
             self,
+            coherent=bounds,
             values={layer: delta * _finite(c_v, "c_v") for layer, delta in self.values.items()},
             keys={layer: delta * _finite(c_k, "c_k") for layer, delta in self.keys.items()},
         )
@@ -140,6 +146,7 @@ class Steering:
         kept = set(layers)
         return replace(
             self,
+            coherent=None,
             values={layer: delta for layer, delta in self.values.items() if layer in kept},
             keys={layer: delta for layer, delta in self.keys.items() if layer in kept},
         )
@@ -172,11 +179,13 @@ class Steering:
             )
 
     def warn_beyond_cliff(self) -> None:
-        """Issue a `SteeringWarning` when the strength is beyond the measured cliff."""
-        if self.cliff is not None and self.values and self.strength > self.cliff * (1 + 1e-6):
+        """Issue a `SteeringWarning` when it is stronger than text was measured to bear."""
+        if self.coherent is not None and self.coherent[1] < 1:
+            high = self.coherent[1]
+            times = f"{1 / high:.3g} times" if high > 0 else "far"
             warnings.warn(
-                f"A steering of strength {self.strength:.3g} is beyond {self.cliff:.3g}, up to which text was measured "
-                "to stay coherent; expect it to fall apart. Lower alpha.",
+                f"A steering is {times} beyond the cliff up to which text was measured to stay coherent; expect it to "
+                "fall apart. Lower alpha.",
                 SteeringWarning,
                 stacklevel=3,
             )
@@ -190,7 +199,6 @@ class Steering:
                 f"Got a sum of method {self.method!r} and {other.method!r}; they are applied at different positions. "
                 "Apply them one by one, or make both with one method."
             )
-        cliffs = [cliff for cliff in (self.cliff, other.cliff) if cliff is not None]
         return replace(
             self,
             values=_sum(self.values, other.values),
@@ -199,7 +207,7 @@ class Steering:
                 layer: _mean([side.scales[layer] for side in (self, other) if layer in side.scales])
                 for layer in {*self.scales, *other.scales}
             },
-            cliff=min(cliffs, default=None),
+            coherent=None,
             provenance=self.provenance if self.provenance == other.provenance else {"made": "a sum of steerings"},
         )
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -297,22 +298,29 @@ def test_algebra_refuses_what_does_not_belong_together():
 
 def test_a_steering_beyond_its_cliff_warns():
     engine = tiny_engine()
-    steering = replace(steering_of(engine), cliff=2.5)
-    engine.generate("Who?", steering=steering, max_tokens=1)
-    with pytest.warns(SteeringWarning, match="beyond 2.5"):
-        engine.generate("Who?", steering=(steering, -1.5), max_tokens=1)
-    with pytest.warns(SteeringWarning, match="strength 4"):
-        engine.generate("Who?", packs=[engine.build_pack("A fact.", inside="system").steer(steering, 2)], max_tokens=1)
+    steering = replace(steering_of(engine), coherent=(-1.0, 2.0))
+    for alpha in (1, 2, -1, 0.1, 0):
+        engine.generate("Who?", steering=(steering, alpha), max_tokens=1)
+    assert (-2 * steering).coherent == (-1, 0.5)
+    for alpha, says in ((2.5, "1.25 times beyond"), (-1.5, "1.5 times beyond")):
+        with pytest.warns(SteeringWarning, match=says):
+            engine.generate("Who?", steering=(steering, alpha), max_tokens=1)
+    steered = engine.build_pack("A fact.", inside="system").steer(steering, 4)
+    with pytest.warns(SteeringWarning, match="2 times beyond"):
+        engine.generate("Who?", packs=[steered], max_tokens=1)
+    with pytest.warns(SteeringWarning, match="far beyond"):
+        engine.generate("Who?", steering=replace(steering, coherent=(-1.0, 0.0)), max_tokens=1)
+    assert (steering + steering).coherent is None
 
 
 @pytest.mark.parametrize("method", ["mean", "last_token"])
 def test_a_saved_steering_comes_back_the_same(tmp_path, method):
-    steering = replace(steering_of(tiny_engine(), method), cliff=1.5, provenance={"name": "förmal"})
+    steering = replace(steering_of(tiny_engine(), method), coherent=(-math.inf, 1.5), provenance={"name": "förmal"})
     path = save_steering(steering, tmp_path / "new" / "formal.steering")
     back = load_steering(path)
     assert back == steering
     assert back.id == steering.id
-    for field in ("method", "scales", "cliff", "provenance", "fingerprint"):
+    for field in ("method", "scales", "coherent", "provenance", "fingerprint"):
         assert getattr(back, field) == getattr(steering, field), field
     assert back.strength == steering.strength
     assert [entry.name for entry in path.parent.iterdir()] == ["formal.steering"]
