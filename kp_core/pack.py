@@ -99,7 +99,9 @@ class KnowledgePack:
         is not finite.
         """
         scaled = steering * alpha
-        scaled.check(self.fingerprint)
+        # What the store recovered from text alone belongs to no model yet; the engine checks again.
+        if self.fingerprint != ModelFingerprint.unknown():
+            scaled.check(self.fingerprint)
         total = scaled if self.steering is None else self.steering + scaled
         return replace(self, steering=None if total.is_zero else total)
 

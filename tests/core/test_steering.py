@@ -238,11 +238,22 @@ def test_what_cannot_be_applied_is_refused_at_the_call():
         ({"steering": last, "scope": "system"}, SteeringError, "RoPE rotates keys"),
         ({"packs": [pack.steer(steering)], "steering": steering, "scope": "system"}, SteeringError, "adds up"),
         ({"steering": steering_of(other)}, FingerprintMismatchError, "config: steering has"),
+        ({"steering": 0 * steering, "scope": "all"}, SteeringError, "expected one of pack"),
     ]:
         with pytest.raises(error, match=says):
             engine.stream("Who?", **request)
     with pytest.raises(FingerprintMismatchError, match="make_steering"):
         pack.steer(steering_of(other))
+    foreign = other.build_pack("A fact of the an.", inside="system").steer(steering_of(other))
+    with pytest.raises(FingerprintMismatchError, match="steering has"):
+        engine.stream("Who?", packs=[foreign], foreign="rebuild")
+    recovered = replace(pack, kv=None, token_ids=(), fingerprint=ModelFingerprint.unknown())
+    assert torch.equal(
+        engine.prefill("Who?", packs=[recovered.steer(steering)]).logits,
+        engine.prefill("Who?", packs=[pack.steer(steering)]).logits,
+    )
+    with pytest.raises(FingerprintMismatchError, match="steering has"):
+        engine.stream("Who?", packs=[recovered.steer(steering_of(other))])
     with pytest.raises(SteeringError, match="alpha=nan"):
         pack.steer(steering, float("nan"))
     wide = replace(steering, values={0: torch.ones(2, 99)})

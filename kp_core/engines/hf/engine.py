@@ -278,10 +278,12 @@ class HFEngine:
 
     def _blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""
-        steering = as_steering(request.get("steering"))
-        if steering is not None:
-            steering.check(self.fingerprint)
-        return plan_blocks(prompt, steering, request.get("scope"), self._prefiller.chunk_tokens, answering=answering)
+        steering, chunk_tokens = as_steering(request.get("steering")), self._prefiller.chunk_tokens
+        blocks = plan_blocks(prompt, steering, request.get("scope"), chunk_tokens, answering=answering)
+        for block in blocks:
+            for part in block.parts:
+                part.steering.check(self.fingerprint)
+        return blocks
 
     def _room(self, prompt: Prompt, sampling: Sampling) -> int:
         """How many tokens the answer may take."""
