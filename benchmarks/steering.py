@@ -35,7 +35,7 @@ from rich.progress import track
 from benchmarks import common
 from benchmarks.equivalence import question_text
 from kp_core import Steering
-from kp_core.steering import Calibration, Task, calibrate, preset, repetition
+from kp_core.steering import Calibration, Task, calibrate, preset, repetition, resolve_layers
 
 if TYPE_CHECKING:
     from kp_core.engines.hf import HFEngine
@@ -159,12 +159,8 @@ def layers_section(bench: Bench) -> dict[str, Any]:
     """Thirds of the layers at one alpha."""
     everything = bench.engine.make_steering(preset("formal"), layers=(0.0, 1.0))
     count = len(everything.layers)
-    thirds = {
-        "first": range(round(count / 3)),
-        "middle": range(round(count / 3), round(2 * count / 3)),
-        "last": range(round(2 * count / 3), count),
-        "all": range(count),
-    }
+    bounds = {"first": (0.0, 1 / 3), "middle": (1 / 3, 2 / 3), "last": (2 / 3, 1.0), "all": (0.0, 1.0)}
+    thirds = {name: resolve_layers(bound, count) for name, bound in bounds.items()}
     rows = {}
     for name, layers in thirds.items():
         steering = everything.restrict(layers) * bench.alpha
@@ -178,7 +174,13 @@ def layers_section(bench: Bench) -> dict[str, Any]:
         f"Thirds of the layers at alpha {bench.alpha:g}",
         ("layers", "effect", "of all", "strength", "repeated"),
         [
-            (name, row["effect"], f"{row['effect'] / rows['all']['effect']:.0%}", row["strength"], row["repetition"])
+            (
+                name,
+                row["effect"],
+                f"{_share(row['effect'], rows['all']['effect']):.0%}",
+                row["strength"],
+                row["repetition"],
+            )
             for name, row in rows.items()
         ],
     )
@@ -187,7 +189,9 @@ def layers_section(bench: Bench) -> dict[str, Any]:
 
 def composition_section(bench: Bench) -> dict[str, Any]:
     """Two directions added."""
-    formal, concise = bench.formal * bench.alpha, bench.engine.make_steering(preset("concise")) * bench.alpha
+    formal = bench.formal * bench.alpha
+    # One alpha means different strengths for different pairs.
+    concise = bench.engine.make_steering(preset("concise")).at_strength(formal.strength)
     found = {
         name: {
             "formality": bench.effect(texts),
@@ -200,13 +204,13 @@ def composition_section(bench: Bench) -> dict[str, Any]:
             ("both", bench.answers(formal + concise)),
         )
     }
-    kept = (
-        found["both"]["formality"] / (found["formal"]["formality"] or math.nan),
-        found["both"]["brevity"] / (found["concise"]["brevity"] or math.nan),
-    )
+    kept = [
+        _share(found["both"]["formality"], found["formal"]["formality"]),
+        _share(found["both"]["brevity"], found["concise"]["brevity"]),
+    ]
     cosine = formal.cosine(concise)
     common.show_table(
-        f"Composition at alpha {bench.alpha:g}",
+        f"Composition, each at strength {formal.strength:.3f}",
         ("steering", "formality", "brevity", "repeated"),
         [(name, *row.values()) for name, row in found.items()],
         (f"Kept when added: formality {kept[0]:.0%}, brevity {kept[1]:.0%}. Cosine of the two: {cosine:.3f}",),
@@ -330,6 +334,11 @@ def speed_section(bench: Bench) -> dict[str, Any]:
         (f"Tokens added by steering: {figures['tokens_added']}",),
     )
     return figures
+
+
+def _share(part: float, whole: float) -> float:
+    """What share of `whole` a part is; 0 of nothing."""
+    return part / whole if whole else 0.0
 
 
 SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
