@@ -26,6 +26,7 @@ from kp_core.resolve import Message, PackSource, PackView
 from kp_core.steering import Steering
 from kp_core.store import PackStore
 from kp_core.template import ChatTemplate
+from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
 from kp_core.usage import Usage
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "ChatTemplate",
     "ChromaFactBank",
     "Composer",
+    "Delta",
     "Embedder",
     "Engine",
     "ExactComposer",
@@ -63,6 +65,9 @@ __all__ = [
     "Span",
     "Steering",
     "Stream",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "bundled_embedder",
     "bundled_model",

@@ -5,6 +5,7 @@
     │   ├── TemplateError           the chat template refused it, or lacks what was asked for
     │   ├── UnsupportedContentError content other than text for a text model
     │   ├── HandleError             not a handle, a bad namespace
+    │   ├── ToolError               a tool, a tool choice or a schema that cannot be honoured
     │   └── ContextOverflowError    more tokens than the model has positions
     ├── ModelError
     │   ├── UnsupportedModelError   the cache of this architecture is not plain per-token KV
@@ -18,7 +19,8 @@
     │   └── QuotaError              the store is full
     ├── BankError                   a fact bank that is empty, unbuilt or fed with bad facts
     ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
-    └── SamplingError               generation options out of range
+    ├── SamplingError               generation options out of range
+    └── GenerationTimeoutError      an answer that took longer than it was given
 
 Each message says what was got, what was expected and what to do.
 """
@@ -31,6 +33,7 @@ __all__ = [
     "BankError",
     "ContextOverflowError",
     "FingerprintMismatchError",
+    "GenerationTimeoutError",
     "HandleError",
     "KVShapeError",
     "KnowledgePackError",
@@ -45,6 +48,7 @@ __all__ = [
     "SamplingError",
     "SteeringError",
     "TemplateError",
+    "ToolError",
     "UnsupportedContentError",
     "UnsupportedModelError",
 ]
@@ -68,6 +72,10 @@ class UnsupportedContentError(PromptError):
 
 class HandleError(PromptError):
     """A string that is not a handle, or a name that is not a namespace."""
+
+
+class ToolError(PromptError):
+    """A tool, a tool choice or a JSON Schema that cannot be honoured."""
 
 
 class ContextOverflowError(PromptError):
@@ -152,3 +160,7 @@ class SamplingError(KnowledgePackError, ValueError):
 
 class SteeringError(KnowledgePackError, ValueError):
     """Contrastive pairs that say nothing, a steering that does not fit, or a strength out of range."""
+
+
+class GenerationTimeoutError(KnowledgePackError, TimeoutError):
+    """An answer that took longer than `timeout` seconds; its memory was given back."""

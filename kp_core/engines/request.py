@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from torch import Tensor
 
@@ -17,11 +18,12 @@ from kp_core.prompt import Prompt
 from kp_core.resolve import Message, PackView
 from kp_core.steering import Scope, Steering
 from kp_core.template import Placement
+from kp_core.tools import Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
-__all__ = ["FinishReason", "Generation", "Inside", "Request", "Sampling", "sampling_of"]
+__all__ = ["FinishReason", "Generation", "Inside", "Limit", "Request", "Sampling", "sampling_of"]
 
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 Inside: TypeAlias = Sequence[Message] | Literal["user", "system"]
 
 
@@ -76,12 +78,21 @@ class Request(TypedDict, total=False):
     """What to add to cached values, scaled already or with its alpha."""
     scope: Scope | None
     """What is steered; without it the packs, or the system head where there are none."""
+    tools: Sequence[Tool | Mapping[str, Any]]
+    """What the model may call, each as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool | None
+    """Several calls in one answer; by default only with `tool_choice="auto"`."""
+    response_schema: Mapping[str, Any] | Literal[True] | None
+    """The answer is JSON of this schema (`True`: any object), held to it by a grammar."""
     thinking: bool | None
     """Switches thinking on or off, for templates that can."""
     reuse: bool
     """`False` prefills everything and leaves nothing behind: the slow way, to compare with."""
     deterministic: bool
     """`True` reuses prefilled KV only, never decoded KV, so that a replayed conversation is bit-identical."""
+    timeout: float | None
+    """Seconds after which the generation ends with `GenerationTimeoutError`; looked at after each chunk and token."""
     cancel: threading.Event | None
     """Set it from any thread to end the generation after the token in progress."""
     max_tokens: int | None
@@ -93,6 +104,32 @@ class Request(TypedDict, total=False):
     stop: Sequence[str]
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Whether a generation must end: it was cancelled, or its time is up."""
+
+    cancel: threading.Event | None
+    deadline: float | None
+    """On the clock of `time.perf_counter`."""
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any], began: float) -> Limit:
+        """The limit of a request that began at `began`; raises `SamplingError` for a timeout that is no time."""
+        timeout = request.get("timeout")
+        if timeout is not None and not timeout > 0:
+            raise SamplingError(f"Got timeout={timeout!r}; expected None or a number of seconds > 0.")
+        return cls(request.get("cancel"), None if timeout is None else began + timeout)
+
+    def is_set(self) -> bool:
+        """Whether it must end; the same question as to an event."""
+        return self.is_over or (self.cancel is not None and self.cancel.is_set())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return self.deadline is not None and time.perf_counter() > self.deadline
+
+
 def sampling_of(request: Mapping[str, object]) -> Sampling:
     """The sampling part of a request."""
     return Sampling(**{field.name: request[field.name] for field in fields(Sampling) if field.name in request})  # type: ignore[arg-type]
@@ -100,7 +137,7 @@ def sampling_of(request: Mapping[str, object]) -> Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer: its text (handles and stop strings removed), its tokens, why it ended, and what it cost."""
+    """One answer: its text (handles, stop strings, reasoning and calls removed), its tokens, why it ended, its cost."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -109,3 +146,7 @@ class Generation:
     prompt: Prompt
     first_logits: Tensor | None = field(default=None, compare=False, repr=False)
     """Logits behind the prompt, `(vocabulary,)`; `None` when the generation was cancelled before."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls that were completed, in order."""
+    reasoning: str = ""
+    """What stood in the `<think>` block."""

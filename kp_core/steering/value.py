@@ -112,9 +112,7 @@ class Steering:
         """
         norms, scales = self.norms, self.scales
         if not norms or any(scales.get(layer, 0.0) <= 0 for layer in norms):
-            raise SteeringError(
-                "This steering carries no scale of the cached values; give `alpha` instead of a strength."
-            )
+            raise SteeringError("This steering carries no scale of the cached values; give `alpha` instead.")
         return sum(norm / scales[layer] for layer, norm in norms.items()) / len(norms)
 
     def at_strength(self, strength: float) -> Steering:

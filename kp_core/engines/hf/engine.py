@@ -20,16 +20,17 @@ from tqdm.auto import tqdm
 from kp_core.compose import ExactComposer
 from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
+from kp_core.engines.hf.constraint import Constraint, Grammars
 from kp_core.engines.hf.contrast import Contrast
 from kp_core.engines.hf.loading import load, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.prefill import Cancelled, Prefilled, Prefiller
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
-from kp_core.engines.request import FinishReason, Generation, Inside, Request, Sampling, sampling_of
+from kp_core.engines.request import FinishReason, Generation, Inside, Limit, Request, Sampling, sampling_of
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.engines.text import AnswerText
-from kp_core.errors import ContextOverflowError
+from kp_core.errors import ContextOverflowError, GenerationTimeoutError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.pack import KnowledgePack
 from kp_core.prefix import Node
@@ -37,6 +38,7 @@ from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackRef, PackSource
 from kp_core.steering import Block, LayerRange, Method, Pair, Steering, as_steering, plan_blocks
 from kp_core.template import ChatTemplate
+from kp_core.tools import AnswerReader, AnswerShape, Delta
 from kp_core.usage import Usage
 
 __all__ = ["HFEngine", "Prefill"]
@@ -52,6 +54,15 @@ class Prefill:
     logits: Tensor
     usage: Usage
     prompt: Prompt
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How one answer is decoded, read and constrained."""
+
+    text: AnswerText
+    reader: AnswerReader
+    constraint: Constraint | None
 
 
 class HFEngine:
@@ -88,6 +99,7 @@ class HFEngine:
         )
         eos = getattr(self.tokenizer, "eos_token_id", None)
         self._end_tokens = self._model.end_tokens | ({eos} if isinstance(eos, int) else set())
+        self._grammars = Grammars(self.tokenizer, self._model.vocabulary, self._end_tokens)
         self._fingerprinting = threading.Lock()
 
     @cached_property
@@ -212,8 +224,9 @@ class HFEngine:
         tokens = self.tokenizer.encode(answer, add_special_tokens=False)
         if not tokens:
             return 1.0
+        limit = Limit.of(request, time.perf_counter())
         prompt, source = self._resolve(messages, request)
-        run = self._start(prompt, source, request, self._room(prompt, Sampling(max_tokens=len(tokens))))
+        run = self._start(prompt, source, request, self._room(prompt, Sampling(max_tokens=len(tokens))), limit)
         try:
             return self._prefiller.perplexity(run, tokens)
         finally:
@@ -223,7 +236,8 @@ class HFEngine:
         """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
         began = time.perf_counter()
         prompt, source = self._resolve(messages, request)
-        run = self._start(prompt, source, request, self._room(prompt, Sampling(max_tokens=1)))
+        room = self._room(prompt, Sampling(max_tokens=1))
+        run = self._start(prompt, source, request, room, Limit.of(request, began))
         try:
             usage = _usage(prompt, run, 0, time.perf_counter() - began)
             if run.logits is None:
@@ -236,17 +250,19 @@ class HFEngine:
         """The answer to a conversation (a string is one user message).
 
         Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
-        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`), `SamplingError`.
+        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`) and for a steering of one,
+        `SteeringError` for a steering that the prompt has no place for, `SamplingError`.
         """
         return self.stream(messages, **request).result()
 
     def stream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Stream:
         """The answer piece by piece; raises as `generate`, at the call."""
         began = time.perf_counter()
-        sampling = sampling_of(request)
+        sampling, shape = sampling_of(request), AnswerShape.of(request)
         prompt, source = self._resolve(messages, request)
         room = self._room(prompt, sampling)
-        return Stream(self._answer(prompt, source, request, sampling, room, began))
+        reading = self._reading(prompt, shape, sampling, room)
+        return Stream(self._answer(prompt, source, request, sampling, room, reading, began))
 
     async def agenerate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
@@ -268,6 +284,7 @@ class HFEngine:
             view=None if view is None else checked_view(view, checked),
             packs=explicit_packs(request.get("packs", ()), view, checked),
             placement=request.get("placement", "in_place"),
+            shape=AnswerShape.of(request),
             thinking=request.get("thinking"),
         )
         # Planned here as well, so that a steering that cannot be is refused at the call.
@@ -293,7 +310,28 @@ class HFEngine:
             raise ContextOverflowError(len(prompt), wanted, self.max_positions)
         return wanted
 
-    def _start(self, prompt: Prompt, source: PackSource, request: Request, room: int) -> Prefilled:
+    def _reading(self, prompt: Prompt, shape: AnswerShape, sampling: Sampling, room: int) -> _Reading:
+        """How an answer of `shape` is held to it and read."""
+        template, form = self._template, self._template.tool_format
+        opened = template.thinks and prompt.rendered.rstrip().endswith("<think>")
+        names = tuple(tool.name for tool in shape.callable)
+        reader = AnswerReader(form if names else None, names, thinks=template.thinks, opened=opened)
+        text = AnswerText(
+            self.tokenizer,
+            sampling.stop,
+            {token: marker for marker in form.markers if (token := self._special(marker)) is not None and names},
+        )
+        if shape.is_free:
+            return _Reading(text, reader, None)
+        grammar = shape.grammar(form, self._special, thinks=template.thinks, opened=opened)
+        return _Reading(text, reader, self._grammars.constraint(grammar, form.trigger if names else "", room))
+
+    def _special(self, marker: str) -> int | None:
+        """The id of `marker`, when it is a special token."""
+        added = self.tokenizer.added_tokens_decoder
+        return next((number for number, token in added.items() if token.special and token.content == marker), None)
+
+    def _start(self, prompt: Prompt, source: PackSource, request: Request, room: int, limit: Limit) -> Prefilled:
         return self._prefiller.start(
             prompt,
             len(prompt) + room,
@@ -302,7 +340,7 @@ class HFEngine:
             request.get("composer", _EXACT),
             reuse=request.get("reuse", True),
             deterministic=request.get("deterministic", False),
-            cancel=request.get("cancel"),
+            cancel=limit,
             blocks=self._blocks(prompt, request),
         )
 
@@ -313,37 +351,44 @@ class HFEngine:
         request: Request,
         sampling: Sampling,
         room: int,
+        reading: _Reading,
         began: float,
-    ) -> Generator[str, None, Generation]:
-        text = AnswerText(self.tokenizer, sampling.stop)
+    ) -> Generator[Delta, None, Generation]:
+        text, reader, limit = reading.text, reading.reader, Limit.of(request, began)
         try:
-            run = self._start(prompt, source, request, room)
+            run = self._start(prompt, source, request, room, limit)
         except Cancelled:
+            if limit.is_over:
+                raise _timed_out(request, 0) from None
             nothing = Usage(len(prompt) - prompt.pack_tokens, prompt.pack_tokens, 0, 0, 0, 0.0)
             return Generation("", (), "cancelled", nothing, prompt)
         tokens: list[int] = []
         ttft = 0.0
         reason: FinishReason = "length"
-        cancel, first_logits = request.get("cancel"), run.logits
+        first_logits = run.logits
         try:
-            for token in self._tokens(run, Sampler(sampling, prompt.token_ids, self._model.shape.device), room):
+            sampler = Sampler(sampling, prompt.token_ids, self._model.shape.device, reading.constraint)
+            for token in self._tokens(run, sampler, room):
                 tokens.append(token)
                 ttft = ttft or time.perf_counter() - began
                 if token in self._end_tokens:
                     reason = "stop"
                     break
                 if piece := text.push(token):
-                    yield piece
+                    yield from reader.push(piece)
                 if text.stopped:
                     reason = "stop"
                     break
-                if cancel is not None and cancel.is_set():
+                if limit.is_over:
+                    raise _timed_out(request, len(tokens))
+                if limit.is_set():
                     reason = "cancelled"
                     break
-            if rest := text.flush():
-                yield rest
-            usage = _usage(prompt, run, len(tokens), ttft)
-            return Generation(text.text, tuple(tokens), reason, usage, prompt, first_logits)
+            yield from reader.push(text.flush())
+            yield from reader.finish()
+            usage, calls = _usage(prompt, run, len(tokens), ttft), tuple(reader.calls)
+            reason = "tool_calls" if calls and reason == "stop" else reason
+            return Generation(reader.text, tuple(tokens), reason, usage, prompt, first_logits, calls, reader.reasoning)
         finally:
             self._finish(run, prompt, tokens)
 
@@ -352,7 +397,7 @@ class HFEngine:
         for left in range(room, 0, -1):
             if run.logits is None:
                 raise AssertionError("a prefilled prompt has logits")
-            token = sampler(run.logits)
+            token = sampler(run.logits, left)
             yield token
             if left > 1:
                 run.logits = self._prefiller.forward((token,), run.buffer)
@@ -374,6 +419,13 @@ def _usage(prompt: Prompt, run: Prefilled, completion: int, ttft: float) -> Usag
         computed_tokens=run.computed,
         completion_tokens=completion,
         ttft_s=ttft,
+    )
+
+
+def _timed_out(request: Request, tokens: int) -> GenerationTimeoutError:
+    return GenerationTimeoutError(
+        f"The answer was not complete after {request.get('timeout')} s ({tokens} tokens were generated). Raise the "
+        "timeout, lower max_tokens, or send less to prefill."
     )
 
 

@@ -14,6 +14,7 @@ from kp_core.compose import Composer, ExactComposer
 from kp_core.engines.hf.buffer import BufferPool, KVBuffer
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.steer import altered, steered_edges
+from kp_core.engines.request import Limit
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.handle import Handle, find_handles
 from kp_core.kv import KVTensors
@@ -87,7 +88,7 @@ class Prefiller:
         reuse: bool = True,
         deterministic: bool = False,
         logits: bool = True,
-        cancel: threading.Event | None = None,
+        cancel: Limit | None = None,
         blocks: Sequence[Block] = (),
     ) -> Prefilled:
         """Prefill `prompt` into a buffer for `capacity` tokens, with the KV of `blocks` altered.
@@ -153,7 +154,7 @@ class Prefiller:
         logits = path.last.logits if path.tokens == len(prompt) else None
         return Prefilled(self.pool.take(capacity, path.runs), path, logits, computed)
 
-    def _compute_block(self, run: Prefilled, prompt: Prompt, block: Block, cancel: threading.Event | None) -> None:
+    def _compute_block(self, run: Prefilled, prompt: Prompt, block: Block, cancel: Limit | None) -> None:
         """Compute a block behind altered KV, then alter it."""
         for start, stop in block.pieces:
             self.forward(prompt.token_ids[start:stop], run.buffer, logits=False)
@@ -195,7 +196,7 @@ class Prefiller:
             run.path.extend(ids, kv if kv is not None else run.buffer.read(start, stop), run.logits)
 
 
-def _check(cancel: threading.Event | None) -> None:
+def _check(cancel: Limit | None) -> None:
     if cancel is not None and cancel.is_set():
         raise Cancelled
 
@@ -210,7 +211,7 @@ class _Sources:
     composer: Composer
     reuse: bool
     decoded: bool
-    cancel: threading.Event | None
+    cancel: Limit | None
 
     def match(
         self,
