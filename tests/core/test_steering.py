@@ -3,12 +3,14 @@
 import itertools
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import DynamicCache
 
+from kp_core import load_engine
 from kp_core.errors import FingerprintMismatchError, PackError, SteeringError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.packfile import encode_pack
@@ -22,7 +24,7 @@ from kp_core.steering import (
     resolve_layers,
     save_steering,
 )
-from kp_core.testing import ARCHITECTURES, tiny_model
+from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42"), ("中 the", "é an")]
@@ -431,3 +433,41 @@ def test_no_decoded_token_reaches_into_a_labelled_chunk():
         path = tree.match("exact", ids, chunks, labels=labels)
         assert path.tokens == found, labels
         path.release()
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2_000, 20_000])
+def test_steering_needs_no_room_in_the_prefix_tree(cache_bytes):
+    roomy = tiny_engine()
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=cache_bytes)
+    steering = engine.make_steering(PAIRS, layers=(0.0, 1.0), progress=False).at_strength(2)
+    pack = engine.build_pack("A fact of the 42 words. " * 3, inside="system")
+    for request in ({}, {"scope": "prompt"}, {"packs": [pack]}):
+        cold = engine.prefill(MESSAGES, steering=steering, reuse=False, **request).logits
+        for _ in range(3):
+            assert torch.equal(engine.prefill(MESSAGES, steering=steering, **request).logits, cold)
+            assert engine.cached_bytes <= cache_bytes
+        assert not torch.equal(engine.prefill(MESSAGES, **request).logits, cold)
+    assert roomy.fingerprint.weights == engine.fingerprint.weights
+
+
+def test_threads_that_steer_differently_do_not_disturb_one_another():
+    engine = tiny_engine()
+    steering = steering_of(engine)
+    kinds = [None, steering, -steering, (steering, 0.5)]
+    alone = [engine.generate(MESSAGES, steering=kind, max_tokens=6, reuse=False).token_ids for kind in kinds]
+    engine.clear_cache()
+    with ThreadPoolExecutor(8) as pool:
+        jobs = [pool.submit(engine.generate, MESSAGES, steering=kind, max_tokens=6) for kind in kinds * 8]
+        found = [job.result().token_ids for job in jobs]
+    assert found == alone * 8
+    assert len(set(alone)) > 1
+
+
+async def test_steering_reaches_streams_and_coroutines():
+    engine = tiny_engine()
+    request = {"steering": steering_of(engine), "max_tokens": 6}
+    expected = engine.generate(MESSAGES, **request)
+    assert engine.stream(MESSAGES, **request).result().token_ids == expected.token_ids
+    assert (await engine.agenerate(MESSAGES, **request)).token_ids == expected.token_ids
+    stream = engine.astream(MESSAGES, **request)
+    assert "".join([piece async for piece in stream]) == expected.text
