@@ -6,7 +6,8 @@ The sections, each asked for with `--only` (default: all):
   instruction in the system message. With `--plot`, a picture.
 - layers: the effect of each third of the layers, and of all (table 7), at the recommended alpha.
 - composition: formal and concise added (table 8); how much of its single effect each keeps, and their cosine.
-- dual: HotpotQA questions with their gold facts in a steered pack (tables 9 and 10): answers right, and formality.
+- dual: HotpotQA questions with their gold facts in a steered pack (tables 9 and 10): how often the first line contains
+  the gold answer, equals it (EM) or shares words with it (F1), all normalised; and formality.
 - pairs: the effect over the number of pairs, at one strength.
 - cache: one-shot cache steering (arXiv 2507.08799): K and V at the last token, for the reasoning styles.
 - speed: seconds per token and to the first token, steered over unsteered, in turns; and tokens added.
@@ -244,16 +245,24 @@ def dual_section(bench: Bench) -> dict[str, Any]:
             )
         said = list(zip(examples, texts, strict=True))
         rows[name] = {
-            "em": common.mean(common.contains(common.first_line(text), example.answer) for example, text in said),
+            "contains": common.mean(common.contains(common.first_line(text), example.answer) for example, text in said),
+            "em": common.mean(common.exact_match(common.first_line(text), example.answer) for example, text in said),
             "f1": common.mean(common.f1(common.first_line(text), example.answer) for example, text in said),
             "formality": common.mean(map(formality, texts)),
             "words": common.mean(len(text.split()) for text in texts),
         }
     common.show_table(
         f"Dual channel: {len(examples)} HotpotQA questions with gold facts",
-        ("condition", "EM", "F1", "formality", "words"),
+        ("condition", "contains", "EM, strict", "F1", "formality", "words"),
         [
-            (name, f"{row['em']:.1%}", f"{row['f1']:.1%}", row["formality"], f"{row['words']:.1f}")
+            (
+                name,
+                f"{row['contains']:.1%}",
+                f"{row['em']:.1%}",
+                f"{row['f1']:.1%}",
+                row["formality"],
+                f"{row['words']:.1f}",
+            )
             for name, row in rows.items()
         ],
     )
