@@ -48,8 +48,7 @@ class Steering:
 
     `scales` maps layers to the mean norm of a cached value vector (all heads of one token) seen while the pairs were
     read; `strength` is measured in it. `coherent` holds the alphas of this steering between which text was measured to
-    stay coherent (infinite where no cliff was found); it follows the steering when that is multiplied.
-    `provenance` says how the steering was made, for people.
+    stay coherent (infinite where no cliff was found), and follows multiplication. `provenance` is for people.
 
     `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that do not
     form one steering.
@@ -85,7 +84,7 @@ class Steering:
 
     @cached_property
     def id(self) -> str:
-        """Digest of what the steering does: model, method, deltas. Not of scales, cliff and provenance."""
+        """Digest of what the steering does: model, method, deltas. Not of what describes it."""
         digest = blake2b(f"{self.fingerprint.id}\0{self.method}".encode(), digest_size=16)
         for name, deltas in (("value", self.values), ("key", self.keys)):
             for layer, delta in deltas.items():
@@ -257,8 +256,9 @@ def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
     return tuple(sorted(indices))
 
 
+@torch.inference_mode()
 def _checked(name: str, deltas: Deltas) -> dict[int, Tensor]:
-    """The deltas by ascending layer, as private float32 copies without negative zeros."""
+    """The deltas by ascending layer, as private float32 copies that torch refuses to write to."""
     for layer, delta in deltas.items():
         if type(layer) is not int or layer < 0:
             raise SteeringError(f"Got the layer {layer!r} under {name!r}; expected an index from 0 on.")

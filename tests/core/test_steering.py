@@ -282,6 +282,20 @@ def test_deltas_that_form_no_steering_are_refused(fields, says):
         Steering(**{"values": {0: torch.ones(2, 3)}, "fingerprint": ModelFingerprint.unknown()} | fields)
 
 
+def test_a_steering_is_frozen():
+    given = torch.ones(2, 3)
+    one = Steering({0: given}, ModelFingerprint.unknown())
+    given += 1
+    assert one.values[0].tolist() == torch.ones(2, 3).tolist()
+    for found in (one, one + one, 2 * one):
+        with pytest.raises(RuntimeError, match=r"[Ii]nference"):
+            found.values[0].add_(1)
+        with pytest.raises(TypeError):
+            found.values[1] = given
+        with pytest.raises(AttributeError):
+            found.method = "last_token"
+
+
 def test_algebra_refuses_what_does_not_belong_together():
     one = Steering({0: torch.ones(2, 3)}, ModelFingerprint.unknown())
     with pytest.raises(FingerprintMismatchError):
