@@ -23,6 +23,7 @@ from kp_core.pack import Head, KnowledgePack
 from kp_core.prefix import PrefixTree
 from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackSource, PackView
+from kp_core.steering import Steering
 from kp_core.store import PackStore
 from kp_core.template import ChatTemplate
 from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
@@ -62,6 +63,7 @@ __all__ = [
     "Sampling",
     "SentenceTransformerEmbedder",
     "Span",
+    "Steering",
     "Stream",
     "Tool",
     "ToolCall",

@@ -18,6 +18,7 @@
     │   ├── PackVersionError        an intact file of a format version this release does not know
     │   └── QuotaError              the store is full
     ├── BankError                   a fact bank that is empty, unbuilt or fed with bad facts
+    ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
     ├── SamplingError               generation options out of range
     └── GenerationTimeoutError      an answer that took longer than it was given
 
@@ -45,6 +46,7 @@ __all__ = [
     "PromptError",
     "QuotaError",
     "SamplingError",
+    "SteeringError",
     "TemplateError",
     "ToolError",
     "UnsupportedContentError",
@@ -114,16 +116,22 @@ class KVShapeError(PackError, ValueError):
 class FingerprintMismatchError(PackError):
     """A pack that was made by something else than the model that is to read it.
 
-    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`.
+    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`. `kind` and `advice` are
+    for what is no pack: its name, and what to do with it.
     """
 
-    def __init__(self, what: str, differences: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(
+        self, what: str, differences: Mapping[str, tuple[str, str]], kind: str = "pack", advice: str | None = None
+    ) -> None:
         self.differences = dict(differences)
-        lines = "; ".join(f"{name}: pack has {pack}, model has {model}" for name, (pack, model) in differences.items())
-        super().__init__(
-            f"{what} was not made by this model ({lines}). Its KV is not used. "
-            f'Rebuild it from its text with `engine.build_pack(pack.text, ...)`, or resolve with `foreign="rebuild"`.'
+        lines = "; ".join(
+            f"{name}: {kind} has {mine}, model has {model}" for name, (mine, model) in differences.items()
         )
+        advice = advice or (
+            "Its KV is not used. Rebuild it from its text with `engine.build_pack(pack.text, ...)`, or resolve with "
+            '`foreign="rebuild"`.'
+        )
+        super().__init__(f"{what} was not made by this model ({lines}). {advice}")
 
 
 class PackNotFoundError(PackError, LookupError):
@@ -148,6 +156,10 @@ class BankError(KnowledgePackError, ValueError):
 
 class SamplingError(KnowledgePackError, ValueError):
     """A generation option out of range."""
+
+
+class SteeringError(KnowledgePackError, ValueError):
+    """Contrastive pairs that say nothing, a steering that does not fit, or a strength out of range."""
 
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):

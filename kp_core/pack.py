@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import Protocol, Self
 
 from kp_core.errors import FingerprintMismatchError, KVShapeError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.handle import check_namespace
 from kp_core.kv import KVTensors
 
-__all__ = ["Head", "KnowledgePack"]
+__all__ = ["Head", "KnowledgePack", "PackSteering"]
+
+
+class PackSteering(Protocol):
+    """What a pack has to know of a steering; `kp_core.steering.Steering` is the one there is."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it changes nothing."""
+
+    def check(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `FingerprintMismatchError` unless it was made by this model."""
+
+    def __add__(self, other: Self) -> Self: ...
+
+    def __mul__(self, factor: float) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,9 @@ class KnowledgePack:
     kv: KVTensors | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Where the pack comes from (`title`, `source`) and what computed it (`device`, `torch`): strings, for people."""
+    steering: PackSteering | None = None
+    """What the engine adds to the pack's values wherever it places them (see `steer`). `kv` is always the plain KV, so
+    that nothing altered is ever taken for what the model computed."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
@@ -70,6 +89,21 @@ class KnowledgePack:
     def without_kv(self) -> KnowledgePack:
         """The same knowledge as a lazy pack."""
         return replace(self, kv=None)
+
+    def steer(self, steering: PackSteering, alpha: float = 1.0) -> KnowledgePack:
+        """The same knowledge, spoken from otherwise: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
+
+        Steering a steered pack adds up, and what adds up to nothing is the plain pack again. The engine adds the deltas
+        in the cache, at no token and no forward pass. A steered pack cannot be stored: store the pack and save the
+        steering. Raises `FingerprintMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
+        is not finite.
+        """
+        scaled = steering * alpha
+        # What the store recovered from text alone belongs to no model yet; the engine checks again.
+        if self.fingerprint != ModelFingerprint.unknown():
+            scaled.check(self.fingerprint)
+        total = scaled if self.steering is None else self.steering + scaled
+        return replace(self, steering=None if total.is_zero else total)
 
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `FingerprintMismatchError`, naming each differing field, unless this pack was made by that model."""

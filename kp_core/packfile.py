@@ -77,8 +77,13 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     """The file that holds `pack`; equal packs give equal bytes.
 
     Raises `PackError` when the pack holds something the format cannot: a dtype, an id that is no integer, text that is
-    not Unicode.
+    not Unicode; and when it is steered, as the format holds what a model computed and nothing else.
     """
+    if pack.steering is not None:
+        raise PackError(
+            f"The pack {pack.text[:40]!r} is steered, and a pack file holds plain packs only. Store the pack it was "
+            "made from, keep the steering with `save_steering`, and steer again after loading."
+        )
     try:
         flat, content = _describe(pack)
         metadata = content.to_json()

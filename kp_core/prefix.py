@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from kp_core.kv import KVTensors
 __all__ = ["Node", "Path", "PrefixTree", "Run", "common_length"]
 
 _serials = itertools.count(1)
+_UNLABELLED: Mapping[tuple[int, int], int] = MappingProxyType({})
 
 
 class Node:
@@ -114,7 +116,7 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._age)
 
-    def match(
+    def match(  # noqa: PLR0913 - what a prompt is, and what may be found of it
         self,
         key: str,
         ids: tuple[int, ...],
@@ -122,21 +124,28 @@ class PrefixTree:
         *,
         decoded: bool = True,
         logits: bool = True,
+        labels: Mapping[tuple[int, int], int] = _UNLABELLED,
     ) -> Path:
         """The longest path under `key` that begins the prompt `ids`, cut at `chunks`.
 
         `key` keeps KV of different making (model, steering) apart. With `decoded=False` no generated token is matched.
         With `logits`, a path over the whole prompt is given only where the logits behind it are kept.
+
+        `labels` names chunks whose KV was altered, each by a negative number: such a chunk is one node, whose `ids` end
+        with its label, so that neither it nor anything below it is found without the label. No decoded node reaches
+        into a labelled chunk.
         """
         with self.lock:
             path = Path(self, self._roots.setdefault(key, Node((), None, None)))
-            for _, stop in chunks:
+            for start, stop in chunks:
+                label = (labels[start, stop],) if (start, stop) in labels else ()
                 while path.tokens < stop:
-                    node = path.last.children.get(ids[path.tokens : stop])
+                    node = path.last.children.get(ids[path.tokens : stop] + label)
                     if logits and node is not None and stop == len(ids) and node.logits is None:
                         node = None
                     if node is None and decoded:
-                        node = self._match_decoded(path.last, ids[path.tokens : len(ids) - 1])
+                        end = min((at for at, _ in labels if at >= path.tokens), default=len(ids) - 1)
+                        node = self._match_decoded(path.last, ids[path.tokens : end])
                     if node is None:
                         return self._touched(path)
                     path._step(node)  # noqa: SLF001

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kp_core.pack import Head, KnowledgePack
 from kp_core.resolve import PackRef
@@ -78,3 +78,8 @@ class Prompt:
         """What stands before `span`, as a pack at this place would record it."""
         cuts = tuple(stop for _, stop in self.chunks(chunk_tokens) if stop <= span.start)
         return Head(self.token_ids[: span.start], cuts)
+
+    def until(self, stop: int) -> Prompt:
+        """The first `stop` tokens as a prompt, without its rendered text; a pack that stands across is cut short."""
+        spans = tuple(replace(span, stop=min(span.stop, stop)) for span in self.spans if span.start < stop)
+        return Prompt(self.token_ids[:stop], spans, tuple(at for at in self.breaks if at < stop))

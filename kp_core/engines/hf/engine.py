@@ -21,6 +21,7 @@ from kp_core.compose import ExactComposer
 from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
 from kp_core.engines.hf.constraint import Constraint, Grammars
+from kp_core.engines.hf.contrast import Contrast
 from kp_core.engines.hf.loading import load, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.prefill import Cancelled, Prefilled, Prefiller
@@ -35,6 +36,7 @@ from kp_core.pack import KnowledgePack
 from kp_core.prefix import Node
 from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackRef, PackSource
+from kp_core.steering import Block, LayerRange, Method, Pair, Steering, as_steering, plan_blocks
 from kp_core.template import ChatTemplate
 from kp_core.tools import AnswerReader, AnswerShape, Delta
 from kp_core.usage import Usage
@@ -189,7 +191,8 @@ class HFEngine:
         pack.check(self.fingerprint)
         start, ids = len(pack.head), pack.head.token_ids + pack.token_ids
         prompt = Prompt(ids, (Span(start, len(ids), PackRef("", pack)),), pack.head.cuts)
-        run = self._prefiller.start(prompt, len(ids), self.fingerprint, deterministic=True, logits=False)
+        blocks = self._blocks(prompt, {}, answering=False)
+        run = self._prefiller.start(prompt, len(ids), self.fingerprint, deterministic=True, logits=False, blocks=blocks)
         try:
             return run.path.pin()
         finally:
@@ -198,6 +201,36 @@ class HFEngine:
     def unpin(self, pinned: Node) -> None:
         """Let the prefix tree evict a pinned pack again."""
         self._prefiller.tree.unpin(pinned)
+
+    def make_steering(  # noqa: PLR0913
+        self,
+        pairs: Sequence[Pair],
+        *,
+        method: Method = "mean",
+        layers: LayerRange | None = None,
+        c_v: float = 1.0,
+        c_k: float | None = None,
+        progress: bool = True,
+    ) -> Steering:
+        """A steering from what `pairs` of (positive, negative) have apart; see `Contrast.make`."""
+        contrast = Contrast(self._prefiller, self._template, self.fingerprint)
+        return contrast.make(pairs, method=method, layers=layers, c_v=c_v, c_k=c_k, progress=progress)
+
+    def perplexity(self, messages: Sequence[Message] | str, answer: str, **request: Unpack[Request]) -> float:
+        """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
+
+        Raises as `generate`.
+        """
+        tokens = self.tokenizer.encode(answer, add_special_tokens=False)
+        if not tokens:
+            return 1.0
+        limit = Limit.of(request, time.perf_counter())
+        prompt, source = self._resolve(messages, request)
+        run = self._start(prompt, source, request, self._room(prompt, Sampling(max_tokens=len(tokens))), limit)
+        try:
+            return self._prefiller.perplexity(run, tokens)
+        finally:
+            self._prefiller.finish(run)
 
     def prefill(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Prefill:
         """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
@@ -217,7 +250,8 @@ class HFEngine:
         """The answer to a conversation (a string is one user message).
 
         Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
-        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`), `SamplingError`.
+        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`) and for a steering of one,
+        `SteeringError` for a steering that the prompt has no place for, `SamplingError`.
         """
         return self.stream(messages, **request).result()
 
@@ -253,7 +287,20 @@ class HFEngine:
             shape=AnswerShape.of(request),
             thinking=request.get("thinking"),
         )
+        # Planned here as well, so that a steering that cannot be is refused at the call.
+        for block in self._blocks(prompt, request):
+            for part in block.parts:
+                part.steering.warn_beyond_cliff()
         return prompt, checked
+
+    def _blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
+        """What is to be steered in `prompt`."""
+        steering, chunk_tokens = as_steering(request.get("steering")), self._prefiller.chunk_tokens
+        blocks = plan_blocks(prompt, steering, request.get("scope"), chunk_tokens, answering=answering)
+        for block in blocks:
+            for part in block.parts:
+                part.steering.check(self.fingerprint)
+        return blocks
 
     def _room(self, prompt: Prompt, sampling: Sampling) -> int:
         """How many tokens the answer may take."""
@@ -294,6 +341,7 @@ class HFEngine:
             reuse=request.get("reuse", True),
             deterministic=request.get("deterministic", False),
             cancel=limit,
+            blocks=self._blocks(prompt, request),
         )
 
     def _answer(  # noqa: PLR0913

@@ -93,6 +93,13 @@ class CausalModel:
         return last.clone()
 
     @torch.inference_mode()
+    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
+        """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
+        output = self._model(input_ids=ids, past_key_values=buffer.cache, use_cache=True)
+        every: Tensor = output.logits[0]
+        return every.clone()
+
+    @torch.inference_mode()
     def _measure_shape(self) -> CacheShape:
         cache = DynamicCache(config=self.config)
         ids = torch.zeros(1, _PROBE, dtype=torch.long, device=self.device)

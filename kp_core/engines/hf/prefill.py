@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from kp_core.compose import Composer, ExactComposer
 from kp_core.engines.hf.buffer import BufferPool, KVBuffer
 from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.steer import altered, steered_edges
 from kp_core.engines.request import Limit
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.handle import Handle, find_handles
@@ -20,6 +22,7 @@ from kp_core.pack import KnowledgePack
 from kp_core.prefix import Path, PrefixTree
 from kp_core.prompt import Prompt, Span
 from kp_core.resolve import PackSource
+from kp_core.steering import Block
 
 _EXACT = ExactComposer()
 
@@ -63,6 +66,17 @@ class Prefiller:
         with self._computing:
             return self.model.forward(ids, buffer, logits=logits)
 
+    def perplexity(self, run: Prefilled, tokens: Sequence[int]) -> float:
+        """Perplexity per token of `tokens` behind `run`, which must have logits; leaves their KV in the buffer."""
+        if run.logits is None:
+            raise AssertionError("a prefilled prompt has logits")
+        ids = torch.tensor([tokens], device=self.model.device)
+        logits = run.logits[None]
+        if len(tokens) > 1:
+            with self._computing:
+                logits = torch.cat([logits, self.model.forward_all(ids[:, :-1], run.buffer)])
+        return float(torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device)).exp())
+
     def start(  # noqa: PLR0913 - the switches of a request
         self,
         prompt: Prompt,
@@ -75,25 +89,90 @@ class Prefiller:
         deterministic: bool = False,
         logits: bool = True,
         cancel: Limit | None = None,
+        blocks: Sequence[Block] = (),
     ) -> Prefilled:
-        """Prefill `prompt` into a buffer for `capacity` tokens. Raises `Cancelled` when `cancel` is set meanwhile."""
-        chunks = prompt.chunks(self.chunk_tokens)
+        """Prefill `prompt` into a buffer for `capacity` tokens, with the KV of `blocks` altered.
+
+        Raises `Cancelled` when `cancel` is set meanwhile.
+        """
         with self._prefilling:
             tree = self.tree if reuse else PrefixTree(0)
-            path = tree.match(composer.name, prompt.token_ids, chunks, decoded=not deterministic, logits=logits)
-            buffer = self.pool.take(capacity, path.runs)
-            run = Prefilled(buffer, path, path.last.logits if path.tokens == len(prompt) else None, 0)
-            device = self.model.shape.device
+            sources = _Sources(tree, fingerprint, source, composer, reuse, not deterministic, cancel)
+            if blocks:
+                return self._start_steered(prompt, capacity, blocks, sources, logits=logits)
+            return self._start_plain(prompt, capacity, sources, logits=logits)
+
+    def _start_plain(self, prompt: Prompt, capacity: int, sources: _Sources, *, logits: bool) -> Prefilled:
+        chunks = prompt.chunks(self.chunk_tokens)
+        run = self._at(sources.match(prompt, chunks, {}, logits=logits), prompt, capacity)
+        try:
+            packs = _PackKV(prompt, self.chunk_tokens, sources, self.model.shape.device) if sources.reuse else None
+            for start, stop in chunks:
+                if stop > run.buffer.length:
+                    self._chunk(run, prompt, max(start, run.buffer.length), stop, packs, logits=logits)
+                _check(sources.cancel)
+        except BaseException:
+            self.finish(run)
+            raise
+        return run
+
+    def _start_steered(
+        self, prompt: Prompt, capacity: int, blocks: Sequence[Block], sources: _Sources, *, logits: bool
+    ) -> Prefilled:
+        edges, at = steered_edges(prompt.chunks(self.chunk_tokens), blocks)
+        labels = {edge: block.label for edge, block in at.items()}
+        path, first = sources.match(prompt, edges, labels, logits=logits), blocks[0]
+        kv, computed = None, 0
+        if path.tokens < first.stop:
+            # The first block stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
+            # packs, and only then a forward pass.
+            path.release()
+            below = self._start_plain(prompt.until(first.stop), capacity, sources, logits=False)
             try:
-                packs = _PackKV(prompt, self.chunk_tokens, fingerprint, source, composer, device) if reuse else None
-                for start, stop in chunks:
-                    if stop > buffer.length:
-                        self._chunk(run, prompt, max(start, buffer.length), stop, packs, logits=logits)
-                    _check(cancel)
-            except BaseException:
-                self.finish(run)
-                raise
-            return run
+                path = sources.match(prompt, edges, labels, logits=logits)
+                kv, computed = below.buffer.read(path.tokens, max(first.stop, path.tokens)), below.computed
+            finally:
+                self.finish(below)
+        run = self._at(path, prompt, capacity, computed)
+        try:
+            if kv is not None and kv.tokens:
+                self._place(run, prompt, first, kv)
+            for edge in edges:
+                if edge[1] > run.buffer.length and edge in at:
+                    self._compute_block(run, prompt, at[edge], sources.cancel)
+                elif edge[1] > run.buffer.length:
+                    # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
+                    self._chunk(run, prompt, max(edge[0], run.buffer.length), edge[1], None, logits=logits)
+                _check(sources.cancel)
+        except BaseException:
+            self.finish(run)
+            raise
+        return run
+
+    def _at(self, path: Path, prompt: Prompt, capacity: int, computed: int = 0) -> Prefilled:
+        """A run whose buffer holds what `path` found."""
+        logits = path.last.logits if path.tokens == len(prompt) else None
+        return Prefilled(self.pool.take(capacity, path.runs), path, logits, computed)
+
+    def _compute_block(self, run: Prefilled, prompt: Prompt, block: Block, cancel: Limit | None) -> None:
+        """Compute a block behind altered KV, then alter it."""
+        for start, stop in block.pieces:
+            self.forward(prompt.token_ids[start:stop], run.buffer, logits=False)
+            run.computed += stop - start
+            _check(cancel)
+        kv = run.buffer.read(block.start, block.stop)
+        run.buffer.truncate(block.start)
+        self._place(run, prompt, block, kv)
+
+    def _place(self, run: Prefilled, prompt: Prompt, block: Block, kv: KVTensors) -> None:
+        """Write plain `kv`, which ends where `block` ends, to the buffer, the block's own part of it altered."""
+        before = kv.tokens - (block.stop - block.start)
+        if before > 0:
+            run.buffer.append(kv.slice(0, before))
+        steered = altered(kv.slice(before, kv.tokens), block)
+        run.buffer.append(steered)
+        if run.path.is_open and run.path.tokens == block.start:
+            run.path.extend((*prompt.token_ids[block.start : block.stop], block.label), steered)
 
     def finish(self, run: Prefilled) -> None:
         """Give buffer and path back; the buffer keeps what it holds for the next prompt that begins alike."""
@@ -122,15 +201,39 @@ def _check(cancel: Limit | None) -> None:
         raise Cancelled
 
 
+@dataclass(frozen=True)
+class _Sources:
+    """Where the KV of one request may come from."""
+
+    tree: PrefixTree
+    fingerprint: ModelFingerprint
+    packs: PackSource | None
+    composer: Composer
+    reuse: bool
+    decoded: bool
+    cancel: Limit | None
+
+    def match(
+        self,
+        prompt: Prompt,
+        edges: Sequence[tuple[int, int]],
+        labels: Mapping[tuple[int, int], int],
+        *,
+        logits: bool,
+    ) -> Path:
+        """What the tree has of `prompt`."""
+        return self.tree.match(
+            self.composer.name, prompt.token_ids, edges, decoded=self.decoded, logits=logits, labels=labels
+        )
+
+
 @dataclass
 class _PackKV:
     """The KV that the packs of one prompt bring, as the composer places it; read from the source once."""
 
     _prompt: Prompt
     _chunk_tokens: int
-    _fingerprint: ModelFingerprint
-    _source: PackSource | None
-    _composer: Composer
+    _sources: _Sources
     _device: torch.device
     _loaded: dict[int, KVTensors | None] = field(default_factory=dict)
 
@@ -146,18 +249,19 @@ class _PackKV:
 
     def _load(self, span: Span) -> KVTensors | None:
         pack, head = span.pack, self._prompt.head(span, self._chunk_tokens)
-        if not (self._fits(span, pack) and self._composer.wants(pack, head)):
+        if not (self._fits(span, pack) and self._sources.composer.wants(pack, head)):
             return None
-        if pack.kv is None and self._source is not None and find_handles(span.handle):
-            pack = self._source.get(Handle.parse(span.handle))
+        if pack.kv is None and self._sources.packs is not None and find_handles(span.handle):
+            pack = self._sources.packs.get(Handle.parse(span.handle))
         # What came from the source may have been replaced since it was looked at.
-        if pack.kv is None or not (self._fits(span, pack) and self._composer.wants(pack, head)):
+        if pack.kv is None or not (self._fits(span, pack) and self._sources.composer.wants(pack, head)):
             logger.info("Pack %s has no KV for this place; it is computed from its text.", span.handle)
             return None
-        return self._composer.place(pack, head).to(self._device)
+        return self._sources.composer.place(pack, head).to(self._device)
 
     def _fits(self, span: Span, pack: KnowledgePack) -> bool:
         """Same model, same tokens."""
         return (
-            pack.token_ids == self._prompt.token_ids[span.start : span.stop] and pack.fingerprint == self._fingerprint
+            pack.token_ids == self._prompt.token_ids[span.start : span.stop]
+            and pack.fingerprint == self._sources.fingerprint
         )

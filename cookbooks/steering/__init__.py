@@ -1,0 +1,1 @@
+"""Steering, told with what it prints."""

@@ -1,0 +1,66 @@
+"""`python -m cookbooks.steering`: one model, one pack, and ways of speaking that cost no token."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import kp_core
+from kp_core.errors import SteeringError
+from kp_core.steering import load_steering, preset, save_steering
+
+FACTS = (
+    "Veyl is a harbour town on the isle of Orrelay. Its lighthouse was built in 1887 by Maren Holt. "
+    "The ferry to the mainland leaves every day at seven in the morning."
+)
+QUESTION = "Who built the lighthouse of Veyl, and what is the town like?"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Tell the story."""
+    parser = argparse.ArgumentParser("python -m cookbooks.steering", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="most tokens of an answer (default: 40)")
+    tokens = parser.parse_args(argv).tokens
+    # Answers are to be the same wherever this runs, so float32 on the CPU.
+    engine = kp_core.load_engine(dtype="float32", device="cpu")
+
+    print("# 1. A direction, from 26 pairs of formal and casual texts")
+    formal = engine.make_steering(preset("formal"), progress=False)
+    print(
+        f"layers {formal.layers[0]} to {formal.layers[-1]}; strength {formal.strength:.2f} of the cached values' norm"
+    )
+
+    print("\n# 2. The same question, steered. No token is added and nothing is computed twice")
+    for alpha in (-1, 0, 0.7, 1.5, 4):
+        said = engine.generate("What is the sun?", steering=(formal, alpha), max_tokens=tokens)
+        print(f"alpha {alpha:>4}, {said.usage.prompt_tokens} tokens sent: {' '.join(said.text.split())}")
+
+    print("\n# 3. A pack that speaks otherwise: what it knows comes from its keys, how it speaks from its values")
+    pack = engine.build_pack(FACTS, inside="system")
+    for name, chosen in (("plain", pack), ("formal", pack.steer(formal, 0.7)), ("casual", pack.steer(-formal, 1))):
+        said = engine.generate(QUESTION, packs=[chosen], max_tokens=tokens)
+        print(f"{name}: {' '.join(said.text.split())}")
+    same = engine.generate(QUESTION, packs=[pack.steer(formal, 0.7).steer(formal, -0.7)], max_tokens=tokens)
+    print(f"steered there and back: {' '.join(same.text.split())}")
+
+    print("\n# 4. Directions are values: they add, turn round, and can be compared")
+    concise = engine.make_steering(preset("concise"), progress=False)
+    print(f"cosine of formal and concise: {formal.cosine(concise):.2f}")
+    both = formal.at_strength(0.15) + concise.at_strength(0.15)
+    said = engine.generate("What is the sun?", steering=both, max_tokens=tokens)
+    print(f"both: {' '.join(said.text.split())}")
+
+    print("\n# 5. Kept in a file, and refused where it does not belong")
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_steering(formal, Path(folder) / "formal.safetensors")
+        print(f"{path.stat().st_size} bytes; comes back the same: {load_steering(path) == formal}")
+    for wrong in ({"scope": "pack"}, {"steering": (formal, float("nan"))}):
+        try:
+            engine.generate(QUESTION, **({"steering": formal} | wrong))
+        except SteeringError as error:
+            print(error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Altering KV as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kp_core.errors import SteeringError
+from kp_core.kv import KVTensors
+from kp_core.steering import Block
+
+__all__ = ["altered", "steered_edges"]
+
+
+@torch.inference_mode()
+def altered(kv: KVTensors, block: Block) -> KVTensors:
+    """A copy of the plain KV of `block` with its deltas added, rounded once to the dtype of the cache.
+
+    Raises `SteeringError` when a delta does not fit the cache.
+    """
+    found = kv.clone()
+    for part in block.parts:
+        span = slice(part.start - block.start, part.stop - block.start)
+        for name, tensors, deltas in (
+            ("value", found.values, part.steering.values),
+            ("key", found.keys, part.steering.keys),
+        ):
+            _add(name, tensors, deltas, span)
+    return found
+
+
+def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], span: slice) -> None:
+    for layer, delta in deltas.items():
+        if layer >= len(tensors) or delta.shape != tensors[layer][:, 0].shape:
+            shape = tuple(tensors[layer][:, 0].shape) if layer < len(tensors) else None
+            raise SteeringError(
+                f"The {name} delta of layer {layer} has shape {tuple(delta.shape)}; this model's cache takes {shape} "
+                f"there and has {len(tensors)} layers. Make the steering with `engine.make_steering(pairs)`."
+            )
+        plain = tensors[layer][:, span]
+        precise = torch.promote_types(plain.dtype, torch.float32)
+        shifted = plain.to(precise) + delta.to(plain.device, precise)[:, None]
+        tensors[layer][:, span] = shifted.to(plain.dtype)
+
+
+def steered_edges(
+    chunks: Sequence[tuple[int, int]], blocks: Sequence[Block]
+) -> tuple[list[tuple[int, int]], dict[tuple[int, int], Block]]:
+    """The chunks of a prompt with each block as one, and which of them are blocks."""
+    return list(_edges(chunks, blocks)), {(block.start, block.stop): block for block in blocks}
+
+
+def _edges(chunks: Sequence[tuple[int, int]], blocks: Sequence[Block]) -> Iterator[tuple[int, int]]:
+    done = 0
+    waiting = list(blocks)
+    for _, stop in chunks:
+        while waiting and waiting[0].start <= done < stop:
+            block = waiting.pop(0)
+            yield block.start, block.stop
+            done = block.stop
+        if done < stop:
+            yield done, stop
+            done = stop

@@ -1,0 +1,32 @@
+"""Steering: change how a model speaks by adding to cached values, at no token and no forward pass."""
+
+from kp_core.steering.calibrate import Calibrated, Calibration, CalibrationRow, Task, calibrate, repetition
+from kp_core.steering.file import load_steering, save_steering
+from kp_core.steering.plan import Block, Part, Scope, as_steering, plan_blocks
+from kp_core.steering.presets import preset, preset_names
+from kp_core.steering.value import LayerRange, Method, Pair, Side, Steering, SteeringWarning, resolve_layers
+
+__all__ = [
+    "Block",
+    "Calibrated",
+    "Calibration",
+    "CalibrationRow",
+    "LayerRange",
+    "Method",
+    "Pair",
+    "Part",
+    "Scope",
+    "Side",
+    "Steering",
+    "SteeringWarning",
+    "Task",
+    "as_steering",
+    "calibrate",
+    "load_steering",
+    "plan_blocks",
+    "preset",
+    "preset_names",
+    "repetition",
+    "resolve_layers",
+    "save_steering",
+]

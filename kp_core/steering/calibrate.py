@@ -1,0 +1,268 @@
+"""How much steering a model takes: a sweep over alpha, with the cliff behind which text falls apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from tqdm.auto import tqdm
+
+from kp_core.errors import MissingDependencyError, SteeringError
+from kp_core.pack import KnowledgePack
+from kp_core.resolve import Message
+from kp_core.steering.plan import Scope
+from kp_core.steering.value import Steering
+
+__all__ = ["Calibrated", "Calibration", "CalibrationRow", "Task", "calibrate", "repetition"]
+
+ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
+_WITH_KNOWLEDGE = 0.7
+"""Alpha for packs whose accuracy was not measured (arXiv 2604.03270, section 4.7)."""
+
+Score: TypeAlias = Callable[[str], float]
+
+
+class _Answer(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+class Calibrated(Protocol):
+    """What `calibrate` asks of an engine."""
+
+    @property
+    def generate(self) -> Callable[..., _Answer]:
+        """As `Engine.generate`."""
+
+    @property
+    def perplexity(self) -> Callable[..., float]:
+        """As `HFEngine.perplexity`."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to ask; with `expected`, whether the answer contains it counts as accuracy."""
+
+    messages: Sequence[Message] | str
+    packs: Sequence[KnowledgePack] = ()
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class CalibrationRow:
+    """One alpha: means over the tasks."""
+
+    alpha: float
+    strength: float
+    """As `Steering.strength`; NaN for a steering without scales."""
+    effect: float
+    """Mean of the caller's score."""
+    coherence: float
+    """Share of answers that neither repeat themselves, nor surprise the unsteered model, nor are invalid."""
+    repetition: float
+    perplexity: float
+    """Geometric mean, of the answers under the unsteered model."""
+    accuracy: float | None
+    """Share of right answers among the tasks that expect one; `None` when none does."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a sweep found; `steering` is the calibrated one, which warns beyond its cliff.
+
+    `low` and `high` are the alphas between which text stayed coherent; an end of the sweep where it never fell apart.
+    """
+
+    rows: tuple[CalibrationRow, ...]
+    low: float
+    high: float
+    steering: Steering = field(repr=False)
+    tolerance: float = 0.01
+
+    @property
+    def recommended(self) -> float:
+        """Alpha for steering alone: the largest effect within the coherent range."""
+        return max(self._coherent(), key=lambda row: (row.effect, -abs(row.alpha))).alpha
+
+    @property
+    def recommended_with_knowledge(self) -> float:
+        """Alpha beside packs: the largest effect at which accuracy stays within `tolerance` of the unsteered one.
+
+        Where no task expects an answer it is 0.7, or less where text falls apart sooner.
+        """
+        plain = next(row.accuracy for row in self.rows if row.alpha == 0)
+        if plain is None:
+            return min(_WITH_KNOWLEDGE, self.high)
+        kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - self.tolerance]
+        return max(kept, key=lambda row: (row.effect, -abs(row.alpha))).alpha
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "low": self.low,
+            "high": self.high,
+            "recommended": self.recommended,
+            "recommended_with_knowledge": self.recommended_with_knowledge,
+        }
+
+    def table(self) -> str:
+        """The rows as text, with the recommendations below."""
+        lines = ["  alpha  strength    effect  coherent  repeated  perplexity  accuracy"]
+        lines += [
+            f"{row.alpha:7.2f}{row.strength:10.3f}{row.effect:10.3f}{row.coherence:10.0%}{row.repetition:10.0%}"
+            f"{row.perplexity:12.1f}{'-' if row.accuracy is None else f'{row.accuracy:.0%}':>10}"
+            for row in self.rows
+        ]
+        lines.append(
+            f"Coherent from {self.low:g} to {self.high:g}. Recommended: {self.recommended:g} alone, "
+            f"{self.recommended_with_knowledge:g} with knowledge."
+        )
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> Path:
+        """Effect, coherence and accuracy over alpha, as the kind of picture the suffix of `path` names.
+
+        Raises `MissingDependencyError` without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise MissingDependencyError(
+                "Plots need matplotlib: pip install 'knowledge-packs[plot]' (or matplotlib itself)."
+            ) from error
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        left = figure.subplots()
+        right = left.twinx()
+        alphas = [row.alpha for row in self.rows]
+        left.plot(alphas, [row.effect for row in self.rows], "o-", color="tab:blue", label="effect")
+        right.plot(alphas, [row.coherence for row in self.rows], "s--", color="tab:green", label="coherent")
+        if accuracies := [row.accuracy for row in self.rows if row.accuracy is not None]:
+            right.plot(alphas, accuracies, "^:", color="tab:red", label="accuracy")
+        left.axvspan(self.low, self.high, color="tab:green", alpha=0.08)
+        left.set(xlabel="alpha", ylabel="effect")
+        right.set(ylabel="share of answers", ylim=(-0.05, 1.05))
+        left.legend(loc="upper left")
+        right.legend(loc="lower right")
+        figure.savefig(path)
+        return Path(path)
+
+    def _coherent(self) -> list[CalibrationRow]:
+        return [row for row in self.rows if self.low <= row.alpha <= self.high]
+
+
+def calibrate(  # noqa: PLR0913 - what is measured, and how
+    engine: Calibrated,
+    steering: Steering,
+    tasks: Sequence[Task | str],
+    score: Score,
+    *,
+    alphas: Sequence[float] = ALPHAS,
+    scope: Scope | None = None,
+    is_valid: Callable[[str], bool] = bool,
+    least_coherence: float = 0.8,
+    most_repetition: float = 0.5,
+    most_perplexity: float = 8.0,
+    max_tokens: int = 64,
+    progress: bool = True,
+) -> Calibration:
+    """Answer `tasks` greedily at each of `alphas` and measure what became of the answers.
+
+    An answer is coherent when at most `most_repetition` of its word triples repeat earlier ones, its perplexity under
+    the unsteered model is at most `most_perplexity` times that of the unsteered answers, and `is_valid` accepts it (by
+    default: when it is not empty; for code, whether it parses). The coherent range is what surrounds alpha 0 without a
+    gap at a coherence of `least_coherence` or more, measured against that of alpha 0, as small models ramble by
+    themselves.
+
+    Raises `SteeringError` for no tasks, no alphas or an alpha that is not finite; otherwise as `engine.generate`.
+    """
+    asked = [Task(task) if isinstance(task, str) else task for task in tasks]
+    if not asked or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
+        raise SteeringError(f"Got {len(asked)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
+    unwarned = replace(steering, coherent=None)
+    ordered = sorted({0.0, *map(float, alphas)})
+    answers: dict[float, list[str]] = {}
+    perplexities: dict[float, list[float]] = {}
+    bar = tqdm(total=len(ordered) * len(asked), desc="Calibrating", delay=1, unit="answer", disable=not progress)
+    with bar:
+        for alpha in ordered:
+            answers[alpha], perplexities[alpha] = [], []
+            for task in asked:
+                request = {"steering": (unwarned, alpha), "scope": scope, "packs": task.packs}
+                text = engine.generate(task.messages, max_tokens=max_tokens, **request).text
+                answers[alpha].append(text)
+                perplexities[alpha].append(engine.perplexity(task.messages, text, packs=task.packs))
+                bar.update()
+    limit = most_perplexity * _geometric_mean(perplexities[0.0])
+    rows = tuple(
+        _row(
+            alpha,
+            steering,
+            asked,
+            answers[alpha],
+            perplexities[alpha],
+            score,
+            lambda text, seen: is_valid(text) and repetition(text) <= most_repetition and seen <= limit,
+        )
+        for alpha in ordered
+    )
+    return _judged(rows, steering, least_coherence)
+
+
+def repetition(text: str) -> float:
+    """Share of the word triples of `text` that occurred in it before; 0 for fewer than three words."""
+    words = text.lower().split()
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return 1 - len(set(triples)) / len(triples) if triples else 0.0
+
+
+def _row(  # noqa: PLR0913 - one argument per column
+    alpha: float,
+    steering: Steering,
+    tasks: Sequence[Task],
+    texts: Sequence[str],
+    perplexities: Sequence[float],
+    score: Score,
+    is_coherent: Callable[[str, float], bool],
+) -> CalibrationRow:
+    right = [
+        task.expected.lower() in text.lower()
+        for task, text in zip(tasks, texts, strict=True)
+        if task.expected is not None
+    ]
+    return CalibrationRow(
+        alpha=alpha,
+        strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
+        effect=_mean([score(text) for text in texts]),
+        coherence=_mean([is_coherent(text, seen) for text, seen in zip(texts, perplexities, strict=True)]),
+        repetition=_mean([repetition(text) for text in texts]),
+        perplexity=_geometric_mean(perplexities),
+        accuracy=_mean(right) if right else None,
+    )
+
+
+def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence: float) -> Calibration:
+    zero = next(index for index, row in enumerate(rows) if row.alpha == 0)
+    needed = least_coherence * rows[zero].coherence
+    first = last = zero
+    while first > 0 and rows[first - 1].coherence >= needed:
+        first -= 1
+    while last + 1 < len(rows) and rows[last + 1].coherence >= needed:
+        last += 1
+    # An end of the sweep is no cliff.
+    bounds = (
+        rows[first].alpha if first > 0 else -math.inf,
+        rows[last].alpha if last + 1 < len(rows) else math.inf,
+    )
+    return Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, replace(steering, coherent=bounds))
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return float(sum(numbers) / len(numbers))
+
+
+def _geometric_mean(numbers: Sequence[float]) -> float:
+    return math.exp(_mean([math.log(number) for number in numbers]))

@@ -1,0 +1,148 @@
+"""Which positions of a prompt are steered, and in what order its KV must then come about."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+from kp_core.errors import SteeringError
+from kp_core.prompt import Prompt
+from kp_core.steering.value import Steering
+
+__all__ = ["Block", "Part", "Scope", "as_steering", "plan_blocks"]
+
+Scope: TypeAlias = Literal["pack", "system", "prompt", "last_token"]
+"""What is steered: the packs; the head of the prompt (all before the first message that is not the system's); the whole
+prompt; or the last token of it that the first token of the answer can see in the cache."""
+
+_SCOPES = ("pack", "system", "prompt", "last_token")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The tokens `start:stop` of a prompt, with the deltas that are added to their KV."""
+
+    start: int
+    stop: int
+    steering: Steering
+
+
+@dataclass(frozen=True)
+class Block:
+    """The tokens `start:stop` that are computed as if nothing in them were steered, and then altered at `parts`.
+
+    What is behind the block sees the altered KV. `pieces` are the canonical chunks of the block; it begins at a
+    canonical cut. `label` is one negative number, no token id, that names what is done to the block.
+    """
+
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def label(self) -> int:
+        """Digest of the parts as a negative number, which beside token ids keeps altered KV apart in a prefix tree."""
+        names = [f"{part.start - self.start}:{part.stop - self.start}:{part.steering.id}" for part in self.parts]
+        return -1 - int.from_bytes(blake2b("\0".join(names).encode(), digest_size=16).digest(), "little")
+
+
+def as_steering(steering: Steering | tuple[Steering, float] | None) -> Steering | None:
+    """The steering a request asks for, scaled; `None` for none and for one that changes nothing."""
+    if isinstance(steering, tuple):
+        if len(steering) != 2 or not isinstance(steering[0], Steering):
+            raise SteeringError(f"Got the steering {steering!r}; expected a Steering, or (Steering, alpha).")
+        steering = steering[0] * steering[1]
+    if steering is not None and not isinstance(steering, Steering):
+        raise SteeringError(
+            f"Got a steering of type {type(steering).__name__}; expected a Steering, or (Steering, alpha). Make one "
+            "with `engine.make_steering(preset('formal'))`."
+        )
+    return None if steering is None or steering.is_zero else steering
+
+
+def plan_blocks(
+    prompt: Prompt,
+    steering: Steering | None,
+    scope: Scope | None,
+    chunk_tokens: int,
+    *,
+    answering: bool = True,
+) -> tuple[Block, ...]:
+    """The blocks to steer in `prompt`, in order: those of its steered packs, and what `steering` and `scope` ask for.
+
+    Without `scope` packs are steered where there are some, else the system head. Parts of one message form one block:
+    all are computed, then all are altered. When `answering`, the last token of the prompt belongs to no block: it is
+    computed behind the altered KV, which is how the first token of the answer comes to see it.
+
+    Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
+    key deltas on more than one position.
+    """
+    if scope is not None and scope not in _SCOPES:
+        raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(_SCOPES)}, or None.")
+    parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
+    for part in parts:
+        if part.steering.keys and part.stop - part.start > 1:
+            raise SteeringError(
+                f"Got key deltas for {part.stop - part.start} positions. RoPE rotates keys by their positions, so one "
+                "delta fits one position: use scope='last_token', or `steering.scaled(c_k=0)`."
+            )
+    if not parts:
+        return ()
+    chunks = prompt.chunks(chunk_tokens)
+    groups: dict[int, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(bisect.bisect_right(prompt.breaks, part.start), []).append(part)
+    return tuple(_block(group, chunks) for group in groups.values())
+
+
+def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: int) -> list[Part]:
+    if steering is not None and scope is None:
+        scope = "pack" if prompt.spans else "system"
+    if steering is not None and scope == "pack" and not prompt.spans:
+        raise SteeringError(
+            "Got scope='pack' for a prompt without packs. Leave the scope out to steer packs where there are some and "
+            "the system head elsewhere."
+        )
+    own = []
+    for span in prompt.spans:
+        total = _total(span.pack.steering, steering if scope == "pack" else None)
+        if total is not None and not total.is_zero and span.start < end:
+            own.append(Part(span.start, min(span.stop, end), total))
+    if steering is None or scope == "pack":
+        return own
+    wanted = Part(*_range(prompt, scope, end), steering)
+    if wanted.start < 0 or wanted.stop <= wanted.start:
+        raise SteeringError(f"The prompt of {len(prompt)} tokens has nothing to steer for scope={scope!r}.")
+    for part in own:
+        if part.start < wanted.stop and wanted.start < part.stop:
+            raise SteeringError(
+                f"Got scope={scope!r} over the tokens {part.start}:{part.stop} of a pack that is steered itself. Use "
+                "scope='pack', which adds up, or the plain pack."
+            )
+    return sorted((wanted, *own), key=lambda part: part.start)
+
+
+def _range(prompt: Prompt, scope: Scope | None, end: int) -> tuple[int, int]:
+    if scope == "last_token":
+        return end - 1, end
+    return 0, min(prompt.breaks[0], end) if scope == "system" and prompt.breaks else end
+
+
+def _total(own: object, steering: Steering | None) -> Steering | None:
+    """What is added to a pack that has a steering of its own."""
+    if own is None:
+        return steering
+    if not isinstance(own, Steering):
+        raise SteeringError(f"Got a pack steered by {type(own).__name__}; expected a Steering.")
+    return own if steering is None else own + steering
+
+
+def _block(parts: Sequence[Part], chunks: Sequence[tuple[int, int]]) -> Block:
+    stop = parts[-1].stop
+    start = max(begin for begin, _ in chunks if begin <= parts[0].start)
+    pieces = tuple((begin, min(end, stop)) for begin, end in chunks if start <= begin < stop)
+    return Block(start, stop, tuple(parts), pieces)

@@ -1,0 +1,300 @@
+"""A steering: what to add to a cache so that the model speaks otherwise, as a value with an algebra."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from hashlib import blake2b
+from types import MappingProxyType
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kp_core.errors import FingerprintMismatchError, SteeringError
+from kp_core.fingerprint import ModelFingerprint
+from kp_core.resolve import Message
+
+__all__ = ["LayerRange", "Method", "Pair", "Side", "Steering", "SteeringWarning", "resolve_layers"]
+
+Method: TypeAlias = Literal["mean", "last_token"]
+LayerRange: TypeAlias = tuple[float, float] | range | Sequence[int]
+"""Layers as fractions of the depth `(1/3, 2/3)`, as a `range`, or as indices `[10, 11, 12]`."""
+
+Side: TypeAlias = str | Sequence[Message]
+"""One side of a contrastive pair: a conversation, or the text of one user message."""
+
+Pair: TypeAlias = tuple[Side, Side]
+"""What the model is to be steered to, and what away from."""
+
+Deltas: TypeAlias = Mapping[int, Tensor]
+
+
+class SteeringWarning(UserWarning):
+    """A steering is applied beyond the strength up to which its text was measured to stay coherent."""
+
+
+@dataclass(frozen=True, eq=False)
+class Steering:
+    """Per-layer deltas for a KV cache, made from contrastive pairs; equal when what they do is equal.
+
+    `values` maps layers to float32 tensors of shape `(kv_heads, head_dim)` on the CPU, in units of the cached values:
+    `V + delta` at every steered position (Knowledge Packs, arXiv 2604.03270, section 2.6). `keys` does the same for
+    keys and exists for `method="last_token"` alone (KV cache steering, arXiv 2507.08799): cached keys are rotated by
+    RoPE for their own positions, so a mean over positions of keys means nothing.
+
+    `scales` maps layers to the mean norm of a cached value vector (all heads of one token) seen while the pairs were
+    read; `strength` is measured in it. `coherent` holds the alphas of this steering between which text was measured to
+    stay coherent (infinite where no cliff was found), and follows multiplication. `provenance` is for people.
+
+    `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that do not
+    form one steering.
+    """
+
+    values: Deltas
+    fingerprint: ModelFingerprint
+    method: Method = "mean"
+    keys: Deltas = field(default_factory=dict)
+    scales: Mapping[int, float] = field(default_factory=dict)
+    coherent: tuple[float, float] | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.method not in ("mean", "last_token"):
+            raise SteeringError(f"Got the method {self.method!r}; expected 'mean' or 'last_token'.")
+        if self.method == "mean" and self.keys:
+            raise SteeringError(
+                "Got deltas for keys with method='mean'. RoPE rotates each cached key by its position, so a mean over "
+                "positions mixes rotations and is no direction. Steer values alone, or use method='last_token'."
+            )
+        for name in ("values", "keys"):
+            object.__setattr__(self, name, MappingProxyType(_checked(name, getattr(self, name))))
+        if not self.values and not self.keys:
+            raise SteeringError("Got a steering without layers; expected a delta for at least one layer.")
+        object.__setattr__(self, "scales", MappingProxyType(dict(sorted(self.scales.items()))))
+        object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that have a delta, ascending."""
+        return tuple(sorted({*self.values, *self.keys}))
+
+    @cached_property
+    def id(self) -> str:
+        """Digest of what the steering does: model, method, deltas. Not of what describes it."""
+        digest = blake2b(f"{self.fingerprint.id}\0{self.method}".encode(), digest_size=16)
+        for name, deltas in (("value", self.values), ("key", self.keys)):
+            for layer, delta in deltas.items():
+                digest.update(f"\0{name}.{layer}.{tuple(delta.shape)}\0".encode())
+                digest.update(delta.numpy().tobytes())
+        return digest.hexdigest()
+
+    @cached_property
+    def is_zero(self) -> bool:
+        """Whether every delta is zero: steering with it is no steering, bit for bit."""
+        return not any(bool(delta.any()) for delta in (*self.values.values(), *self.keys.values()))
+
+    @property
+    def norms(self) -> dict[int, float]:
+        """Per layer, the Euclidean norm of the value delta over all heads."""
+        return {layer: float(delta.norm()) for layer, delta in self.values.items()}
+
+    @property
+    def strength(self) -> float:
+        """Mean over layers of the value delta's norm, in units of the cached values' mean norm in that layer.
+
+        A strength means about the same for every model, where an alpha does not. Raises `SteeringError` when the
+        steering carries no scales.
+        """
+        norms, scales = self.norms, self.scales
+        if not norms or any(scales.get(layer, 0.0) <= 0 for layer in norms):
+            raise SteeringError("This steering carries no scale of the cached values; give `alpha` instead.")
+        return sum(norm / scales[layer] for layer, norm in norms.items()) / len(norms)
+
+    def at_strength(self, strength: float) -> Steering:
+        """The same direction with that `strength`; a negative one turns it round.
+
+        Raises `SteeringError` when `strength` is not finite, or the steering is zero or carries no scales.
+        """
+        if not math.isfinite(strength):
+            raise SteeringError(f"Got the strength {strength!r}; expected a finite number.")
+        if self.strength == 0:
+            raise SteeringError("A steering of zero has no direction, so it can have no other strength.")
+        return self * (strength / self.strength)
+
+    def scaled(self, *, c_v: float = 1.0, c_k: float = 1.0) -> Steering:
+        """Values times `c_v`, keys times `c_k` (the coefficients of arXiv 2507.08799); raises when not finite."""
+        bounds = None
+        if self.coherent is not None and c_v:
+            first, last = sorted(bound / c_v for bound in self.coherent)
+            bounds = first, last
+        return replace(
+            self,
+            coherent=bounds,
+            values={layer: delta * _finite(c_v, "c_v") for layer, delta in self.values.items()},
+            keys={layer: delta * _finite(c_k, "c_k") for layer, delta in self.keys.items()},
+        )
+
+    def restrict(self, layers: Iterable[int]) -> Steering:
+        """The part of it that acts in `layers`; raises `SteeringError` when it acts in none of them."""
+        kept = set(layers)
+        return replace(
+            self,
+            coherent=None,
+            values={layer: delta for layer, delta in self.values.items() if layer in kept},
+            keys={layer: delta for layer, delta in self.keys.items() if layer in kept},
+        )
+
+    def cosine(self, other: Steering) -> float:
+        """Cosine of the value deltas over all layers of both, a missing layer counting as zero; 0 beside a zero."""
+        layers = sorted({*self.values, *other.values})
+        dot = sum(_dot(self.values.get(layer), other.values.get(layer)) for layer in layers)
+        mine, theirs = (math.hypot(*steering.norms.values(), 0.0) for steering in (self, other))
+        return dot / (mine * theirs) if mine and theirs else 0.0
+
+    def layer_cosines(self, other: Steering) -> dict[int, float]:
+        """Cosine of the value deltas in each layer that both have."""
+        shared = sorted(set(self.values) & set(other.values))
+        mine, theirs = self.norms, other.norms
+        return {
+            layer: _dot(self.values[layer], other.values[layer]) / (mine[layer] * theirs[layer] or 1.0)
+            for layer in shared
+        }
+
+    def check(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `FingerprintMismatchError`, naming each differing field, unless this steering is of that model."""
+        differences = self.fingerprint.diff(fingerprint)
+        if differences:
+            raise FingerprintMismatchError(
+                "The steering",
+                differences,
+                "steering",
+                "Make it anew from its pairs with `engine.make_steering(pairs)`.",
+            )
+
+    def warn_beyond_cliff(self) -> None:
+        """Issue a `SteeringWarning` when it is stronger than text was measured to bear."""
+        if self.coherent is not None and self.coherent[1] < 1:
+            high = self.coherent[1]
+            times = f"{1 / high:.3g} times" if high > 0 else "far"
+            warnings.warn(
+                f"A steering is {times} beyond the cliff up to which text was measured to stay coherent; expect it to "
+                "fall apart. Lower alpha.",
+                SteeringWarning,
+                stacklevel=3,
+            )
+
+    def __add__(self, other: Steering) -> Steering:
+        if not isinstance(other, Steering):
+            return NotImplemented
+        other.check(self.fingerprint)
+        if self.method != other.method:
+            raise SteeringError(
+                f"Got a sum of method {self.method!r} and {other.method!r}; they are applied at different positions. "
+                "Apply them one by one, or make both with one method."
+            )
+        return replace(
+            self,
+            values=_sum(self.values, other.values),
+            keys=_sum(self.keys, other.keys),
+            scales={
+                layer: _mean([side.scales[layer] for side in (self, other) if layer in side.scales])
+                for layer in {*self.scales, *other.scales}
+            },
+            coherent=None,
+            provenance=self.provenance if self.provenance == other.provenance else {"made": "a sum of steerings"},
+        )
+
+    def __neg__(self) -> Steering:
+        return self * -1.0
+
+    def __sub__(self, other: Steering) -> Steering:
+        return self + -other if isinstance(other, Steering) else NotImplemented
+
+    def __mul__(self, factor: float) -> Steering:
+        if not isinstance(factor, int | float):
+            return NotImplemented
+        return self.scaled(c_v=_finite(factor, "alpha"), c_k=factor)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Steering:
+        if not isinstance(divisor, int | float):
+            return NotImplemented
+        return self * (1.0 / divisor if divisor else math.inf)
+
+    def __eq__(self, other: object) -> bool:
+        return self.id == other.id if isinstance(other, Steering) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"Steering({self.method}, layers {self.layers[0]}-{self.layers[-1]}, id {self.id[:8]})"
+
+
+def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
+    """The layers of a model of `count` that a range names: by default the middle third (arXiv 2604.03270, section 4.5).
+
+    A pair of floats is read as fractions of the depth; everything else as indices. Raises `SteeringError` for what
+    names no layer of the model.
+    """
+    chosen: Sequence[float] = (1 / 3, 2 / 3) if layers is None else tuple(layers)
+    advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
+    if len(chosen) == 2 and any(isinstance(bound, float) for bound in chosen):
+        start, stop = chosen
+        if not 0 <= start < stop <= 1:
+            raise SteeringError(f"Got the layers {layers!r}; {advice}")
+        first = min(round(start * count), count - 1)
+        return tuple(range(first, max(round(stop * count), first + 1)))
+    indices = {index for index in chosen if type(index) is int and 0 <= index < count}
+    if not chosen or len(indices) != len(chosen):
+        raise SteeringError(f"Got the layers {layers!r} of a model of {count} layers; {advice}")
+    return tuple(sorted(indices))
+
+
+@torch.inference_mode()
+def _checked(name: str, deltas: Deltas) -> dict[int, Tensor]:
+    """The deltas by ascending layer, as private float32 copies that torch refuses to write to."""
+    for layer, delta in deltas.items():
+        if type(layer) is not int or layer < 0:
+            raise SteeringError(f"Got the layer {layer!r} under {name!r}; expected an index from 0 on.")
+        if delta.ndim != 2:
+            raise SteeringError(
+                f"The delta of layer {layer} under {name!r} has the shape {tuple(delta.shape)}; "
+                "expected (kv_heads, head_dim)."
+            )
+        if not bool(torch.isfinite(delta).all()):
+            raise SteeringError(f"The delta of layer {layer} under {name!r} is not finite; lower alpha or remake it.")
+    # Adding zero turns -0.0 into 0.0, so that equal steerings have equal bytes.
+    return {layer: deltas[layer].detach().to("cpu", torch.float32, copy=True) + 0.0 for layer in sorted(deltas)}
+
+
+def _sum(mine: Deltas, theirs: Deltas) -> dict[int, Tensor]:
+    for layer in set(mine) & set(theirs):
+        if mine[layer].shape != theirs[layer].shape:
+            raise SteeringError(
+                f"Deltas of layer {layer} have shapes {tuple(mine[layer].shape)} and {tuple(theirs[layer].shape)}; "
+                "expected steerings of one model."
+            )
+    return {
+        **mine,
+        **{layer: mine[layer] + delta if layer in mine else delta for layer, delta in theirs.items()},
+    }
+
+
+def _finite(factor: float, name: str) -> float:
+    if not math.isfinite(factor):
+        raise SteeringError(f"Got {name}={factor!r}; expected a finite number.")
+    return float(factor)
+
+
+def _dot(mine: Tensor | None, theirs: Tensor | None) -> float:
+    return 0.0 if mine is None or theirs is None else float((mine.double() * theirs.double()).sum())
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)

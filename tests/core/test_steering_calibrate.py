@@ -1,0 +1,179 @@
+"""The sweep over alpha: what it measures, what it recommends, and where it warns."""
+
+import builtins
+import math
+
+import pytest
+
+from kp_core import KnowledgePackError
+from kp_core.errors import MissingDependencyError, SteeringError
+from kp_core.steering import SteeringWarning, Task, calibrate, repetition
+from tests.conftest import tiny_engine
+
+PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42")]
+WORDS = "one two three four five six seven eight nine ten"
+
+
+def steering_of(engine):
+    return engine.make_steering(PAIRS, layers=(0.0, 1.0), progress=False).at_strength(1)
+
+
+class Spoken:
+    """Speaks as told: from |alpha| 3 on it repeats itself, from 2 on it forgets; the effect is alpha."""
+
+    def __init__(self, collapse=3.0, forget=2.0, surprise=math.inf):
+        self.collapse, self.forget, self.surprise, self.asked = collapse, forget, surprise, []
+
+    def generate(self, messages, *, steering, scope, packs, max_tokens):
+        alpha = steering[1]
+        self.asked.append((messages, alpha, scope, tuple(packs), max_tokens))
+
+        class Said:
+            text = "a b c " * 9 if abs(alpha) >= self.collapse else f"{alpha} {WORDS}"
+
+        if abs(alpha) < self.forget:
+            Said.text += " Paris"
+        return Said
+
+    def perplexity(self, _messages, text, *, packs):
+        assert packs is not None
+        first = text.split()[0]
+        return 1e6 if first != "a" and abs(float(first)) >= self.surprise else 5.0
+
+
+def effect(text):
+    first = text.split()[0]
+    return 9.0 if first == "a" else float(first)
+
+
+TASKS = ("Who?", Task("Where?", (), "paris"))
+
+
+def sweep(spoken, tasks=TASKS, **settings):
+    settings = {"alphas": (-4, -2, -1, 0.5, 1, 2, 4), "progress": False} | settings
+    return calibrate(spoken, steering_of(tiny_engine()), tasks, effect, **settings)
+
+
+def test_the_coherent_range_ends_where_text_repeats_itself():
+    found = sweep(Spoken())
+    assert [row.alpha for row in found.rows] == [-4, -2, -1, 0, 0.5, 1, 2, 4]
+    assert (found.low, found.high) == (-2, 2)
+    assert found.recommended == 2
+    assert found.recommended_with_knowledge == 1
+    assert [row.coherence for row in found.rows] == [0, 1, 1, 1, 1, 1, 1, 0]
+    assert [row.accuracy for row in found.rows] == [0, 0, 1, 1, 1, 1, 0, 0]
+    assert [row.strength for row in found.rows] == pytest.approx([4, 2, 1, 0, 0.5, 1, 2, 4])
+    assert found.rows[0].effect == 9
+    assert found.steering.coherent == (-2, 2)
+    assert found.steering == steering_of(tiny_engine())
+
+
+def test_surprise_and_invalid_text_end_it_as_well():
+    assert sweep(Spoken(surprise=1.0)).high == 0.5
+    assert sweep(Spoken(), is_valid=lambda text: not text.startswith("1.0")).high == 0.5
+    assert sweep(Spoken(surprise=2.0), most_perplexity=1e9).high == 2
+
+
+def test_an_end_of_the_sweep_is_no_cliff():
+    found = sweep(Spoken(collapse=99), alphas=[1, 2])
+    assert (found.low, found.high) == (0, 2)
+    assert found.steering.coherent == (-math.inf, math.inf)
+
+
+def test_without_questions_that_have_answers_the_default_beside_packs_is_cautious():
+    assert sweep(Spoken(), tasks=["Who?"]).recommended_with_knowledge == 0.7
+    assert sweep(Spoken(collapse=1.0), tasks=["Who?"]).recommended_with_knowledge == 0.5
+    assert sweep(Spoken(), tasks=["Who?"]).rows[0].accuracy is None
+
+
+def test_every_task_is_asked_as_given():
+    spoken = Spoken()
+    pack = tiny_engine().build_pack("A fact of it.", inside="system")
+    sweep(spoken, tasks=[Task("Who?", [pack])], alphas=[1], scope="pack", max_tokens=7)
+    assert spoken.asked == [("Who?", 0.0, "pack", (pack,), 7), ("Who?", 1.0, "pack", (pack,), 7)]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "alphas"), [([], [1]), (["Who?"], []), (["Who?"], [math.nan]), (["Who?"], [math.inf])]
+)
+def test_a_sweep_of_nothing_is_refused(tasks, alphas):
+    with pytest.raises(SteeringError, match="expected tasks and finite numbers"):
+        sweep(Spoken(), tasks=tasks, alphas=alphas)
+
+
+def test_it_runs_on_an_engine_and_the_calibrated_steering_warns_beyond_its_cliff():
+    engine = tiny_engine()
+    found = calibrate(
+        engine,
+        steering_of(engine),
+        ["Who is the er?"],
+        len,
+        alphas=[1, 2],
+        is_valid=lambda text: len(text) >= 0,
+        most_repetition=1,
+        most_perplexity=math.inf,
+        max_tokens=5,
+        progress=False,
+    )
+    assert [row.alpha for row in found.rows] == [0, 1, 2]
+    assert all(row.perplexity > 1 for row in found.rows)
+    assert found.to_dict()["rows"][1]["alpha"] == 1
+    fallen = sweep(Spoken(collapse=1.0)).steering
+    with pytest.warns(SteeringWarning, match=r"2 times beyond"):
+        engine.generate("Who?", steering=fallen, max_tokens=1)
+
+
+def test_perplexity_is_that_of_the_tokens_one_by_one():
+    engine = tiny_engine()
+    answer = "the an 42"
+    tokens = engine.tokenizer.encode(answer, add_special_tokens=False)
+    prompt = engine.template.render("Who?")
+    import torch
+
+    from kp_core.testing import tiny_model
+
+    with torch.inference_mode():
+        logits = tiny_model("llama")(torch.tensor([[*prompt.token_ids, *tokens]])).logits[0]
+    behind = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+    expected = math.exp(-behind[range(len(tokens)), tokens].mean())
+    assert engine.perplexity("Who?", answer) == pytest.approx(expected, rel=1e-3)
+    one = engine.perplexity("Who?", engine.tokenizer.decode(tokens[:1]))
+    assert one == pytest.approx(math.exp(-behind[0, tokens[0]]), rel=1e-3)
+    assert engine.perplexity("Who?", "") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("", 0), ("one two", 0), (WORDS, 0), ("a a a a a", 2 / 3), ("A b c a B c", 0.25), ("a b c " * 9, 0.88)],
+)
+def test_repetition_is_the_share_of_triples_seen_before(text, share):
+    assert repetition(text) == pytest.approx(share)
+
+
+def test_the_table_has_a_line_per_alpha_and_the_recommendation():
+    lines = sweep(Spoken()).table().splitlines()
+    assert len(lines) == 10
+    assert lines[1].split() == ["-4.00", "4.000", "9.000", "0%", "88%", "5.0", "0%"]
+    assert lines[-1] == "Coherent from -2 to 2. Recommended: 2 alone, 1 with knowledge."
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_plot_is_a_picture(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = sweep(Spoken()).plot(tmp_path / f"sweep.{suffix}")
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm")
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return real(name, *rest, **more)
+
+    found = sweep(Spoken())
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingDependencyError, match=r"knowledge-packs\[plot\]") as caught:
+        found.plot(tmp_path / "sweep.png")
+    assert isinstance(caught.value, KnowledgePackError)
