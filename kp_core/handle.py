@@ -18,7 +18,9 @@ __all__ = ["Handle", "check_namespace", "find_handles", "mint", "strip_handles"]
 _NAMESPACE = r"[a-z0-9][a-z0-9_-]{0,62}"
 # 13 bytes make 104 bits, written as 21 characters of base32.
 _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
-_PATTERN = re.compile(rf"(?<![A-Za-z0-9_])kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
+# In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on a line of its own comes after
+# the letter of an escaped line feed.
+_PATTERN = re.compile(rf"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
 
 
 @dataclass(frozen=True, order=True)

@@ -10,8 +10,10 @@ from kp_core.handle import strip_handles
 
 __all__ = ["AnswerText"]
 
-# The end of a text that more text could turn into a handle.
-_MAYBE_HANDLE = re.compile(r"(?<![A-Za-z0-9_])k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z")
+# The end of a text that more text could turn into a handle, or into what may stand before one.
+_MAYBE_HANDLE = re.compile(
+    r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
+)
 
 
 class AnswerText:

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +40,13 @@ def test_what_is_no_handle_is_refused(text):
 @pytest.mark.parametrize("text", ["xkp:a/" + "a" * 21, "kp:a/" + "a" * 22, "kp:a/" + "a" * 21 + "Z"])
 def test_parts_of_longer_words_are_no_handles(text):
     assert find_handles(text) == []
+
+
+def test_handles_are_found_in_json_and_in_written_out_lists():
+    handles = [str(mint(SECRET, "a", text)) for text in "xyz"]
+    for written in (json.dumps("\n".join(handles)), repr(["\t".join(handles)]), json.dumps(handles)):
+        assert [str(handle) for _, _, handle in find_handles(written)] == handles
+        assert "kp:" not in strip_handles(written)
 
 
 @pytest.mark.parametrize("name", ["", "A", "-a", "a/b", "a.b", "..", "a" * 64, "ä"])
