@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackSink, pack_place
 from kp_llamaindex.llm import KnowledgePackLLM, use_in_settings
+from kp_llamaindex.memory import KnowledgePackMemoryBlock
 from kp_llamaindex.messages import to_messages
 from kp_llamaindex.nodes import NumberSources, PackNode
 from kp_llamaindex.retriever import KnowledgePackRetriever
@@ -14,6 +15,7 @@ from kp_llamaindex.retriever import KnowledgePackRetriever
 __all__ = [
     "KnowledgePackIndex",
     "KnowledgePackLLM",
+    "KnowledgePackMemoryBlock",
     "KnowledgePackRetriever",
     "KnowledgePackSink",
     "NumberSources",

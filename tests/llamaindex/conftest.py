@@ -3,8 +3,13 @@
 import json
 from pathlib import Path
 
+import llama_index.core
 import numpy as np
 import pytest
+from llama_index.core import Settings
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.schema import TextNode
 
 from kp_core import MemoryFactBank, PackStore
@@ -66,3 +71,30 @@ def tiny_index(nodes, store, embedder):
 @pytest.fixture
 def tiny():
     return KnowledgePackLLM(engine=tiny_engine(), max_tokens=8)
+
+
+@pytest.fixture
+def usages():
+    """The usage of every chat that ends, as LlamaIndex's events tell it."""
+    seen = []
+
+    class Listener(BaseEventHandler):
+        def handle(self, event, **_):
+            if isinstance(event, LLMChatEndEvent) and event.response is not None:
+                seen.append(event.response.raw["usage"])
+
+    listener, dispatcher = Listener(), get_dispatcher()
+    dispatcher.add_event_handler(listener)
+    yield seen
+    dispatcher.event_handlers.remove(listener)
+
+
+@pytest.fixture
+def clean_settings():
+    """LlamaIndex's settings, put back as they were."""
+    kept = {name: getattr(Settings, name) for name in ("_llm", "_tokenizer")}
+    tokenizer = llama_index.core.global_tokenizer
+    yield
+    for name, value in kept.items():
+        setattr(Settings, name, value)
+    llama_index.core.global_tokenizer = tokenizer

@@ -22,18 +22,6 @@ CHAT = [ChatMessage("Be brief.", role="system"), ChatMessage("Name a colour.")]
 FACT = "The mill of Veyl has four sails."
 
 
-@pytest.fixture
-def clean_settings():
-    kept = {name: getattr(Settings, name) for name in ("_llm", "_tokenizer")}
-    yield
-    for name, value in kept.items():
-        setattr(Settings, name, value)
-    from llama_index.core import global_tokenizer, set_global_tokenizer
-
-    if global_tokenizer is not None:
-        set_global_tokenizer(None)
-
-
 def test_raw_counts_what_was_sent(tiny):
     response = tiny.chat(CHAT)
     usage = response.raw["usage"]
