@@ -25,6 +25,7 @@ from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackSource, PackView
 from kp_core.store import PackStore
 from kp_core.template import ChatTemplate
+from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
 from kp_core.usage import Usage
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "ChatTemplate",
     "ChromaFactBank",
     "Composer",
+    "Delta",
     "Embedder",
     "Engine",
     "ExactComposer",
@@ -61,6 +63,9 @@ __all__ = [
     "SentenceTransformerEmbedder",
     "Span",
     "Stream",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "bundled_embedder",
     "bundled_model",

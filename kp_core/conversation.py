@@ -4,8 +4,9 @@ Templates differ in what they know. What a template lacks is rendered in this st
 
 - no system role: the system message opens the first user message, a blank line between them;
 - no tool role: a tool message becomes a user message, `[tool result: <name>]` on a line before its content;
-- no tool calls: each call is appended to the assistant's content, on a line of its own, as
-  `<tool_call>{"name": ..., "arguments": ...}</tool_call>`;
+- no tool calls: each call is appended to the assistant's content, on lines of its own, as
+  `<tool_call>`, `{"name": ..., "arguments": ...}`, `</tool_call>`;
+- no tools: a paragraph at the end of the system message lists them and shows how to call one, in that same form;
 - alternating roles demanded: neighbouring messages of one role become one, a blank line between them.
 """
 
@@ -19,12 +20,18 @@ from typing import Any, TypeAlias
 
 from kp_core.errors import PromptError
 from kp_core.resolve import Message, PackRef, PackView, Segment, split_content
+from kp_core.tools import Tool
 
-__all__ = ["ToolCall", "Turn", "TurnShaper", "lift_packs", "to_turns", "with_memory"]
+__all__ = ["Turn", "TurnShaper", "lift_packs", "map_strings", "to_turns", "with_instruction", "with_memory"]
 
-ToolCall: TypeAlias = Mapping[str, Any]
+_Call: TypeAlias = Mapping[str, Any]
 _GAP = "\n\n"
 _ROLES = ("system", "user", "assistant", "tool")
+_CALLING = (
+    "You can call tools. To call one, write\n"
+    '<tool_call>\n{"name": <the name of the tool>, "arguments": <its arguments>}\n</tool_call>\n'
+    "with arguments that fit its parameters. The tools:"
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Turn:
 
     role: str
     segments: tuple[Segment, ...] = ()
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[_Call, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def with_segments(self, segments: Sequence[Segment]) -> Turn:
@@ -42,9 +49,9 @@ class Turn:
 
     def to_message(self, content: str, escape: Callable[[str], str]) -> dict[str, Any]:
         """The message a template takes: with `content`, and every other string passed through `escape`."""
-        message: dict[str, Any] = {"role": self.role, "content": content, **_map_strings(dict(self.extra), escape)}
+        message: dict[str, Any] = {"role": self.role, "content": content, **map_strings(dict(self.extra), escape)}
         if self.tool_calls:
-            message["tool_calls"] = _map_strings(list(self.tool_calls), escape)
+            message["tool_calls"] = map_strings(list(self.tool_calls), escape)
         return message
 
 
@@ -84,10 +91,21 @@ def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, 
     return (Turn("system", ordered), *turns)
 
 
-class TurnShaper:
-    """Reshapes turns to what one template knows, found out by rendering small probes."""
+def with_instruction(turns: Sequence[Turn], text: str) -> tuple[Turn, ...]:
+    """`turns` with `text` as the last paragraph of the system message, which is added where there is none."""
+    if turns[0].role == "system":
+        gap = (_GAP,) if turns[0].segments else ()
+        return (turns[0].with_segments((*turns[0].segments, *gap, text)), *turns[1:])
+    return (Turn("system", (text,)), *turns)
 
-    def __init__(self, render: Callable[[list[dict[str, Any]]], str | None]) -> None:
+
+class TurnShaper:
+    """Reshapes turns to what one template knows, found out by rendering small probes.
+
+    `render` takes messages and tools, and gives `None` for what the template refuses.
+    """
+
+    def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]) -> None:
         token = secrets.token_hex(4)
         user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
         # Nine characters, as one family of templates demands of these ids.
@@ -96,8 +114,11 @@ class TurnShaper:
         result = {"role": "tool", "content": token, "name": f"n{token}", "tool_call_id": "call00001"}
 
         def shows(*messages: dict[str, Any]) -> bool:
-            return token in (render(list(messages)) or "")
+            return token in (render(list(messages), None) or "")
 
+        offered = render([user], [Tool(f"n{token}", token).to_dict()])
+        self.takes_tools = token in (offered or "")
+        """Whether the template shows tools by itself."""
         self._system = shows({"role": "system", "content": token}, user)
         self._calls = shows(user, calls)
         # Some templates show tool results only behind the call they answer.
@@ -116,13 +137,21 @@ class TurnShaper:
             shaped = _merged(shaped)
         return tuple(shaped)
 
+    def offer(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> tuple[Turn, ...]:
+        """`turns` with `tools` listed in the system message, unless the template does that by itself."""
+        if self.takes_tools or not tools:
+            return tuple(turns)
+        listed = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
+        return with_instruction(turns, f"{_CALLING}\n{listed}")
+
     def _shape_tools(self, turn: Turn) -> Turn:
         if turn.role == "tool" and not self._tool:
             name = turn.extra.get("name", "tool")
             return Turn("user", (f"[tool result: {name}]\n", *turn.segments))
         if turn.tool_calls and not self._calls:
             calls = "\n".join(
-                f"<tool_call>{json.dumps(call['function'], ensure_ascii=False)}</tool_call>" for call in turn.tool_calls
+                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+                for call in turn.tool_calls
             )
             gap = ("\n",) if turn.segments else ()
             return replace(turn, segments=(*turn.segments, *gap, calls), tool_calls=())
@@ -148,7 +177,7 @@ def _merged(turns: Sequence[Turn]) -> list[Turn]:
     return merged
 
 
-def _normalised(call: object) -> ToolCall:
+def _normalised(call: object) -> _Call:
     """A tool call in the form templates take: arguments as an object, under `function`."""
     if not isinstance(call, Mapping):
         raise PromptError(f"Got the tool call {call!r}; expected a mapping with a 'function'.")
@@ -167,11 +196,12 @@ def _normalised(call: object) -> ToolCall:
     return shaped
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON of any shape
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON of any shape
+    """`value` with `change` applied to every string in it that is not a key."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_strings(item, change) for key, item in value.items()}
+        return {key: map_strings(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
-        return [_map_strings(item, change) for item in value]
+        return [map_strings(item, change) for item in value]
     return value

@@ -5,6 +5,7 @@
     │   ├── TemplateError           the chat template refused it, or lacks what was asked for
     │   ├── UnsupportedContentError content other than text for a text model
     │   ├── HandleError             not a handle, a bad namespace
+    │   ├── ToolError               a tool, a tool choice or a schema that cannot be honoured
     │   └── ContextOverflowError    more tokens than the model has positions
     ├── ModelError
     │   ├── UnsupportedModelError   the cache of this architecture is not plain per-token KV
@@ -43,6 +44,7 @@ __all__ = [
     "QuotaError",
     "SamplingError",
     "TemplateError",
+    "ToolError",
     "UnsupportedContentError",
     "UnsupportedModelError",
 ]
@@ -66,6 +68,10 @@ class UnsupportedContentError(PromptError):
 
 class HandleError(PromptError):
     """A string that is not a handle, or a name that is not a namespace."""
+
+
+class ToolError(PromptError):
+    """A tool, a tool choice or a JSON Schema that cannot be honoured."""
 
 
 class ContextOverflowError(PromptError):

@@ -7,6 +7,7 @@ is what goes wrong elsewhere: a second call repeats the default system message, 
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,15 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
-from kp_core.conversation import Turn, TurnShaper, lift_packs, to_turns, with_memory
+from kp_core.conversation import (
+    Turn,
+    TurnShaper,
+    lift_packs,
+    map_strings,
+    to_turns,
+    with_instruction,
+    with_memory,
+)
 from kp_core.encoding import Encoded, PromptEncoder
 from kp_core.errors import PromptError, TemplateError
 from kp_core.fingerprint import ModelFingerprint
@@ -22,6 +31,7 @@ from kp_core.pack import Head, KnowledgePack
 from kp_core.prefix import common_length
 from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackRef, PackView, Segment
+from kp_core.tools import AnswerShape, ToolFormat, format_of
 
 __all__ = ["ChatTemplate", "Placement", "SpanCheck", "TokenisedPack"]
 
@@ -33,6 +43,8 @@ _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'
 # or a sign.
 _PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
 _SLOT = "{pack}"
+_FREE = AnswerShape()
+_SCHEMA = "Answer with JSON that fits this JSON Schema, and nothing else:\n"
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,10 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._encoder = PromptEncoder(tokenizer)
         self._shaper = TurnShaper(self._try_render)
+        self.tool_format: ToolFormat = format_of(self.source) if self._shaper.takes_tools else format_of("")
+        """How the model writes tool calls."""
+        self.thinks = "</think>" in self.source
+        """Whether answers may begin with reasoning in a `<think>` block."""
 
     @property
     def source(self) -> str:
@@ -93,13 +109,16 @@ class ChatTemplate:
         view: PackView | None = None,
         packs: Sequence[PackRef] = (),
         placement: Placement = "in_place",
+        shape: AnswerShape = _FREE,
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
     ) -> Prompt:
         """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
 
         `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
-        order of first appearance, and the messages keep only the handles. `thinking` switches templates that can.
+        order of first appearance, and the messages keep only the handles. The tools of `shape` are shown by the
+        template where it can, else listed at the end of the system message, as is the schema of the answer. `thinking`
+        switches templates that can.
 
         Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
         """
@@ -111,9 +130,14 @@ class ChatTemplate:
             packs = (*packs, *found)
         if packs:
             turns = with_memory(turns, packs)
-        return self._prompt(
-            self._shaper.shape(turns), self._switches(thinking=thinking), add_generation_prompt=add_generation_prompt
-        )
+        switches = self._switches(thinking=thinking)
+        if shape.tools:
+            turns = self._shaper.offer(turns, shape.tools)
+            if self._shaper.takes_tools:
+                switches["tools"] = map_strings([tool.to_dict() for tool in shape.tools], self._encoder.escape)
+        if shape.schema is not None:
+            turns = with_instruction(turns, _SCHEMA + json.dumps(shape.schema, ensure_ascii=False))
+        return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
 
     def tokenise_pack(self, text: str, inside: Sequence[Message] | Literal["user", "system"] = "user") -> TokenisedPack:
         """`text` as a pack that will stand where `inside` says.
@@ -205,9 +229,9 @@ class ChatTemplate:
             raise TemplateError(f"The chat template refused a conversation of [{roles}]: {error}") from error
         return str(rendered)
 
-    def _try_render(self, messages: list[dict[str, Any]]) -> str | None:
+    def _try_render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
         try:
-            return self._render(messages, {"add_generation_prompt": False})
+            return self._render(messages, {"add_generation_prompt": False, "tools": tools})
         except TemplateError:
             return None
 

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias, TypedDict
 
 from torch import Tensor
 
@@ -16,11 +16,12 @@ from kp_core.pack import KnowledgePack
 from kp_core.prompt import Prompt
 from kp_core.resolve import Message, PackView
 from kp_core.template import Placement
+from kp_core.tools import Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
 __all__ = ["FinishReason", "Generation", "Inside", "Request", "Sampling", "sampling_of"]
 
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 Inside: TypeAlias = Sequence[Message] | Literal["user", "system"]
 
 
@@ -71,6 +72,13 @@ class Request(TypedDict, total=False):
     """What packs' KV may stand for; exact by default."""
     foreign: Literal["error", "rebuild"]
     """What to do with a pack of another model: refuse (default), or use its text and recompute."""
+    tools: Sequence[Tool | Mapping[str, Any]]
+    """What the model may call, each as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+    tool_choice: ToolChoice
+    parallel_tool_calls: bool | None
+    """Several calls in one answer; by default only with `tool_choice="auto"`."""
+    response_schema: Mapping[str, Any] | Literal[True] | None
+    """The answer is JSON of this schema (`True`: any object), held to it by a grammar."""
     thinking: bool | None
     """Switches thinking on or off, for templates that can."""
     reuse: bool
@@ -95,7 +103,7 @@ def sampling_of(request: Mapping[str, object]) -> Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer: its text (handles and stop strings removed), its tokens, why it ended, and what it cost."""
+    """One answer: its text (handles, stop strings, reasoning and calls removed), its tokens, why it ended, its cost."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -104,3 +112,7 @@ class Generation:
     prompt: Prompt
     first_logits: Tensor | None = field(default=None, compare=False, repr=False)
     """Logits behind the prompt, `(vocabulary,)`; `None` when the generation was cancelled before."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The calls that were completed, in order."""
+    reasoning: str = ""
+    """What stood in the `<think>` block."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
 from kp_core.engines.request import Generation
+from kp_core.tools import Delta
 
 __all__ = ["AsyncStream", "Stream", "in_thread"]
 
@@ -16,26 +17,34 @@ T = TypeVar("T")
 
 
 class Stream:
-    """Pieces of an answer; `generation` is set once they have all come."""
+    """Pieces of the visible text of an answer; `generation` is set once they have all come."""
 
-    def __init__(self, pieces: Generator[str, None, Generation]) -> None:
-        self._pieces = pieces
+    def __init__(self, deltas: Generator[Delta, None, Generation]) -> None:
+        self._deltas = deltas
         self.generation: Generation | None = None
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> str:
-        try:
-            return next(self._pieces)
-        except StopIteration as stop:
-            # A generator that is asked again after its end has no value any more.
-            self.generation = self.generation or stop.value
-            raise
+        for delta in self.deltas():
+            if delta.text:
+                return delta.text
+        raise StopIteration
+
+    def deltas(self) -> Iterator[Delta]:
+        """All that comes: text, reasoning and pieces of tool calls. Shares its place with plain iteration."""
+        while True:
+            try:
+                yield next(self._deltas)
+            except StopIteration as stop:
+                # A generator that is asked again after its end has no value any more.
+                self.generation = self.generation or stop.value
+                return
 
     def result(self) -> Generation:
         """The whole answer; reads what is left of the stream."""
-        for _ in self:
+        for _ in self.deltas():
             pass
         if self.generation is None:
             raise RuntimeError("The stream was closed before its answer was complete.")
@@ -43,7 +52,7 @@ class Stream:
 
     def close(self) -> None:
         """Stop generating and give the memory back."""
-        self._pieces.close()
+        self._deltas.close()
 
 
 class AsyncStream:
@@ -64,21 +73,26 @@ class AsyncStream:
         return self
 
     async def __anext__(self) -> str:
-        piece = await in_thread(self._next, self._cancel, self._close)
-        if piece is None:
-            raise StopAsyncIteration
-        return piece
+        async for delta in self.deltas():
+            if delta.text:
+                return delta.text
+        raise StopAsyncIteration
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """All that comes, as `Stream.deltas`."""
+        while (delta := await in_thread(self._next, self._cancel, self._close)) is not None:
+            yield delta
 
     async def aclose(self) -> None:
         """Stop generating and give the memory back."""
         self._cancel.set()
         await asyncio.to_thread(self._close)
 
-    def _next(self) -> str | None:
+    def _next(self) -> Delta | None:
         with self._stepping:
             if self._stream is None:
                 self._stream = self._start()
-            return next(self._stream, None)
+            return next(self._stream.deltas(), None)
 
     def _close(self) -> None:
         with self._stepping:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kp_core.handle import strip_handles
@@ -20,15 +20,15 @@ class AnswerText:
     """Decodes an answer incrementally, ends it at a stop string, and leaves handles out.
 
     What might still become a stop string or a handle is held back until it is decided, so that the pieces of a stream
-    join to exactly `text`.
+    join to exactly `text`. Special tokens are left out, but for those in `kept`, which read as the text given there.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:  # noqa: ANN401
+    def __init__(self, tokenizer: Any, stop: Sequence[str], kept: Mapping[int, str] | None = None) -> None:  # noqa: ANN401
         from tokenizers.decoders import DecodeStream
 
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._stop = tuple(stop)
+        self._stop, self._kept = tuple(stop), dict(kept or {})
         self._raw = ""
         self._given = 0
         self.text = ""
@@ -38,7 +38,7 @@ class AnswerText:
 
     def push(self, token: int) -> str:
         """The text that became certain with `token`, possibly empty."""
-        self._raw += self._stream.step(self._backend, token) or ""
+        self._raw += self._kept.get(token) or self._stream.step(self._backend, token) or ""
         if self._stop:
             found = [at for at in (self._raw.find(stop, self._given) for stop in self._stop) if at >= 0]
             if found:

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from kp_core.compose import ExactComposer
 from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
+from kp_core.engines.hf.constraint import Constraint, Grammars
 from kp_core.engines.hf.loading import load, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.prefill import Cancelled, Prefilled, Prefiller
@@ -35,6 +36,7 @@ from kp_core.prefix import Node
 from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackRef, PackSource
 from kp_core.template import ChatTemplate
+from kp_core.tools import AnswerReader, AnswerShape, Delta
 from kp_core.usage import Usage
 
 __all__ = ["HFEngine", "Prefill"]
@@ -50,6 +52,15 @@ class Prefill:
     logits: Tensor
     usage: Usage
     prompt: Prompt
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How one answer is decoded, read and constrained."""
+
+    text: AnswerText
+    reader: AnswerReader
+    constraint: Constraint | None
 
 
 class HFEngine:
@@ -86,6 +97,7 @@ class HFEngine:
         )
         eos = getattr(self.tokenizer, "eos_token_id", None)
         self._end_tokens = self._model.end_tokens | ({eos} if isinstance(eos, int) else set())
+        self._grammars = Grammars(self.tokenizer, self._model.vocabulary, self._end_tokens)
         self._fingerprinting = threading.Lock()
 
     @cached_property
@@ -211,10 +223,11 @@ class HFEngine:
     def stream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Stream:
         """The answer piece by piece; raises as `generate`, at the call."""
         began = time.perf_counter()
-        sampling = sampling_of(request)
+        sampling, shape = sampling_of(request), AnswerShape.of(request)
         prompt, source = self._resolve(messages, request)
         room = self._room(prompt, sampling)
-        return Stream(self._answer(prompt, source, request, sampling, room, began))
+        reading = self._reading(prompt, shape, sampling, room)
+        return Stream(self._answer(prompt, source, request, sampling, room, reading, began))
 
     async def agenerate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
@@ -236,6 +249,7 @@ class HFEngine:
             view=None if view is None else checked_view(view, checked),
             packs=explicit_packs(request.get("packs", ()), view, checked),
             placement=request.get("placement", "in_place"),
+            shape=AnswerShape.of(request),
             thinking=request.get("thinking"),
         )
         return prompt, checked
@@ -247,6 +261,27 @@ class HFEngine:
         if wanted > left:
             raise ContextOverflowError(len(prompt), wanted, self.max_positions)
         return wanted
+
+    def _reading(self, prompt: Prompt, shape: AnswerShape, sampling: Sampling, room: int) -> _Reading:
+        """How an answer of `shape` is held to it and read."""
+        template, form = self._template, self._template.tool_format
+        opened = template.thinks and prompt.rendered.rstrip().endswith("<think>")
+        names = tuple(tool.name for tool in shape.callable)
+        reader = AnswerReader(form if names else None, names, thinks=template.thinks, opened=opened)
+        text = AnswerText(
+            self.tokenizer,
+            sampling.stop,
+            {token: marker for marker in form.markers if (token := self._special(marker)) is not None and names},
+        )
+        if shape.is_free:
+            return _Reading(text, reader, None)
+        grammar = shape.grammar(form, self._special, thinks=template.thinks, opened=opened)
+        return _Reading(text, reader, self._grammars.constraint(grammar, form.trigger if names else "", room))
+
+    def _special(self, marker: str) -> int | None:
+        """The id of `marker`, when it is a special token."""
+        added = self.tokenizer.added_tokens_decoder
+        return next((number for number, token in added.items() if token.special and token.content == marker), None)
 
     def _start(self, prompt: Prompt, source: PackSource, request: Request, room: int) -> Prefilled:
         return self._prefiller.start(
@@ -267,9 +302,10 @@ class HFEngine:
         request: Request,
         sampling: Sampling,
         room: int,
+        reading: _Reading,
         began: float,
-    ) -> Generator[str, None, Generation]:
-        text = AnswerText(self.tokenizer, sampling.stop)
+    ) -> Generator[Delta, None, Generation]:
+        text, reader = reading.text, reading.reader
         try:
             run = self._start(prompt, source, request, room)
         except Cancelled:
@@ -280,24 +316,26 @@ class HFEngine:
         reason: FinishReason = "length"
         cancel, first_logits = request.get("cancel"), run.logits
         try:
-            for token in self._tokens(run, Sampler(sampling, prompt.token_ids, self._model.shape.device), room):
+            sampler = Sampler(sampling, prompt.token_ids, self._model.shape.device, reading.constraint)
+            for token in self._tokens(run, sampler, room):
                 tokens.append(token)
                 ttft = ttft or time.perf_counter() - began
                 if token in self._end_tokens:
                     reason = "stop"
                     break
                 if piece := text.push(token):
-                    yield piece
+                    yield from reader.push(piece)
                 if text.stopped:
                     reason = "stop"
                     break
                 if cancel is not None and cancel.is_set():
                     reason = "cancelled"
                     break
-            if rest := text.flush():
-                yield rest
-            usage = _usage(prompt, run, len(tokens), ttft)
-            return Generation(text.text, tuple(tokens), reason, usage, prompt, first_logits)
+            yield from reader.push(text.flush())
+            yield from reader.finish()
+            usage, calls = _usage(prompt, run, len(tokens), ttft), tuple(reader.calls)
+            reason = "tool_calls" if calls and reason == "stop" else reason
+            return Generation(reader.text, tuple(tokens), reason, usage, prompt, first_logits, calls, reader.reasoning)
         finally:
             self._finish(run, prompt, tokens)
 
@@ -306,7 +344,7 @@ class HFEngine:
         for left in range(room, 0, -1):
             if run.logits is None:
                 raise AssertionError("a prefilled prompt has logits")
-            token = sampler(run.logits)
+            token = sampler(run.logits, left)
             yield token
             if left > 1:
                 run.logits = self._prefiller.forward((token,), run.buffer)

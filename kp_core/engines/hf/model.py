@@ -69,6 +69,11 @@ class CausalModel:
             found.update([token] if isinstance(token, int) else token or [])
         return frozenset(found)
 
+    @property
+    def vocabulary(self) -> int:
+        """Length of the logits, which may be longer than the tokenizer's vocabulary."""
+        return int(self._model.get_output_embeddings().weight.shape[0])
+
     def parameters(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, by name."""
         return dict(self._model.state_dict())

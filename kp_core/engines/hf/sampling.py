@@ -12,15 +12,26 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from kp_core.engines.hf.constraint import Constraint
 from kp_core.engines.request import Sampling
 
 __all__ = ["Sampler"]
 
 
 class Sampler:
-    """Chooses tokens as `Sampling` says; greedy at temperature 0. Equal seeds choose equal tokens."""
+    """Chooses tokens as `Sampling` says; greedy at temperature 0. Equal seeds choose equal tokens.
 
-    def __init__(self, sampling: Sampling, prompt_ids: tuple[int, ...], device: torch.device) -> None:
+    With a `constraint`, among the tokens that it allows.
+    """
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        prompt_ids: tuple[int, ...],
+        device: torch.device,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self._constraint = constraint
         self._greedy = sampling.temperature == 0
         processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1:
@@ -40,15 +51,19 @@ class Sampler:
         else:
             self._generator.manual_seed(sampling.seed)
 
-    def __call__(self, logits: Tensor) -> int:
-        """The next token, from logits of shape `(vocabulary,)`."""
+    def __call__(self, logits: Tensor, left: int) -> int:
+        """The next token, from logits of shape `(vocabulary,)`; `left` may still come, this one included."""
         scores = logits.to(torch.float32)[None]
+        if self._constraint is not None:
+            scores = self._constraint.mask(scores)
         ids = self._ids if self._ids is not None else torch.empty(1, 0, dtype=torch.long, device=logits.device)
         scores = self._processors(ids, scores)
         if self._greedy:
             token = scores.argmax(dim=-1)
         else:
             token = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._generator)[:, 0]
+        if self._constraint is not None:
+            token = torch.full_like(token, self._constraint.accept(int(token), left))
         if self._ids is not None:
             self._ids = torch.cat([self._ids, token[:, None]], dim=1)
         return int(token)

@@ -1,0 +1,87 @@
+"""Tools and tool calls as values."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from kp_core.errors import ToolError
+
+__all__ = ["Delta", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice", "new_call_id"]
+
+ToolChoice: TypeAlias = str
+"""`"auto"`: the model decides; `"any"`: it must call a tool; `"none"`: it may not; else the tool it must call."""
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+_ID_ALPHABET = string.ascii_lowercase + string.digits
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call; `parameters` is the JSON Schema of its arguments, an object."""
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+
+    @classmethod
+    def of(cls, tool: Mapping[str, Any] | Tool) -> Tool:
+        """A tool from `{"type": "function", "function": {...}}`, or from the inner mapping alone.
+
+        Raises `ToolError` for anything else.
+        """
+        if isinstance(tool, Tool):
+            return tool
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ToolError(
+                f"Got the tool {tool!r}; expected {{'type': 'function', 'function': {{'name': ..., 'description': ..., "
+                "'parameters': <JSON Schema>}}."
+            )
+        parameters = function.get("parameters") or _NO_PARAMETERS
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            raise ToolError(
+                f"Got parameters {parameters!r} of {function['name']!r}; expected a JSON Schema of an object."
+            )
+        return cls(function["name"], function.get("description") or "", parameters)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form chat templates take."""
+        about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": about}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call a model made; `arguments` are parsed JSON."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of call number `index`; the first piece brings `id` and `name`, the `arguments` join to JSON."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One step of a streamed answer: visible text, reasoning, or a piece of a tool call."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_call: ToolCallDelta | None = None
+
+
+def new_call_id() -> str:
+    """A random id of nine letters and digits, as the strictest template family demands."""
+    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))

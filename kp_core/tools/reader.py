@@ -1,0 +1,206 @@
+"""From the text of an answer to what is in it: visible text, reasoning and tool calls, piece by piece."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kp_core.tools.base import Delta, ToolCall, ToolCallDelta, new_call_id
+from kp_core.tools.formats import ToolFormat
+
+__all__ = ["AnswerReader"]
+
+_OPEN, _CLOSE = "<think>", "</think>"
+
+
+class AnswerReader:
+    """Reads an answer as it is written.
+
+    `form` is the format of calls, or `None` when no tool is on offer: markup then is text like any other. `names` are
+    the tools that may be called. `thinks` says that a `<think>` block is reasoning, `opened` that the prompt has begun
+    it. What might still become markup is held back until it is decided, so that no piece has to be taken back.
+    """
+
+    def __init__(
+        self, form: ToolFormat | None, names: tuple[str, ...] = (), *, thinks: bool = False, opened: bool = False
+    ) -> None:
+        self._form, self._names = form, names
+        self._buffer = ""
+        self._thinks = thinks or opened
+        self._step: Callable[[], Iterator[Delta]] = self._reasoning if opened else self._begin
+        self._scan = _ObjectScan()
+        self._open_call: tuple[str, str, list[str]] | None = None
+        self.text, self.reasoning = "", ""
+        self.calls: list[ToolCall] = []
+
+    def push(self, piece: str) -> list[Delta]:
+        """What became certain with `piece`."""
+        self._buffer += piece
+        return self._run()
+
+    def finish(self) -> list[Delta]:
+        """What was held back; the answer is over. A call that is not complete is no call."""
+        deltas = self._run()
+        rest, self._buffer = self._buffer, ""
+        if self._step == self._reasoning:
+            return [*deltas, *self._think(rest)]
+        if self._step in (self._begin, self._text):
+            return [*deltas, *self._say(rest)]
+        return deltas
+
+    def _run(self) -> list[Delta]:
+        deltas: list[Delta] = []
+        while True:
+            step, before = self._step, len(self._buffer)
+            deltas += step()
+            if self._step == step and len(self._buffer) == before:
+                return deltas
+
+    def _begin(self) -> Iterator[Delta]:
+        """Nothing was said yet: it may be reasoning, a bare call, or text."""
+        lead = self._buffer.lstrip()
+        if self._thinks and lead.startswith(_OPEN):
+            self._buffer, self._step = lead[len(_OPEN) :].lstrip("\n"), self._reasoning
+        elif self._thinks and _OPEN.startswith(lead):
+            return
+        elif self._form is not None and not self._form.trigger:
+            self._begin_bare(self._form, lead)
+        elif lead or not self._thinks:
+            self._step = self._text
+        yield from ()
+
+    def _begin_bare(self, form: ToolFormat, lead: str) -> None:
+        """Formats without an opening: the answer is a call when it begins like one, of a tool that there is."""
+        lead = lead.removeprefix(form.markers[0]).lstrip() if form.markers else lead
+        head = form.head.match(lead)
+        if head is not None:
+            if json.loads(f'"{head[1]}"') in self._names:
+                self._buffer, self._step = lead, self._head
+            else:
+                self._step, self._form = self._text, None
+        elif lead and not _may_be_head(lead):
+            self._step, self._form = self._text, None
+
+    def _reasoning(self) -> Iterator[Delta]:
+        before, found, after = self._buffer.partition(_CLOSE)
+        if found:
+            yield from self._think(before.rstrip("\n"))
+            self._buffer, self._step, self._thinks = after.lstrip("\n"), self._after_thought, False
+        else:
+            keep = _held(self._buffer, (_CLOSE,), blanks=True)
+            ready, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
+            yield from self._think(ready)
+
+    def _after_thought(self) -> Iterator[Delta]:
+        """Blank lines between reasoning and answer belong to neither."""
+        self._buffer = self._buffer.lstrip("\n")
+        if self._buffer:
+            self._step = self._begin
+        yield from ()
+
+    def _text(self) -> Iterator[Delta]:
+        trigger = self._form.trigger if self._form is not None else ""
+        if not trigger:
+            ready, self._buffer = self._buffer, ""
+            yield from self._say(ready)
+            return
+        before, found, after = self._buffer.partition(trigger)
+        if found:
+            yield from self._say(before.rstrip())
+            self._buffer, self._step = after, self._head
+        else:
+            keep = _held(self._buffer, (trigger,), blanks=True)
+            ready, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
+            yield from self._say(ready)
+
+    def _head(self) -> Iterator[Delta]:
+        """Between calls, or before the first: the next thing is a name."""
+        if self._form is None:
+            raise AssertionError("calls are read in a format")
+        for marker in (self._form.trigger, self._form.closing.strip()):
+            lead = self._buffer.lstrip()
+            if marker and lead.startswith(marker):
+                self._buffer = lead[len(marker) :]
+        head = self._form.head.match(self._buffer)
+        if head is None:
+            return
+        name = head[1] if self._form.separator else json.loads(f'"{head[1]}"')
+        self._buffer, self._step, self._scan = self._buffer[head.end() :], self._arguments, _ObjectScan()
+        self._open_call = (new_call_id(), name, [])
+        yield Delta(tool_call=ToolCallDelta(len(self.calls), self._open_call[0], name))
+
+    def _arguments(self) -> Iterator[Delta]:
+        if self._open_call is None:
+            raise AssertionError("arguments belong to a call")
+        identity, name, parts = self._open_call
+        end = self._scan.feed(self._buffer)
+        piece, self._buffer = (self._buffer, "") if end is None else (self._buffer[:end], self._buffer[end:])
+        if piece:
+            parts.append(piece)
+            yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=piece))
+        if end is not None:
+            self.calls.append(ToolCall(identity, name, _parsed("".join(parts))))
+            self._open_call, self._step = None, self._between
+        return
+
+    def _between(self) -> Iterator[Delta]:
+        """Behind the arguments: the brace that ends the call, unless the format has none."""
+        if self._form is not None and self._form.separator:
+            self._step = self._head
+        elif self._buffer.lstrip().startswith("}"):
+            self._buffer, self._step = self._buffer.lstrip()[1:], self._head
+        yield from ()
+
+    def _say(self, text: str) -> Iterator[Delta]:
+        if text:
+            self.text += text
+            yield Delta(text=text)
+
+    def _think(self, text: str) -> Iterator[Delta]:
+        if text:
+            self.reasoning += text
+            yield Delta(reasoning=text)
+
+
+class _ObjectScan:
+    """Finds the end of a JSON object that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth, self._in_string, self._escaped = 0, False, False
+
+    def feed(self, piece: str) -> int | None:
+        """The place in `piece` behind the object's last brace, or `None` when it goes on."""
+        for at, sign in enumerate(piece):
+            if self._escaped:
+                self._escaped = False
+            elif self._in_string:
+                self._escaped, self._in_string = sign == "\\", sign != '"'
+            elif sign == '"':
+                self._in_string = True
+            elif sign in "{[":
+                self._depth += 1
+            elif sign in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return at + 1
+        return None
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    parsed: dict[str, Any] = json.loads(arguments)
+    return parsed
+
+
+def _held(text: str, marks: tuple[str, ...], *, blanks: bool) -> int:
+    """How many characters at the end of `text` might begin one of `marks`, with the blanks before it."""
+    longest = 0
+    for mark in marks:
+        longest = max(longest, next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0))
+    rest = text[: len(text) - longest]
+    return longest + (len(rest) - len(rest.rstrip()) if blanks else 0)
+
+
+def _may_be_head(lead: str) -> bool:
+    """Whether `lead` may go on to be the head of a bare call."""
+    return '{"name":"'.startswith("".join(lead.split())[:9]) and lead.count('"') < 8

@@ -1,0 +1,181 @@
+"""What an answer must look like, and the grammar that holds it to that.
+
+The grammar is in the Lark dialect of llguidance, with JSON Schemas inside it; an engine compiles it for its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kp_core.errors import ToolError
+from kp_core.tools.base import Tool, ToolChoice
+from kp_core.tools.formats import ToolFormat
+
+__all__ = ["AnswerShape"]
+
+# The spacing of `json.dumps`, which is what chat templates show models. Free spacing lets small models pad for ever.
+_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_ANY = r"/(.|\n)*/"
+
+
+@dataclass(frozen=True)
+class AnswerShape:
+    """Tools on offer, whether one must be called, and the JSON Schema of the answer, if it has one.
+
+    `parallel` allows several calls in one answer; by default only where the model itself decides to call.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = "auto"
+    parallel: bool | None = None
+    schema: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any]) -> AnswerShape:
+        """The shape that a request asks for; raises `ToolError` for what contradicts itself."""
+        tools = tuple(Tool.of(tool) for tool in request.get("tools") or ())
+        choice, schema = request.get("tool_choice") or "auto", request.get("response_schema")
+        names = [tool.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise ToolError(f"Got the tools {', '.join(names)}; expected a different name for each.")
+        if choice not in ("auto", "none") and choice not in (("any", *names) if names else ()):
+            known = ", ".join(("auto", "none", *(("any", *names) if names else ())))
+            raise ToolError(f"Got tool_choice={choice!r}; expected one of: {known}.")
+        if schema is not None and choice not in ("auto", "none"):
+            raise ToolError(
+                f"Got response_schema with tool_choice={choice!r}; an answer is a call or an object, not both."
+            )
+        if schema is True:
+            schema = {"type": "object"}
+        if schema is not None and not isinstance(schema, Mapping):
+            raise ToolError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
+        return cls(() if choice == "none" else tools, choice, request.get("parallel_tool_calls"), schema)
+
+    @property
+    def callable(self) -> tuple[Tool, ...]:
+        """The tools that may be called."""
+        named = tuple(tool for tool in self.tools if tool.name == self.choice)
+        return named or self.tools
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return bool(self.tools) and self.choice != "auto"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any text is an answer."""
+        return not self.tools and self.schema is None
+
+    def grammar(self, form: ToolFormat, token: Callable[[str], int | None], *, thinks: bool, opened: bool) -> str:
+        """The Lark grammar of answers of this shape, with calls in `form`.
+
+        `token(text)` is the id of a marker that is a special token, else `None`. `thinks` admits a `<think>` block at
+        the beginning; with `opened` the prompt has begun it already.
+        """
+        options = []
+        rules = []
+        if self.tools:
+            calls, more = self._calls(form, token)
+            rules += more
+            options += calls
+        if self.schema is not None:
+            options.append("answer")
+            rules.append(f"answer: {_json_rule(self.schema)}")
+        elif not self.is_forced:
+            options.append("TEXT" if form.trigger else "PLAIN")
+            rules.append(f"TEXT: {_ANY}" if form.trigger else r"PLAIN: /([^{](.|\n)*)?/")
+        constrained = self.is_forced or self.schema is not None
+        if constrained and (thinks or opened):
+            begin = "" if opened else '"<think>" '
+            rules += [f'thought: thought_block /\\s*/\nthought_block[lazy]: {begin}THOUGHT_TEXT "</think>"']
+            rules.append(f"THOUGHT_TEXT: {_ANY}")
+            start = ("thought" if opened else "thought?") + " body"
+            return "\n".join([f"start: {start}", f"body: {' | '.join(options)}", *rules])
+        return "\n".join([f"start: {' | '.join(options)}", *rules])
+
+    def _calls(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[list[str], list[str]]:
+        """How an answer with calls begins and goes on, and the rules for it."""
+        several = self.parallel if self.parallel is not None else not self.is_forced
+        rules = [f"call_{at}: {_call(tool, form, token)}" for at, tool in enumerate(self.callable)]
+        rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(self.callable))))
+        between, closing = _literals(form.between, form, token), _literals(form.closing, form, token)
+        repeated = f" ({between} call)*" if several else ""
+        tail = f"call{repeated} {closing}".rstrip()
+        if self.is_forced or self.schema is not None:
+            return [f"{_literals(form.opening, form, token)} {tail}".strip()], rules
+        if not form.trigger:
+            tag = token(form.markers[0]) if form.markers else None
+            return [f"<[{tag}]>? {tail}" if tag is not None else tail], rules
+        rest = _literals(form.opening[len(form.trigger) :], form, token)
+        tag = token(form.trigger)
+        if tag is not None:
+            return [f"TEXT <[{tag}]> {rest} {tail}"], rules
+        rules.append(f"trigger[lazy]: TEXT {json.dumps(form.trigger)}")
+        return [f"trigger {rest} {tail}"], rules
+
+
+def _call(tool: Tool, form: ToolFormat, token: Callable[[str], int | None]) -> str:
+    if form.separator:
+        return f"{json.dumps(tool.name)} {_literals(form.separator, form, token)} {_json_rule(tool.parameters)}"
+    # References inside the schema are relative to its root, so the definitions move to the root of the call.
+    parameters = {key: value for key, value in tool.parameters.items() if key not in ("$defs", "definitions")}
+    definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
+    return _json_rule(
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, form.arguments_key: parameters},
+            "required": ["name", form.arguments_key],
+            "additionalProperties": False,
+            **definitions,
+        }
+    )
+
+
+def _json_rule(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**_closed(schema), **_SPACING}, ensure_ascii=False)}"
+
+
+# Keys whose values map names of the user's to schemas, and keys whose values are data.
+_NAMED = ("properties", "$defs", "definitions", "patternProperties")
+_DATA = ("const", "enum", "required", "examples")
+_SAID = ("title", "description", "default", "examples")
+
+
+def _closed(schema: Mapping[str, Any], *, merged: bool = False) -> dict[str, Any]:
+    """`schema` with objects closed that list their properties: the answer holds nothing beyond what was asked for.
+
+    Members of `allOf` stay open (`merged`), as each lists a part only.
+    """
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SAID:
+            continue
+        if key in _NAMED and isinstance(value, Mapping):
+            made[key] = {name: _closed(one) if isinstance(one, Mapping) else one for name, one in value.items()}
+        elif key in _DATA or not isinstance(value, Mapping | list | tuple):
+            made[key] = value
+        elif isinstance(value, Mapping):
+            made[key] = _closed(value)
+        else:
+            made[key] = [_closed(one, merged=key == "allOf") if isinstance(one, Mapping) else one for one in value]
+    if "properties" in made and "allOf" not in made and not merged:
+        made.setdefault("additionalProperties", False)
+    return made
+
+
+def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -> str:
+    """`text` as grammar: markers that are special tokens by their id, all else quoted."""
+    parts, rest = [], text
+    while rest:
+        at, marker = min(((rest.find(m), m) for m in form.markers if m in rest), default=(len(rest), ""))
+        if at:
+            parts.append(json.dumps(rest[:at], ensure_ascii=False))
+        if marker:
+            number = token(marker)
+            parts.append(json.dumps(marker) if number is None else f"<[{number}]>")
+        rest = rest[at + len(marker) :]
+    return " ".join(parts)
