@@ -22,15 +22,14 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.bridge.pydantic import Field, field_serializer, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
-from llama_index.core.llms.function_calling import FunctionCallingLLM
 
-from kp_core import Engine, PackStore, PackView, Request, strip_handles
+from kp_core import Delta, Engine, PackStore, PackView, Request, strip_handles
 from kp_core.engines.shared import loaded_engine, shared_engine
 from kp_core.errors import SamplingError
 from kp_core.resolve import TRUSTED_ROLES
 from kp_llamaindex.messages import core_role, to_messages
 from kp_llamaindex.responses import Answer, to_completion
-from kp_llamaindex.tools import ToolCalling
+from kp_llamaindex.tools import ToolCallingLLM, tool_options
 
 __all__ = ["KnowledgePackLLM", "use_in_settings"]
 
@@ -40,10 +39,11 @@ _BUNDLED = "SmolLM2-135M-Instruct"
 _DEFAULT_OUTPUT = 512
 _GIVEN = "given"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
-_PER_CALL = (*_SAMPLING, "stop", "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
+_SHAPE = ("tools", "tool_choice", "parallel_tool_calls", "response_schema")
+_PER_CALL = (*_SAMPLING, "stop", *_SHAPE, "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
 
 
-class KnowledgePackLLM(ToolCalling, FunctionCallingLLM):
+class KnowledgePackLLM(ToolCallingLLM):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
     Give an `engine`, or the `model` (a Hugging Face id or folder; without either, the bundled SmolLM2-135M-Instruct)
@@ -54,8 +54,11 @@ class KnowledgePackLLM(ToolCalling, FunctionCallingLLM):
     A completion is a chat of one user message, whether or not it comes `formatted`.
 
     `raw` of a response (of the last one in a stream) holds `usage`, `timings` and `finish_reason`. Its `prompt_tokens`
-    are what the messages sent; tokens that packs delivered are `pack_tokens`. Async endpoints work in threads and leave
-    the loop free. `metadata` needs the engine: ask for it before the loop runs, or pass an `engine`.
+    are what the messages sent; tokens that packs delivered are `pack_tokens`. Reasoning comes as a `ThinkingBlock`, and
+    tool calls as `ToolCallBlock`s; a grammar holds them to their schemas, and the answer to `response_schema`.
+
+    Async endpoints work in threads and leave the loop free. `metadata` needs the engine: ask for it before the loop
+    runs, or pass an `engine`.
 
     Raises `KnowledgePackError` and its kinds, as the engine does.
     """
@@ -241,7 +244,7 @@ class KnowledgePackLLM(ToolCalling, FunctionCallingLLM):
 
         def pieces() -> Iterator[T]:
             try:
-                for delta in stream:
+                for delta in stream.deltas():
                     yield form(answer.piece(delta))
                 yield form(answer.last(stream.result()))
             finally:
@@ -262,7 +265,7 @@ class KnowledgePackLLM(ToolCalling, FunctionCallingLLM):
         engine = await asyncio.to_thread(self._engine)
         stream = engine.astream(to_messages(messages), **request)
         try:
-            async for delta in cast("AsyncIterator[str]", stream):
+            async for delta in cast("AsyncIterator[Delta]", stream.deltas()):
                 yield form(answer.piece(delta))
             if stream.generation is not None:
                 yield form(answer.last(stream.generation))
@@ -309,7 +312,7 @@ class KnowledgePackLLM(ToolCalling, FunctionCallingLLM):
             "thinking": self.thinking,
             "stop": self.stop,
             **{name: getattr(self, name) for name in _SAMPLING},
-            **given,
+            **tool_options(given),
         }
         return cast("Request", {name: value for name, value in request.items() if value is not None})
 
