@@ -6,8 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
-from os import PathLike
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
@@ -20,16 +19,15 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
 )
-from llama_index.core.bridge.pydantic import Field, field_serializer, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
-from kp_core import Delta, Engine, PackStore, PackView, Request, strip_handles
+from kp_core import Delta, Engine, Request, strip_handles
 from kp_core.engines.shared import loaded_engine, shared_engine
 from kp_core.errors import SamplingError
-from kp_core.resolve import TRUSTED_ROLES
-from kp_llamaindex.messages import core_role, to_messages
+from kp_llamaindex.messages import to_messages
 from kp_llamaindex.responses import Answer, to_completion
-from kp_llamaindex.tools import ToolCallingLLM, tool_options
+from kp_llamaindex.settings import SAMPLING, LLMSettings
+from kp_llamaindex.tools import tool_options
 
 __all__ = ["KnowledgePackLLM", "use_in_settings"]
 
@@ -37,13 +35,11 @@ T = TypeVar("T")
 
 _BUNDLED = "SmolLM2-135M-Instruct"
 _DEFAULT_OUTPUT = 512
-_GIVEN = "given"
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
 _SHAPE = ("tools", "tool_choice", "parallel_tool_calls", "response_schema")
-_PER_CALL = (*_SAMPLING, "stop", *_SHAPE, "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
+_PER_CALL = (*SAMPLING, "stop", *_SHAPE, "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
 
 
-class KnowledgePackLLM(ToolCallingLLM):
+class KnowledgePackLLM(LLMSettings):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
     Give an `engine`, or the `model` (a Hugging Face id or folder; without either, the bundled SmolLM2-135M-Instruct)
@@ -62,77 +58,6 @@ class KnowledgePackLLM(ToolCallingLLM):
 
     Raises `KnowledgePackError` and its kinds, as the engine does.
     """
-
-    engine: Any = Field(default=None, repr=False, description="A `kp_core.Engine`.")
-    model: str | None = Field(default=None, description="A Hugging Face id or folder.")
-    dtype: str | None = None
-    device: str | None = None
-    store: PackStore | None = Field(default=None, description="Where handles resolve: a `PackStore`, or its path.")
-    namespaces: tuple[str, ...] = Field(default=(), description="Namespaces whose handles resolve.")
-    trusted_roles: frozenset[str] = Field(
-        default=TRUSTED_ROLES, description="Roles whose messages may bring packs, by LlamaIndex's names or the core's."
-    )
-    placement: Literal["in_place", "system"] = Field(
-        default="in_place", description="Packs stand where their handle stood, or at the head of the system message."
-    )
-    foreign: Literal["error", "rebuild"] = "error"
-    thinking: bool | None = None
-    pack_budget: int | None = Field(
-        default=None,
-        ge=0,
-        description="Positions kept for packs, which prompt helpers cannot see; by default half of them with a store.",
-    )
-    temperature: float | None = Field(default=None, description="0 or `None` is greedy.")
-    max_tokens: int | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = None
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _take_engine(cls, engine: Any) -> Any:  # noqa: ANN401
-        if isinstance(engine, str):
-            raise ValueError(  # noqa: TRY004 - pydantic collects these
-                "Got the description of an LLM that was made with an engine of its own; expected that engine: "
-                "`KnowledgePackLLM.from_dict(data, engine=engine)`."
-            )
-        return engine
-
-    @field_validator("store", mode="before")
-    @classmethod
-    def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
-        return PackStore(store) if isinstance(store, str | PathLike) else store
-
-    @field_validator("trusted_roles")
-    @classmethod
-    def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
-        return frozenset(core_role(role) for role in roles)
-
-    @model_validator(mode="after")
-    def _check_trust(self) -> Self:
-        if (self.store is None) != (not self.namespaces):
-            raise ValueError(
-                f"Got store={self.store!r} and namespaces={self.namespaces!r}; expected both or neither. A handle "
-                "resolves only in a namespace that the model is given, e.g. `namespaces=['default']`."
-            )
-        if self.engine is not None and (self.dtype or self.device):
-            raise ValueError("Got an engine together with dtype or device; the engine has its own.")
-        self._view()  # Namespaces are checked where they are made.
-        return self
-
-    @field_serializer("engine")
-    def _describe_engine(self, engine: Any) -> str | None:  # noqa: ANN401
-        return None if engine is None else _GIVEN
-
-    @field_serializer("store")
-    def _describe_store(self, store: PackStore | None) -> str | None:
-        return None if store is None else str(store.path)
-
-    @field_serializer("trusted_roles")
-    def _describe_roles(self, roles: frozenset[str]) -> list[str]:
-        return sorted(roles)
 
     @classmethod
     def class_name(cls) -> str:
@@ -294,11 +219,6 @@ class KnowledgePackLLM(ToolCallingLLM):
             model_name=self.model_name,
         )
 
-    def _view(self) -> PackView | None:
-        if self.store is None:
-            return None
-        return self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
-
     def _request(self, options: Mapping[str, Any]) -> Request:
         """The fields, overridden by the options of one call."""
         unknown = sorted(set(options) - set(_PER_CALL))
@@ -311,7 +231,7 @@ class KnowledgePackLLM(ToolCallingLLM):
             "foreign": self.foreign,
             "thinking": self.thinking,
             "stop": self.stop,
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) for name in SAMPLING},
             **tool_options(given),
         }
         return cast("Request", {name: value for name, value in request.items() if value is not None})
