@@ -18,7 +18,8 @@
     │   ├── PackVersionError        an intact file of a format version this release does not know
     │   └── QuotaError              the store is full
     ├── BankError                   a fact bank that is empty, unbuilt or fed with bad facts
-    └── SamplingError               generation options out of range
+    ├── SamplingError               generation options out of range
+    └── GenerationTimeoutError      an answer that took longer than it was given
 
 Each message says what was got, what was expected and what to do.
 """
@@ -31,6 +32,7 @@ __all__ = [
     "BankError",
     "ContextOverflowError",
     "FingerprintMismatchError",
+    "GenerationTimeoutError",
     "HandleError",
     "KVShapeError",
     "KnowledgePackError",
@@ -146,3 +148,7 @@ class BankError(KnowledgePackError, ValueError):
 
 class SamplingError(KnowledgePackError, ValueError):
     """A generation option out of range."""
+
+
+class GenerationTimeoutError(KnowledgePackError, TimeoutError):
+    """An answer that took longer than `timeout` seconds; its memory was given back."""

@@ -44,7 +44,6 @@ _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'
 _PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
 _SLOT = "{pack}"
 _FREE = AnswerShape()
-_SCHEMA = "Answer with JSON that fits this JSON Schema, and nothing else:\n"
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ class ChatTemplate:
             if self._shaper.takes_tools:
                 switches["tools"] = map_strings([tool.to_dict() for tool in shape.tools], self._encoder.escape)
         if shape.schema is not None:
-            turns = with_instruction(turns, _SCHEMA + json.dumps(shape.schema, ensure_ascii=False))
+            turns = with_instruction(turns, _instruction(shape.schema))
         return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
 
     def tokenise_pack(self, text: str, inside: Sequence[Message] | Literal["user", "system"] = "user") -> TokenisedPack:
@@ -234,6 +233,13 @@ class ChatTemplate:
             return self._render(messages, {"add_generation_prompt": False, "tools": tools})
         except TemplateError:
             return None
+
+
+def _instruction(schema: Mapping[str, Any]) -> str:
+    # A small model repeats a schema that says nothing.
+    if set(schema) == {"type"}:
+        return f"Answer with a JSON {schema['type']}, and nothing else."
+    return f"Answer with JSON that fits this JSON Schema, and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
 
 
 def _filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:

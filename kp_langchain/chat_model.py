@@ -5,28 +5,34 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Literal, Self, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import BaseChatModel, LangSmithParams
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
-from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
 import kp_core
-from kp_core import Engine, Generation, PackStore, PackView, Request
+from kp_core import Engine, PackStore, PackView, Request
+from kp_core.errors import ToolError
 from kp_core.resolve import TRUSTED_ROLES
+from kp_core.tools import AnswerShape
+from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
 from kp_langchain.messages import core_role, to_messages
+from kp_langchain.structured import answer_parser, call_parser, response_schema, with_raw
 
 __all__ = ["ChatKnowledgePacks", "shared_engine"]
 
-_PROVIDER = "knowledge_packs"
 _BUNDLED = "SmolLM2-135M-Instruct"
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
-_PER_CALL = (*_SAMPLING, "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
+_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
+_PER_CALL = (*_SAMPLING, *_TOOLS, "model", "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
+# What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
+_IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
 
 _engines: dict[tuple[str | None, str | None, str | None], Engine] = {}
 _loading = threading.Lock()
@@ -47,13 +53,16 @@ class ChatKnowledgePacks(BaseChatModel):
     Give an `engine`, or the `model` (a Hugging Face id or folder; without either, the bundled SmolLM2-135M-Instruct)
     with `dtype` and `device`: it is loaded on first use, once per process. Handles resolve through `store`, in the
     `namespaces` named, from messages of `trusted_roles`; all others stay text and are logged. Options of a call
-    (`temperature`, `max_tokens`, `packs`, ...) override the fields; unknown ones raise `TypeError`.
+    (`temperature`, `max_tokens`, `packs`, `model`, ...) override the fields; unknown ones raise `TypeError`.
+
+    Tools: forced calls, calls once begun, and structured output are held to their schema by a grammar, so they always
+    parse. A schema that the grammar cannot express raises `ToolError`.
 
     Accounting: `usage_metadata.input_tokens` is what the messages sent. Tokens that packs delivered are not in it, so a
     summariser that watches it does not fire on knowledge. `input_token_details.cache_read` is how many of those were
     certainly reused. The full count of `kp_core.Usage` stands in `response_metadata["kp"]`.
 
-    Raises `KnowledgePackError` and its kinds, as the engine does. Tools and structured output are not supported.
+    Raises `KnowledgePackError` and its kinds, as the engine does.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True, protected_namespaces=())
@@ -64,8 +73,10 @@ class ChatKnowledgePacks(BaseChatModel):
     dtype: str | None = None
     device: str | None = None
     store: PackStore | None = Field(default=None, exclude=True)
-    namespaces: tuple[str, ...] = ()
-    """Namespaces whose handles resolve; required with `store`."""
+    namespaces: tuple[str, ...] = Field(default=(), validation_alias=AliasChoices("namespaces", "banks", "bank"))
+    """Namespaces whose handles resolve; required with `store`. Also taken as `banks`, or one as `bank`."""
+    packs: tuple[str, ...] = ()
+    """Handles whose packs stand at the head of the system message in every call."""
     trusted_roles: frozenset[str] = TRUSTED_ROLES
     """Roles whose messages may bring packs; LangChain's names (`human`) and the core's (`user`) both do."""
     placement: Literal["in_place", "system"] = "in_place"
@@ -80,7 +91,16 @@ class ChatKnowledgePacks(BaseChatModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: list[str] | None = Field(default=None, alias="stop_sequences")
+    timeout: float | None = None
+    """Seconds after which a call raises `GenerationTimeoutError`."""
+    max_retries: int | None = None
+    """Taken because LangChain's models take it; a model on this machine has nothing to retry."""
     streaming: bool = False
+
+    @field_validator("namespaces", mode="before")
+    @classmethod
+    def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401 - what a caller gave
+        return (names,) if isinstance(names, str) else names
 
     @field_validator("trusted_roles")
     @classmethod
@@ -102,7 +122,7 @@ class ChatKnowledgePacks(BaseChatModel):
     @property
     def model_name(self) -> str:
         """What the model is called in metadata and traces."""
-        return self.model or (_BUNDLED if self.engine is None else str(getattr(self.engine, "name", _PROVIDER)))
+        return self.model or (_BUNDLED if self.engine is None else str(getattr(self.engine, "name", PROVIDER)))
 
     @property
     def _llm_type(self) -> str:
@@ -115,6 +135,7 @@ class ChatKnowledgePacks(BaseChatModel):
             "dtype": self.dtype,
             "store": None if self.store is None else str(self.store.path),
             "namespaces": list(self.namespaces),
+            "packs": list(self.packs),
             "trusted_roles": sorted(self.trusted_roles),
             "placement": self.placement,
             "thinking": self.thinking,
@@ -124,9 +145,17 @@ class ChatKnowledgePacks(BaseChatModel):
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
-        params["ls_provider"] = _PROVIDER
+        params["ls_provider"] = PROVIDER
         params["ls_model_name"] = str(kwargs.get("model", self.model_name))
         return params
+
+    def _resolve_model_profile(self) -> ModelProfile:
+        # `max_input_tokens` is known once there is a model; an id alone does not load one.
+        known = {} if self.engine is None else {"max_input_tokens": self.engine.max_positions}
+        return cast(
+            "ModelProfile",
+            {"text_inputs": True, "text_outputs": True, "tool_calling": True, "structured_output": True, **known},
+        )
 
     def get_token_ids(self, text: str) -> list[int]:
         """The token ids of `text` under the model's own tokenizer."""
@@ -137,11 +166,61 @@ class ChatKnowledgePacks(BaseChatModel):
         messages: list[BaseMessage],
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
     ) -> int:
-        """Tokens that `messages` would send: as `usage_metadata.input_tokens`, so without packs."""
-        if tools:
-            raise NotImplementedError("Tools are not supported.")
-        prompt = self._engine().template.render(to_messages(messages), view=self._view(), placement=self.placement)
+        """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
+        shape = AnswerShape.of({"tools": [convert_to_openai_tool(tool) for tool in tools or ()]})
+        prompt = self._engine().template.render(
+            to_messages(messages), view=self._view(), placement=self.placement, shape=shape
+        )
         return int(len(prompt) - prompt.pack_tokens)
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | bool | dict[str, Any] | None = None,
+        parallel_tool_calls: bool | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """The model with `tools` on offer.
+
+        `tool_choice`: `"auto"` (default), `"any"` or `"required"` or `True` (one must be called), `"none"`, or the name
+        of the tool to call. `parallel_tool_calls` allows several calls in one answer; by default only with `"auto"`.
+        Raises `ToolError` for a choice that names no tool.
+        """
+        offered = [convert_to_openai_tool(tool) for tool in tools]
+        choice = _choice(tool_choice)
+        if offered or choice not in ("auto", "none"):
+            AnswerShape.of({"tools": offered, "tool_choice": choice})
+        bound = {"tools": offered, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls, **options}
+        return self.bind(**{name: value for name, value in bound.items() if value is not None})
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
+        include_raw: bool = False,
+        strict: bool | None = None,  # noqa: ARG002 - every schema is strict here
+        **options: Any,  # noqa: ANN401
+    ) -> Runnable[LanguageModelInput, Any]:
+        """The model with answers of `schema`: a Pydantic class, a TypedDict, a JSON Schema or an OpenAI function.
+
+        All methods hold the answer to the schema by a grammar: `function_calling` as the arguments of a call,
+        `json_schema` (default) and `json_mode` as the text. `strict` is taken for LangChain's sake: schemas are always
+        enforced. `include_raw` gives `{"raw", "parsed", "parsing_error"}`.
+        """
+        about = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
+        if method == "function_calling":
+            name = about["schema"]["function"]["name"]
+            model = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=about, **options)
+            parser = call_parser(schema, name)
+        elif method in ("json_schema", "json_mode"):
+            wanted = {"type": "json_object", "schema": schema} if method == "json_mode" else schema
+            model = self.bind(response_format=wanted, ls_structured_output_format=about, **options)
+            parser = answer_parser(schema)
+        else:
+            raise ToolError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")
+        return with_raw(model, parser) if include_raw else model | parser
 
     def _generate(
         self,
@@ -150,8 +229,8 @@ class ChatKnowledgePacks(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002 - LangChain's signature
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
-        request = self._request(stop, kwargs)
-        return self._result(self._engine().generate(to_messages(messages), **request))
+        request, model = self._request(stop, kwargs), kwargs.get("model")
+        return to_result(self._engine(model).generate(to_messages(messages), **request), model or self.model_name)
 
     def _stream(
         self,
@@ -160,15 +239,15 @@ class ChatKnowledgePacks(BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[ChatGenerationChunk]:
-        request = self._request(stop, kwargs)
-        stream = self._engine().stream(to_messages(messages), **request)
+        request, model = self._request(stop, kwargs), kwargs.get("model")
+        stream = self._engine(model).stream(to_messages(messages), **request)
         try:
-            for piece in stream:
-                chunk = _chunk(piece)
+            for delta in stream.deltas():
+                chunk = to_chunk(delta)
                 if run_manager:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
+                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
-            yield self._last_chunk(stream.result())
+            yield last_chunk(stream.result(), model or self.model_name)
         finally:
             stream.close()
 
@@ -179,9 +258,9 @@ class ChatKnowledgePacks(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002 - LangChain's signature
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResult:
-        request = self._request(stop, kwargs)
-        engine = await asyncio.to_thread(self._engine)
-        return self._result(await engine.agenerate(to_messages(messages), **request))
+        request, model = self._request(stop, kwargs), kwargs.get("model")
+        engine = await asyncio.to_thread(self._engine, model)
+        return to_result(await engine.agenerate(to_messages(messages), **request), model or self.model_name)
 
     async def _astream(
         self,
@@ -190,28 +269,24 @@ class ChatKnowledgePacks(BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> AsyncIterator[ChatGenerationChunk]:
-        # The event tells the engine to stop, however this generator is left.
-        cancel = threading.Event()
-        request = self._request(stop, kwargs)
-        request["cancel"] = cancel
-        engine = await asyncio.to_thread(self._engine)
+        request, model = self._request(stop, kwargs), kwargs.get("model")
+        engine = await asyncio.to_thread(self._engine, model)
         stream = engine.astream(to_messages(messages), **request)
         try:
-            async for piece in stream:
-                chunk = _chunk(piece)
+            async for delta in stream.deltas():
+                chunk = to_chunk(delta)
                 if run_manager:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
+                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
             if stream.generation is not None:
-                yield self._last_chunk(stream.generation)
+                yield last_chunk(stream.generation, model or self.model_name)
         finally:
-            cancel.set()
-            # A step that is still under way in its thread ends by the event and closes the stream itself.
-            with suppress(ValueError):
-                await stream.aclose()
+            await stream.aclose()
 
-    def _engine(self) -> Any:  # noqa: ANN401 - an `Engine`, and its tokenizer
-        return self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
+    def _engine(self, model: str | None = None) -> Any:  # noqa: ANN401 - an `Engine`, and its tokenizer
+        if self.engine is not None and model in (None, self.model_name):
+            return self.engine
+        return shared_engine(model or self.model, self.dtype, self.device)
 
     def _view(self) -> PackView | None:
         if self.store is None:
@@ -220,7 +295,7 @@ class ChatKnowledgePacks(BaseChatModel):
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> Request:
         """The fields, overridden by the options of one call."""
-        unknown = sorted(set(options) - set(_PER_CALL))
+        unknown = sorted(set(options) - set(_PER_CALL) - _IGNORED)
         if unknown:
             raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}, stop.")
         request: dict[str, Any] = {
@@ -230,46 +305,22 @@ class ChatKnowledgePacks(BaseChatModel):
             "thinking": self.thinking,
             "stop": tuple((self.stop if stop is None else stop) or ()),
             **{name: getattr(self, name) for name in _SAMPLING},
-            **options,
+            **{name: value for name, value in options.items() if name not in _IGNORED and name != "model"},
         }
+        if self.packs:
+            request["packs"] = (*self.packs, *request.get("packs", ()))
+        if "tool_choice" in request:
+            request["tool_choice"] = _choice(request["tool_choice"])
+        if (wanted := request.pop("response_format", None)) is not None:
+            request["response_schema"] = response_schema(wanted)
         return cast("Request", {name: value for name, value in request.items() if value is not None})
 
-    def _result(self, generation: Generation) -> ChatResult:
-        message = AIMessage(
-            generation.text,
-            usage_metadata=_usage_metadata(generation),
-            response_metadata=self._response_metadata(generation),
-        )
-        about = {"finish_reason": generation.finish_reason}
-        return ChatResult(generations=[ChatGeneration(message=message, generation_info=about)])
 
-    def _last_chunk(self, generation: Generation) -> ChatGenerationChunk:
-        message = AIMessageChunk(
-            content="",
-            usage_metadata=_usage_metadata(generation),
-            response_metadata=self._response_metadata(generation),
-            chunk_position="last",
-        )
-        return ChatGenerationChunk(message=message, generation_info={"finish_reason": generation.finish_reason})
-
-    def _response_metadata(self, generation: Generation) -> dict[str, Any]:
-        return {
-            "model_name": self.model_name,
-            "model_provider": _PROVIDER,
-            "finish_reason": generation.finish_reason,
-            "kp": generation.usage.to_dict(),
-        }
-
-
-def _chunk(piece: str) -> ChatGenerationChunk:
-    return ChatGenerationChunk(message=AIMessageChunk(content=piece))
-
-
-def _usage_metadata(generation: Generation) -> UsageMetadata:
-    usage = generation.usage
-    return UsageMetadata(
-        input_tokens=usage.prompt_tokens,
-        output_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        input_token_details=InputTokenDetails(cache_read=max(0, usage.reused_tokens - usage.pack_tokens)),
-    )
+def _choice(tool_choice: object) -> str:
+    """The core's word for a tool choice, in whichever way LangChain or OpenAI say it."""
+    if isinstance(tool_choice, dict):
+        function = tool_choice.get("function", tool_choice)
+        return str(function.get("name", tool_choice.get("type", "auto")))
+    if isinstance(tool_choice, bool):
+        return "any" if tool_choice else "none"
+    return {"None": "auto", "required": "any"}.get(str(tool_choice), str(tool_choice))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeAlias, TypedDict
@@ -19,7 +20,7 @@ from kp_core.template import Placement
 from kp_core.tools import Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
-__all__ = ["FinishReason", "Generation", "Inside", "Request", "Sampling", "sampling_of"]
+__all__ = ["FinishReason", "Generation", "Inside", "Limit", "Request", "Sampling", "sampling_of"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 Inside: TypeAlias = Sequence[Message] | Literal["user", "system"]
@@ -85,6 +86,8 @@ class Request(TypedDict, total=False):
     """`False` prefills everything and leaves nothing behind: the slow way, to compare with."""
     deterministic: bool
     """`True` reuses prefilled KV only, never decoded KV, so that a replayed conversation is bit-identical."""
+    timeout: float | None
+    """Seconds after which the generation ends with `GenerationTimeoutError`; looked at after each chunk and token."""
     cancel: threading.Event | None
     """Set it from any thread to end the generation after the token in progress."""
     max_tokens: int | None
@@ -94,6 +97,32 @@ class Request(TypedDict, total=False):
     repetition_penalty: float
     seed: int | None
     stop: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Whether a generation must end: it was cancelled, or its time is up."""
+
+    cancel: threading.Event | None
+    deadline: float | None
+    """On the clock of `time.perf_counter`."""
+
+    @classmethod
+    def of(cls, request: Mapping[str, Any], began: float) -> Limit:
+        """The limit of a request that began at `began`; raises `SamplingError` for a timeout that is no time."""
+        timeout = request.get("timeout")
+        if timeout is not None and not timeout > 0:
+            raise SamplingError(f"Got timeout={timeout!r}; expected None or a number of seconds > 0.")
+        return cls(request.get("cancel"), None if timeout is None else began + timeout)
+
+    def is_set(self) -> bool:
+        """Whether it must end; the same question as to an event."""
+        return self.is_over or (self.cancel is not None and self.cancel.is_set())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return self.deadline is not None and time.perf_counter() > self.deadline
 
 
 def sampling_of(request: Mapping[str, object]) -> Sampling:

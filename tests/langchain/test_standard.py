@@ -1,13 +1,14 @@
-"""LangChain's own conformance tests."""
+"""LangChain's own conformance tests, on the real bundled model."""
 
 import pytest
-from langchain_tests.integration_tests import RetrieversIntegrationTests
+from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 
+from kp_core import bundled_model
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
 
 
-class TestChatModel(ChatModelUnitTests):
+class TestChatModelUnit(ChatModelUnitTests):
     @property
     def chat_model_class(self):
         return ChatKnowledgePacks
@@ -17,12 +18,45 @@ class TestChatModel(ChatModelUnitTests):
         return {"model": "some/model"}
 
     @property
-    def has_tool_calling(self):
-        return False
+    def has_tool_choice(self):
+        return True
 
     @property
-    def has_structured_output(self):
-        return False
+    def supports_json_mode(self):
+        return True
+
+
+class TestChatModel(ChatModelIntegrationTests):
+    """Everything a text model can be asked; images, audio and files are what is left out."""
+
+    @property
+    def chat_model_class(self):
+        return ChatKnowledgePacks
+
+    @property
+    def chat_model_params(self):
+        # Float32 answers alike on every machine; short answers keep the suite short.
+        return {"dtype": "float32", "max_tokens": 96, "temperature": 0}
+
+    @property
+    def has_tool_choice(self):
+        return True
+
+    @property
+    def supports_json_mode(self):
+        return True
+
+    @property
+    def returns_usage_metadata(self):
+        return True
+
+    @property
+    def supports_model_override(self):
+        return True
+
+    @property
+    def model_override_value(self):
+        return str(bundled_model())
 
 
 class TestRetriever(RetrieversIntegrationTests):

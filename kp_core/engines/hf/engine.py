@@ -26,10 +26,10 @@ from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.prefill import Cancelled, Prefilled, Prefiller
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
-from kp_core.engines.request import FinishReason, Generation, Inside, Request, Sampling, sampling_of
+from kp_core.engines.request import FinishReason, Generation, Inside, Limit, Request, Sampling, sampling_of
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.engines.text import AnswerText
-from kp_core.errors import ContextOverflowError
+from kp_core.errors import ContextOverflowError, GenerationTimeoutError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.pack import KnowledgePack
 from kp_core.prefix import Node
@@ -203,7 +203,8 @@ class HFEngine:
         """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
         began = time.perf_counter()
         prompt, source = self._resolve(messages, request)
-        run = self._start(prompt, source, request, self._room(prompt, Sampling(max_tokens=1)))
+        room = self._room(prompt, Sampling(max_tokens=1))
+        run = self._start(prompt, source, request, room, Limit.of(request, began))
         try:
             usage = _usage(prompt, run, 0, time.perf_counter() - began)
             if run.logits is None:
@@ -283,7 +284,9 @@ class HFEngine:
         added = self.tokenizer.added_tokens_decoder
         return next((number for number, token in added.items() if token.special and token.content == marker), None)
 
-    def _start(self, prompt: Prompt, source: PackSource, request: Request, room: int) -> Prefilled:
+    def _start(
+        self, prompt: Prompt, source: PackSource, request: Request, room: int, limit: Limit
+    ) -> Prefilled:
         return self._prefiller.start(
             prompt,
             len(prompt) + room,
@@ -292,7 +295,7 @@ class HFEngine:
             request.get("composer", _EXACT),
             reuse=request.get("reuse", True),
             deterministic=request.get("deterministic", False),
-            cancel=request.get("cancel"),
+            cancel=limit,
         )
 
     def _answer(  # noqa: PLR0913
@@ -305,16 +308,18 @@ class HFEngine:
         reading: _Reading,
         began: float,
     ) -> Generator[Delta, None, Generation]:
-        text, reader = reading.text, reading.reader
+        text, reader, limit = reading.text, reading.reader, Limit.of(request, began)
         try:
-            run = self._start(prompt, source, request, room)
+            run = self._start(prompt, source, request, room, limit)
         except Cancelled:
+            if limit.is_over:
+                raise _timed_out(request, 0) from None
             nothing = Usage(len(prompt) - prompt.pack_tokens, prompt.pack_tokens, 0, 0, 0, 0.0)
             return Generation("", (), "cancelled", nothing, prompt)
         tokens: list[int] = []
         ttft = 0.0
         reason: FinishReason = "length"
-        cancel, first_logits = request.get("cancel"), run.logits
+        first_logits = run.logits
         try:
             sampler = Sampler(sampling, prompt.token_ids, self._model.shape.device, reading.constraint)
             for token in self._tokens(run, sampler, room):
@@ -328,7 +333,9 @@ class HFEngine:
                 if text.stopped:
                     reason = "stop"
                     break
-                if cancel is not None and cancel.is_set():
+                if limit.is_over:
+                    raise _timed_out(request, len(tokens))
+                if limit.is_set():
                     reason = "cancelled"
                     break
             yield from reader.push(text.flush())
@@ -366,6 +373,13 @@ def _usage(prompt: Prompt, run: Prefilled, completion: int, ttft: float) -> Usag
         computed_tokens=run.computed,
         completion_tokens=completion,
         ttft_s=ttft,
+    )
+
+
+def _timed_out(request: Request, tokens: int) -> GenerationTimeoutError:
+    return GenerationTimeoutError(
+        f"The answer was not complete after {request.get('timeout')} s ({tokens} tokens were generated). Raise the "
+        "timeout, lower max_tokens, or send less to prefill."
     )
 
 

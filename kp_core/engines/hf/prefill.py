@@ -12,6 +12,7 @@ from torch import Tensor
 from kp_core.compose import Composer, ExactComposer
 from kp_core.engines.hf.buffer import BufferPool, KVBuffer
 from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.request import Limit
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.handle import Handle, find_handles
 from kp_core.kv import KVTensors
@@ -73,7 +74,7 @@ class Prefiller:
         reuse: bool = True,
         deterministic: bool = False,
         logits: bool = True,
-        cancel: threading.Event | None = None,
+        cancel: Limit | None = None,
     ) -> Prefilled:
         """Prefill `prompt` into a buffer for `capacity` tokens. Raises `Cancelled` when `cancel` is set meanwhile."""
         chunks = prompt.chunks(self.chunk_tokens)
@@ -116,7 +117,7 @@ class Prefiller:
             run.path.extend(ids, kv if kv is not None else run.buffer.read(start, stop), run.logits)
 
 
-def _check(cancel: threading.Event | None) -> None:
+def _check(cancel: Limit | None) -> None:
     if cancel is not None and cancel.is_set():
         raise Cancelled
 
