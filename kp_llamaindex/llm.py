@@ -227,6 +227,7 @@ class KnowledgePackLLM(LLMSettings):
         given = {name: value for name, value in options.items() if name != "stop" or value is not None}
         request: dict[str, Any] = {
             "view": self._view(),
+            "packs": self.packs or None,
             "placement": self.placement,
             "foreign": self.foreign,
             "thinking": self.thinking,

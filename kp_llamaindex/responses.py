@@ -103,7 +103,8 @@ def to_completion(response: ChatResponse) -> CompletionResponse:
 
 def _message(text: str, reasoning: str, calls: list[tuple[_Call, dict[str, Any] | str]]) -> ChatMessage:
     blocks: list[ContentBlock] = [ThinkingBlock(content=reasoning)] if reasoning else []
-    if text or not calls:
+    # Templates set calls off by blank lines, which are nothing said.
+    if text.strip() or not calls:
         blocks.append(TextBlock(text=text))
     blocks += [ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=given) for call, given in calls]
     told = [

@@ -14,8 +14,8 @@ from kp_llamaindex.tools import ToolCallingLLM
 
 __all__ = ["SAMPLING", "LLMSettings"]
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
-"""Fields that say how tokens are chosen."""
+SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
+"""Fields that say how tokens are chosen, and for how long."""
 
 _GIVEN = "given"
 
@@ -32,6 +32,9 @@ class LLMSettings(ToolCallingLLM):
     device: str | None = None
     store: PackStore | None = Field(default=None, description="Where handles resolve: a `PackStore`, or its path.")
     namespaces: tuple[str, ...] = Field(default=(), description="Namespaces whose handles resolve.")
+    packs: tuple[str, ...] = Field(
+        default=(), description="Handles whose packs stand at the head of the system message in every call."
+    )
     trusted_roles: frozenset[str] = Field(
         default=TRUSTED_ROLES, description="Roles whose messages may bring packs, by LlamaIndex's names or the core's."
     )
@@ -52,6 +55,9 @@ class LLMSettings(ToolCallingLLM):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: list[str] | None = None
+    timeout: float | None = Field(
+        default=None, description="Seconds after which a call raises `GenerationTimeoutError`."
+    )
 
     @field_validator("engine", mode="before")
     @classmethod
@@ -67,6 +73,11 @@ class LLMSettings(ToolCallingLLM):
     @classmethod
     def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
         return PackStore(store) if isinstance(store, str | PathLike) else store
+
+    @field_validator("namespaces", mode="before")
+    @classmethod
+    def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401
+        return (names,) if isinstance(names, str) else names
 
     @field_validator("trusted_roles")
     @classmethod

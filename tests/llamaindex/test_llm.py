@@ -14,7 +14,13 @@ from pydantic import ValidationError
 
 import kp_core
 from kp_core.engines import shared
-from kp_core.errors import ContextOverflowError, SamplingError, UnsupportedContentError
+from kp_core.errors import (
+    ContextOverflowError,
+    GenerationTimeoutError,
+    PackNotFoundError,
+    SamplingError,
+    UnsupportedContentError,
+)
 from kp_llamaindex import KnowledgePackLLM, to_messages, use_in_settings
 from tests.conftest import tiny_engine
 
@@ -42,6 +48,16 @@ def test_packs_do_not_count_as_sent(store):
     assert counts["pack_tokens"] > 0
     assert counts["prompt_tokens"] + counts["pack_tokens"] == text.raw["usage"]["prompt_tokens"]
     assert llm.token_ids(f"{handle}!") == llm.token_ids("!")
+
+
+def test_packs_of_every_call(store):
+    handle = str(store.put(tiny_engine().build_pack(FACT, inside="system", lazy=True)))
+    llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces="default", max_tokens=2, packs=[handle])
+    assert llm.namespaces == ("default",)
+    assert llm.complete("Hi").raw["usage"]["pack_tokens"] > 0
+    assert llm.complete("Hi", packs=[]).raw["usage"]["pack_tokens"] == 0
+    with pytest.raises(PackNotFoundError, match="does not resolve"):
+        llm.complete("Hi", packs=["kp:elsewhere/" + "a" * 21])
 
 
 def test_roles_that_may_bring_packs(store):
@@ -99,6 +115,8 @@ def test_errors_come_through(tiny):
         tiny.stream_chat(CHAT, max_tokens=10**6)
     with pytest.raises(SamplingError, match="top_p"):
         tiny.chat(CHAT, top_p=7)
+    with pytest.raises(GenerationTimeoutError):
+        tiny.model_copy(update={"timeout": 1e-9}).chat(CHAT)
 
 
 @pytest.mark.parametrize(

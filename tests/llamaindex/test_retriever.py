@@ -9,6 +9,8 @@ from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.tools import RetrieverTool
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
@@ -214,6 +216,21 @@ def test_a_retriever_tool_sends_handles_and_keeps_text(tiny_index):
     output = tool.call(QUESTION)
     assert len(find_handles(output.content)) == 2
     assert all(not find_handles(hit.get_content()) for hit in output.raw_output)
+
+
+def test_postprocessors_that_rewrite_text_are_obeyed(tiny_index, usages):
+    class Redactor(BaseNodePostprocessor):
+        def _postprocess_nodes(self, nodes, query_bundle=None):  # noqa: ARG002 - LlamaIndex's signature
+            for hit in nodes:
+                hit.node.set_content("[REDACTED]")
+            return nodes
+
+    llm = tiny_index.llm.model_copy(update={"max_tokens": 1})
+    tiny_index.as_query_engine(llm, node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=0)]).query(QUESTION)
+    tiny_index.as_query_engine(llm, node_postprocessors=[Redactor()]).query(QUESTION)
+    assert usages[0]["pack_tokens"] > 0 == usages[1]["pack_tokens"]
+    # The next search finds the facts as they are.
+    assert all(hit.node.is_intact for hit in tiny_index.as_retriever().retrieve(QUESTION))
 
 
 def test_llms_that_resolve_no_handles_get_text(tiny_index, caplog):

@@ -10,8 +10,9 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse, TextBloc
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel, Field
 
-from kp_core import Delta, ToolCallDelta
+from kp_core import Delta, ToolCallDelta, load_engine
 from kp_core.errors import ToolError
+from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, to_messages
 from kp_llamaindex.responses import Answer, to_completion
 from tests.conftest import tiny_engine
@@ -192,3 +193,22 @@ def test_reasoning_becomes_a_thinking_block():
     ]
     assert to_completion(parts[2]).text == "Yes."
     assert [part.delta for part in parts] == ["", "", "Yes.", "", "", ""]
+
+
+THINKING = CHATML.replace("assistant\n' }}", "assistant\n<think>\n' }}") + "{# ends with </think> #}"
+
+
+def test_thinking_comes_apart_from_the_call():
+    engine = load_engine(tiny_model("qwen3"), tokenizer=tiny_tokenizer(THINKING))
+    llm = KnowledgePackLLM(engine=engine, max_tokens=160)
+    whole = llm.chat_with_tools([FETCH], "Fetch a book.", tool_required=True)
+    thinking, call = whole.message.blocks
+    assert isinstance(thinking, ThinkingBlock)
+    assert thinking.content
+    assert call.tool_name == "fetch"
+    parts = list(llm.stream_chat_with_tools([FETCH], "Fetch a book.", tool_required=True))
+    assert (
+        "".join(part.additional_kwargs.get("thinking_delta", "") for part in parts).strip() == thinking.content.strip()
+    )
+    [sent] = to_messages([whole.message])
+    assert thinking.content not in str(sent)
