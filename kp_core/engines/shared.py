@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import kp_core
 from kp_core.engines.base import Engine
 
 __all__ = ["loaded_engine", "shared_engine"]
@@ -18,7 +17,9 @@ def shared_engine(model: str | None = None, dtype: str | None = None, device: st
     key = (model, dtype, device)
     with _loading:
         if key not in _engines:
-            _engines[key] = kp_core.load_engine(model, dtype=dtype, device=device)
+            from kp_core.engines.hf import HFEngine
+
+            _engines[key] = HFEngine(model, dtype=dtype, device=device)
         return _engines[key]
 
 
