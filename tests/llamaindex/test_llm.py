@@ -12,8 +12,7 @@ from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.memory import Memory
 from pydantic import ValidationError
 
-import kp_core
-from kp_core.engines import shared
+from kp_core.engines import hf, shared
 from kp_core.errors import (
     ContextOverflowError,
     GenerationTimeoutError,
@@ -175,7 +174,7 @@ def test_names_need_no_weights():
 def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch):
     loaded = []
     monkeypatch.setattr(shared, "_engines", {})
-    monkeypatch.setattr(kp_core, "load_engine", lambda model, **_: loaded.append(model) or tiny_engine())
+    monkeypatch.setattr(hf, "HFEngine", lambda model, **_: loaded.append(model) or tiny_engine())
     models = [KnowledgePackLLM(model="a", max_tokens=1) for _ in range(4)]
     assert not loaded
     threads = [threading.Thread(target=model.complete, args=("Hi",)) for model in models]
