@@ -172,9 +172,9 @@ def test_names_need_no_weights():
 
 
 def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch):
-    loaded = []
+    loaded, engine = [], tiny_engine()
     monkeypatch.setattr(shared, "_engines", {})
-    monkeypatch.setattr(hf, "HFEngine", lambda model, **_: loaded.append(model) or tiny_engine())
+    monkeypatch.setattr(hf, "HFEngine", lambda model, **_: loaded.append(model) or engine)
     models = [KnowledgePackLLM(model="a", max_tokens=1) for _ in range(4)]
     assert not loaded
     threads = [threading.Thread(target=model.complete, args=("Hi",)) for model in models]
