@@ -1,3 +1,26 @@
-"""The LlamaIndex adapter; nothing is in it yet."""
+"""Knowledge Packs for LlamaIndex: an LLM that resolves handles, and nodes, retrievers and memory that hand them out.
 
-__all__: list[str] = []
+Imports LlamaIndex's core and this project's, nothing else: models and banks load when they are first used.
+"""
+
+from __future__ import annotations
+
+from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackSink, pack_place
+from kp_llamaindex.llm import KnowledgePackLLM, use_in_settings
+from kp_llamaindex.memory import KnowledgePackMemoryBlock
+from kp_llamaindex.messages import to_messages
+from kp_llamaindex.nodes import NumberSources, PackNode
+from kp_llamaindex.retriever import KnowledgePackRetriever
+
+__all__ = [
+    "KnowledgePackIndex",
+    "KnowledgePackLLM",
+    "KnowledgePackMemoryBlock",
+    "KnowledgePackRetriever",
+    "KnowledgePackSink",
+    "NumberSources",
+    "PackNode",
+    "pack_place",
+    "to_messages",
+    "use_in_settings",
+]

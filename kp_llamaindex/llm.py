@@ -1,0 +1,244 @@
+"""`KnowledgePackLLM`: an open-weight model behind LlamaIndex's function-calling interface, with handles resolved."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+from llama_index.core import Settings
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+)
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+
+from kp_core import Delta, Engine, Request, strip_handles
+from kp_core.engines.shared import loaded_engine, shared_engine
+from kp_core.errors import SamplingError
+from kp_llamaindex.messages import to_messages
+from kp_llamaindex.responses import Answer, to_completion
+from kp_llamaindex.settings import SAMPLING, LLMSettings
+from kp_llamaindex.tools import tool_options
+
+__all__ = ["KnowledgePackLLM", "use_in_settings"]
+
+T = TypeVar("T")
+
+_BUNDLED = "SmolLM2-135M-Instruct"
+_DEFAULT_OUTPUT = 512
+_SHAPE = ("tools", "tool_choice", "parallel_tool_calls", "response_schema")
+_PER_CALL = (*SAMPLING, "stop", *_SHAPE, "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
+
+
+class KnowledgePackLLM(LLMSettings):
+    """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
+
+    Give an `engine`, or the `model` (a Hugging Face id or folder; without either, the bundled SmolLM2-135M-Instruct)
+    with `dtype` and `device`: it is loaded on first use, once per process. Handles resolve through `store` (or the path
+    of one), in the `namespaces` named, from messages of `trusted_roles`; all others stay text and are logged. Options
+    of a call (`temperature`, `max_tokens`, `stop`, `packs`, ...) override the fields; unknown ones raise `TypeError`.
+
+    A completion is a chat of one user message, whether or not it comes `formatted`.
+
+    `raw` of a response (of the last one in a stream) holds `usage`, `timings` and `finish_reason`. Its `prompt_tokens`
+    are what the messages sent; tokens that packs delivered are `pack_tokens`. Reasoning comes as a `ThinkingBlock`, and
+    tool calls as `ToolCallBlock`s; a grammar holds them to their schemas, and the answer to `response_schema`.
+
+    Async endpoints work in threads and leave the loop free. `metadata` needs the engine: ask for it before the loop
+    runs, or pass an `engine`.
+
+    Raises `KnowledgePackError` and its kinds, as the engine does.
+    """
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised form."""
+        return "KnowledgePackLLM"
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in metadata and traces."""
+        return self.model or (_BUNDLED if self.engine is None else str(getattr(self.engine, "name", "knowledge_packs")))
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """Names and sizes; the context window is what `pack_budget` leaves. Loads the engine."""
+        return self._metadata(self._engine())
+
+    def to_payload(self) -> dict[str, Any]:
+        """As LlamaIndex's events carry it; does not load the engine, so an event never waits for weights."""
+        engine = self.engine if self.engine is not None else loaded_engine(self.model, self.dtype, self.device)
+        about = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
+        return {"class_name": self.class_name(), **about}
+
+    def token_ids(self, text: str) -> list[int]:
+        """The token ids of `text` under the model's own tokenizer; handles in it, which are not sent, count nothing."""
+        ids = self._engine().tokenizer.encode(strip_handles(text), add_special_tokens=False)
+        return [int(token) for token in ids]
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
+        """The answer to a conversation."""
+        return self._chat(messages, kwargs)
+
+    @llm_completion_callback()
+    def complete(
+        self,
+        prompt: str,
+        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CompletionResponse:
+        """The answer to one user message."""
+        return to_completion(self._chat([ChatMessage(prompt)], kwargs))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
+        """The answer to a conversation, piece by piece; leaving it early stops the generation."""
+        return self._stream(messages, kwargs, lambda response: response)
+
+    @llm_completion_callback()
+    def stream_complete(
+        self,
+        prompt: str,
+        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CompletionResponseGen:
+        """The answer to one user message, piece by piece."""
+        return self._stream([ChatMessage(prompt)], kwargs, to_completion)
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
+        """As `chat`; cancelling the task stops the generation."""
+        return await self._achat(messages, kwargs)
+
+    @llm_completion_callback()
+    async def acomplete(
+        self,
+        prompt: str,
+        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CompletionResponse:
+        """As `complete`; cancelling the task stops the generation."""
+        return to_completion(await self._achat([ChatMessage(prompt)], kwargs))
+
+    @llm_chat_callback()
+    async def astream_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        **kwargs: Any,  # noqa: ANN401
+    ) -> ChatResponseAsyncGen:
+        """As `stream_chat`."""
+        return self._astream(messages, self._request(kwargs), lambda response: response)
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self,
+        prompt: str,
+        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
+        **kwargs: Any,  # noqa: ANN401
+    ) -> CompletionResponseAsyncGen:
+        """As `stream_complete`."""
+        return self._astream([ChatMessage(prompt)], self._request(kwargs), to_completion)
+
+    def _chat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
+        answer, request = Answer(), self._request(options)
+        return answer.whole(self._engine().generate(to_messages(messages), **request))
+
+    async def _achat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
+        answer, request = Answer(), self._request(options)
+        engine = await asyncio.to_thread(self._engine)
+        return answer.whole(await engine.agenerate(to_messages(messages), **request))
+
+    def _stream(
+        self,
+        messages: Sequence[ChatMessage],
+        options: Mapping[str, Any],
+        form: Callable[[ChatResponse], T],
+    ) -> Generator[T, None, None]:
+        answer, request = Answer(), self._request(options)
+        stream = self._engine().stream(to_messages(messages), **request)
+
+        def pieces() -> Iterator[T]:
+            try:
+                for delta in stream.deltas():
+                    yield form(answer.piece(delta))
+                yield form(answer.last(stream.result()))
+            finally:
+                stream.close()
+
+        return cast("Generator[T, None, None]", pieces())
+
+    async def _astream(
+        self,
+        messages: Sequence[ChatMessage],
+        request: Request,
+        form: Callable[[ChatResponse], T],
+    ) -> AsyncGenerator[T, None]:
+        answer = Answer()
+        # The event tells the engine to stop, however this generator is left.
+        cancel = threading.Event()
+        request["cancel"] = cancel
+        engine = await asyncio.to_thread(self._engine)
+        stream = engine.astream(to_messages(messages), **request)
+        try:
+            async for delta in cast("AsyncIterator[Delta]", stream.deltas()):
+                yield form(answer.piece(delta))
+            if stream.generation is not None:
+                yield form(answer.last(stream.generation))
+        finally:
+            cancel.set()
+            # A step that is still under way in its thread ends by the event and closes the stream itself.
+            with suppress(ValueError):
+                await stream.aclose()
+
+    def _engine(self) -> Any:  # noqa: ANN401 - an `Engine`, and its tokenizer
+        return self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
+
+    def _metadata(self, engine: Engine) -> LLMMetadata:
+        positions = engine.max_positions
+        budget = self.pack_budget
+        if budget is None:
+            budget = 0 if self.store is None else positions // 2
+        if budget >= positions:
+            raise SamplingError(f"Got pack_budget={budget}; expected less than the model's {positions} positions.")
+        window = positions - budget
+        return LLMMetadata(
+            context_window=window,
+            num_output=self.max_tokens or min(_DEFAULT_OUTPUT, window // 2),
+            is_chat_model=True,
+            is_function_calling_model=True,
+            model_name=self.model_name,
+        )
+
+    def _request(self, options: Mapping[str, Any]) -> Request:
+        """The fields, overridden by the options of one call."""
+        unknown = sorted(set(options) - set(_PER_CALL))
+        if unknown:
+            raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}.")
+        given = {name: value for name, value in options.items() if name != "stop" or value is not None}
+        request: dict[str, Any] = {
+            "view": self._view(),
+            "packs": self.packs or None,
+            "placement": self.placement,
+            "foreign": self.foreign,
+            "thinking": self.thinking,
+            "stop": self.stop,
+            **{name: getattr(self, name) for name in SAMPLING},
+            **tool_options(given),
+        }
+        return cast("Request", {name: value for name, value in request.items() if value is not None})
+
+
+def use_in_settings(llm: KnowledgePackLLM) -> None:
+    """Make `llm` and its tokenizer LlamaIndex's defaults: prompts are then measured in tokens of this model."""
+    Settings.llm = llm
+    Settings.tokenizer = llm.token_ids

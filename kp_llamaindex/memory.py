@@ -1,0 +1,138 @@
+"""`KnowledgePackMemoryBlock`: old turns of a conversation as packs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from os import PathLike
+from typing import Any, Self
+
+from llama_index.core.base.llms.types import ChatMessage, TextBlock
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator, model_validator
+from llama_index.core.memory import BaseMemoryBlock
+from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
+
+from kp_core import Handle, Message, PackStore, PackView
+from kp_core.engines.shared import shared_engine
+from kp_core.errors import PackNotFoundError
+from kp_core.resolve import TRUSTED_ROLES, PackRef
+from kp_llamaindex.messages import core_role, to_messages
+
+__all__ = ["KnowledgePackMemoryBlock"]
+
+_SLOT = "{pack}"
+
+
+class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
+    """Turns that a `Memory` flushes become packs in `store`, and come back as their handles in the system message.
+
+    The prompt grows by at most `max_handles` short lines, however long the conversation was: when there are more packs
+    than that, they are compiled into one. The LLM must resolve handles of `namespace` in the same store.
+
+    The state of a block is what `model_dump` gives: handles, the store's path and the settings; the texts are in the
+    store (`text()`). To go on after a restart: `KnowledgePackMemoryBlock(**data, engine=engine)`.
+
+    Each flushed message is a line `role: text`. Handles in messages of the LLM's trusted roles, such as search results,
+    are replaced by their texts, so that they are remembered; a handle anywhere else is plain text from then on.
+
+    Give an `engine`, or the `model` with `dtype` and `device`, as to `KnowledgePackLLM`. With `lazy` the KV is computed
+    when a pack is first read, not when turns are flushed.
+    """
+
+    name: str = Field(default="earlier_conversation", description="The tag that stands around the memory.")
+    description: str | None = Field(default="What was said earlier.")
+    engine: Any = Field(default=None, exclude=True, repr=False)
+    model: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    store: PackStore = Field(description="A `PackStore`, or its path.")
+    namespace: str = "default"
+    handles: list[str] = Field(default_factory=list, description="Handles of the packs, oldest first.")
+    max_handles: int = Field(default=4, ge=1)
+    lazy: bool = False
+    trusted_roles: frozenset[str] = TRUSTED_ROLES
+    _writing: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
+        return PackStore(store) if isinstance(store, str | PathLike) else store
+
+    @field_validator("trusted_roles")
+    @classmethod
+    def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
+        return frozenset(core_role(role) for role in roles)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._view()  # The namespace is checked where it is used.
+        for handle in self.handles:
+            Handle.parse(handle)
+        return self
+
+    @field_serializer("store")
+    def _describe_store(self, store: PackStore) -> str:
+        return str(store.path)
+
+    @field_serializer("trusted_roles")
+    def _describe_roles(self, roles: frozenset[str]) -> list[str]:
+        return sorted(roles)
+
+    def text(self) -> str:
+        """All that is remembered; raises `PackNotFoundError` when the store lacks one of the packs."""
+        return "".join(self._text(handle) for handle in self.handles)
+
+    def forget(self) -> None:
+        """Start anew; the packs stay in the store."""
+        self.handles = []
+
+    async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:  # noqa: ANN401, ARG002
+        return "\n".join(self.handles)
+
+    async def _aput(self, messages: list[ChatMessage]) -> None:
+        async with self._writing:
+            self.handles = await asyncio.to_thread(self._remembering, messages)
+
+    async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:  # noqa: ARG002 - LlamaIndex's signature
+        """`content` as it is: a handle costs nothing that truncating could save."""
+        return content
+
+    def _remembering(self, messages: list[ChatMessage]) -> list[str]:
+        """The handles, with those of `messages`."""
+        text = "".join(f"{line}\n" for message in messages for line in self._lines(message))
+        if not text.strip():
+            return self.handles
+        if len(self.handles) < self.max_handles:
+            return [*self.handles, self._compile(text)]
+        return [self._compile(self.text() + text)]
+
+    def _lines(self, message: ChatMessage) -> list[str]:
+        [turn] = to_messages([message])
+        said = [
+            part.text if isinstance(part, PackRef) else part
+            for part in self._view().split(turn["content"], turn["role"])
+        ]
+        lines = [f"{turn['role']}: {''.join(said).strip()}"] if "".join(said).strip() else []
+        calls = [call["function"] for call in turn.get("tool_calls", ())]
+        lines += [f"{turn['role']} called {call['name']} with {json.dumps(call['arguments'])}" for call in calls]
+        return lines
+
+    def _compile(self, text: str) -> str:
+        engine = self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
+        pack = engine.build_pack(text, namespace=self.namespace, inside=self._place(), lazy=self.lazy)
+        return str(self.store.put(pack))
+
+    def _place(self) -> list[Message]:
+        """Where LlamaIndex's memory puts the first handle."""
+        content = [(self.name, [TextBlock(text=_SLOT)])]
+        [memory] = DEFAULT_MEMORY_BLOCKS_TEMPLATE.format_messages(memory_blocks=content)
+        return [*to_messages([ChatMessage(memory.content, role="system")]), {"role": "user", "content": "?"}]
+
+    def _text(self, handle: str) -> str:
+        pack = self.store.peek(Handle.parse(handle))
+        if pack is None:
+            raise PackNotFoundError(f"{self.store.path} has no pack {handle}, which this memory holds.")
+        return pack.text
+
+    def _view(self) -> PackView:
+        return self.store.view(self.namespace, trusted_roles=self.trusted_roles)

@@ -1,0 +1,111 @@
+"""LlamaIndex's messages in the form the core takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    CitableBlock,
+    CitationBlock,
+    ContentBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+
+from kp_core.errors import PromptError, UnsupportedContentError
+
+__all__ = ["core_role", "to_messages"]
+
+_ROLES = {
+    "developer": "system",
+    "function": "tool",
+    "chatbot": "assistant",
+    "model": "assistant",
+    # As in LangChain, so that one setting of trusted roles serves both.
+    "human": "user",
+    "ai": "assistant",
+}
+
+
+def core_role(name: str) -> str:
+    """The core's name for a role: `developer` is `system`, `chatbot` is `assistant`; others stay as they are."""
+    return _ROLES.get(name, name)
+
+
+def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """LlamaIndex messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
+
+    Text blocks of one message are joined by a line feed, as `ChatMessage.content` does. A tool message is given the
+    name of the call it answers. Tool calls whose arguments did not parse are left out: no template could show them.
+    Thinking is not sent, nor are cache points, which reuse makes needless.
+
+    Raises `UnsupportedContentError` for images, audio, video and files, `PromptError` for what is no message.
+    """
+    names: dict[str, str] = {}
+    made = []
+    for message in messages:
+        if not isinstance(message, ChatMessage):
+            raise PromptError(f"Got a {type(message).__name__}; expected a ChatMessage.")
+        made.append(_to_message(message, names))
+    return made
+
+
+def _to_message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
+    """One message; `names` of tool calls by their id grows from message to message."""
+    role = core_role(message.role.value)
+    calls = _calls(message) if role == "assistant" else []
+    names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+    texts = [text for block in message.blocks if (text := _text(block, role)) is not None]
+    made: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        made["tool_calls"] = calls
+    about = message.additional_kwargs
+    call_id = about.get("tool_call_id")
+    if role == "tool" and call_id:
+        made["tool_call_id"] = call_id
+    name = about.get("name") or (names.get(str(call_id)) if role == "tool" else None)
+    if name:
+        made["name"] = name
+    return made
+
+
+def _calls(message: ChatMessage) -> list[dict[str, Any]]:
+    calls = []
+    for block in message.blocks:
+        if isinstance(block, ToolCallBlock):
+            arguments = _arguments(block.tool_kwargs)
+            if arguments is not None:
+                function = {"name": block.tool_name, "arguments": arguments}
+                call: dict[str, Any] = {"type": "function", "function": function}
+                calls.append({**call, "id": block.tool_call_id} if block.tool_call_id else call)
+    return calls
+
+
+def _arguments(given: Mapping[str, Any] | str) -> dict[str, Any] | None:
+    if isinstance(given, str):
+        try:
+            given = json.loads(given or "{}")
+        except json.JSONDecodeError:
+            return None
+    return dict(given) if isinstance(given, Mapping) else None
+
+
+def _text(block: ContentBlock, role: str) -> str | None:
+    """The text of a block; `None` for what is not sent."""
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, CachePoint) or (role == "assistant" and isinstance(block, ThinkingBlock | ToolCallBlock)):
+        return None
+    if isinstance(block, CitableBlock):
+        return "\n".join(text for part in block.content if (text := _text(part, role)) is not None)
+    if isinstance(block, CitationBlock):
+        return _text(block.cited_content, role)
+    raise UnsupportedContentError(
+        f"Got a content block of type {block.block_type!r} in a {role} message; a text model takes text. "
+        "Describe it in words, or leave it out."
+    )

@@ -1,0 +1,153 @@
+"""`PackNode`: a node that is a handle to the model, and its text to everyone else."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Self
+
+from llama_index.core.base.llms.types import BaseContentBlock, TextBlock
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
+
+from kp_core import Fact
+
+__all__ = ["NumberSources", "PackNode", "to_fact", "to_node"]
+
+logger = logging.getLogger(__name__)
+
+_NODE = "_llama_index_node"  # The metadata of a fact under which its node is kept.
+
+_KEPT = (
+    "metadata",
+    "excluded_embed_metadata_keys",
+    "excluded_llm_metadata_keys",
+    "relationships",
+    "metadata_template",
+    "metadata_separator",
+    "text_template",
+)
+
+
+class PackNode(TextNode):
+    """A text node whose content for the model (`MetadataMode.LLM`) is the handle of its pack; else it is its text.
+
+    The pack holds exactly what the text node would have given the model: the text, and the metadata that is not in
+    `excluded_llm_metadata_keys`. A node that was rewritten since (its text, or metadata that the model sees) gives the
+    text again, with a logged warning: rerankers, redactors and window replacers keep their say.
+
+    `class_name()` stays `TextNode`: what reads a stored `PackNode` without knowing this class gets a text node.
+    """
+
+    handle: str = Field(default="", description="Handle of the pack; empty for none.")
+    digest: str = Field(default="", description="Digest of the content that the handle stands for.")
+    label: str = Field(default="", description="What the model sees on a line before the content, e.g. its number.")
+    _warned: bool = PrivateAttr(default=False)
+
+    @classmethod
+    def from_node(cls, node: BaseNode, handle: str = "") -> Self:
+        """`node` as a pack node: `handle` is that of its content for the model as it is now."""
+        kept = {name: getattr(node, name) for name in _KEPT if hasattr(node, name)}
+        made = cls(id_=node.node_id, text=node.get_content(MetadataMode.NONE), **kept)
+        made.handle, made.digest = handle, _digest(made.llm_text()) if handle else ""
+        return made
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the handle still stands for what the node says."""
+        return bool(self.handle) and _digest(self.llm_text()) == self.digest
+
+    def llm_text(self) -> str:
+        """What the model would be given of a plain text node; this is the text of the pack.
+
+        Without outer blanks, as LlamaIndex's synthesizers and chat engines strip what they join.
+        """
+        return super().get_content(MetadataMode.LLM).strip()
+
+    def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
+        """The handle for `MetadataMode.LLM`, the text (with metadata, as the mode says) for every other."""
+        if metadata_mode != MetadataMode.LLM:
+            return super().get_content(metadata_mode)
+        content = self.handle
+        if not self.is_intact:
+            if self.handle and not self._warned:
+                self._warned = True
+                logger.warning("Node %s was rewritten since its pack was made; it goes as text.", self.node_id)
+            content = self.llm_text()
+        return f"{self.label}\n{content}" if self.label else content
+
+    def get_content_blocks(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> list[BaseContentBlock]:
+        """As `get_content`, as blocks."""
+        if metadata_mode != MetadataMode.LLM:
+            return super().get_content_blocks(metadata_mode)
+        return [TextBlock(text=self.get_content(metadata_mode))]
+
+    def without_handle(self) -> Self:
+        """The same node as text to everyone."""
+        return self.model_copy(update={"handle": "", "digest": ""})
+
+
+class NumberSources(BaseNodePostprocessor):
+    """Puts `Source 1:`, `Source 2:`, ... on a line before each node, for prompts that ask for citations.
+
+    LlamaIndex's `CitationQueryEngine` cuts texts into new nodes, which would then go as text. With this postprocessor a
+    `RetrieverQueryEngine` with `CITATION_QA_TEMPLATE` cites packs, and `response.source_nodes[n - 1]` is source n.
+    """
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name in serialised form."""
+        return "NumberSources"
+
+    def _postprocess_nodes(
+        self,
+        nodes: Sequence[NodeWithScore],
+        query_bundle: QueryBundle | None = None,  # noqa: ARG002 - LlamaIndex's signature
+    ) -> list[NodeWithScore]:
+        return [
+            NodeWithScore(node=_labelled(found.node, f"Source {number}:"), score=found.score)
+            for number, found in enumerate(nodes, 1)
+        ]
+
+
+def _labelled(node: BaseNode, label: str) -> PackNode:
+    made: PackNode = node if isinstance(node, PackNode) else PackNode.from_node(node)
+    return made.model_copy(update={"label": label})
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def to_fact(node: BaseNode) -> Fact:
+    """`node` as a bank keeps it: its text is what the model would be given, its metadata holds the whole node."""
+    kept = node if isinstance(node, PackNode) else PackNode.from_node(node)
+    about = {key: value for key, value in kept.metadata.items() if isinstance(value, str) and key != _NODE}
+    record = kept.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
+    return Fact(
+        kept.llm_text(),
+        title=about.get("title", ""),
+        source=about.get("source") or about.get("file_name", ""),
+        metadata={**about, _NODE: json.dumps(record)},
+        id=kept.node_id,
+    )
+
+
+def to_node(fact: Fact, handle: str = "") -> PackNode:
+    """The node that `fact` was made of; for a fact that came otherwise, one whose metadata the model does not see."""
+    record = fact.metadata.get(_NODE)
+    if record is not None:
+        return PackNode.from_node(TextNode.from_dict(json.loads(record)), handle)
+    about = {"title": fact.title, "source": fact.source, **fact.metadata}
+    metadata = {key: value for key, value in about.items() if value}
+    node = TextNode(
+        id_=fact.id,
+        text=fact.text,
+        metadata=metadata,
+        excluded_llm_metadata_keys=list(metadata),
+        excluded_embed_metadata_keys=list(metadata),
+    )
+    return PackNode.from_node(node, handle)

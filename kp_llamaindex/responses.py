@@ -1,0 +1,115 @@
+"""What the engine said, as LlamaIndex's responses."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    ContentBlock,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+
+from kp_core import Delta, Generation, ToolCallDelta
+
+__all__ = ["Answer", "to_completion"]
+
+
+@dataclass
+class _Call:
+    """A tool call as far as it has come; `arguments` are JSON, or its beginning."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Answer:
+    """One answer on its way: each piece as a response that holds the whole message so far.
+
+    The message holds a `ThinkingBlock`, a `TextBlock` and `ToolCallBlock`s, where there are such. The arguments of a
+    call are a string while they come, and a dictionary in the last response. `additional_kwargs["tool_calls"]` of the
+    message repeats the calls in OpenAI's form, which LlamaIndex's structured streaming looks for.
+
+    The last response alone has `raw`: `usage`, `timings` in seconds and `finish_reason`, plain values throughout.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._text, self._reasoning = "", ""
+        self._calls: list[_Call] = []
+
+    def piece(self, delta: Delta) -> ChatResponse:
+        """The response that brings `delta`."""
+        self._text += delta.text
+        self._reasoning += delta.reasoning
+        if delta.tool_call is not None:
+            self._take(delta.tool_call)
+        about = {"thinking_delta": delta.reasoning} if delta.reasoning else {}
+        calls: list[tuple[_Call, dict[str, Any] | str]] = [(call, call.arguments) for call in self._calls]
+        message = _message(self._text, self._reasoning, calls)
+        return ChatResponse(message=message, delta=delta.text, additional_kwargs=about)
+
+    def whole(self, generation: Generation) -> ChatResponse:
+        """The response that holds all of `generation`."""
+        calls: list[tuple[_Call, dict[str, Any] | str]] = [
+            (_Call(call.id, call.name, json.dumps(call.arguments)), dict(call.arguments))
+            for call in generation.tool_calls
+        ]
+        message = _message(generation.text, generation.reasoning, calls)
+        return ChatResponse(message=message, raw=self._raw(generation))
+
+    def last(self, generation: Generation) -> ChatResponse:
+        """As `whole`, at the end of a stream: nothing is new in it but the counts."""
+        response = self.whole(generation)
+        response.delta = ""
+        return response
+
+    def _take(self, piece: ToolCallDelta) -> None:
+        while len(self._calls) <= piece.index:
+            self._calls.append(_Call())
+        call = self._calls[piece.index]
+        call.id, call.name = piece.id or call.id, piece.name or call.name
+        call.arguments += piece.arguments
+
+    def _raw(self, generation: Generation) -> dict[str, Any]:
+        usage = generation.usage.to_dict()
+        ttft = usage.pop("ttft_s")
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        return {
+            "usage": usage,
+            "timings": {"ttft_s": ttft, "total_s": time.perf_counter() - self._began},
+            "finish_reason": generation.finish_reason,
+        }
+
+
+def to_completion(response: ChatResponse) -> CompletionResponse:
+    """A chat response as that of a completion endpoint."""
+    return CompletionResponse(
+        text=response.message.content or "",
+        delta=response.delta,
+        raw=response.raw,
+        additional_kwargs=response.additional_kwargs,
+    )
+
+
+def _message(text: str, reasoning: str, calls: list[tuple[_Call, dict[str, Any] | str]]) -> ChatMessage:
+    blocks: list[ContentBlock] = [ThinkingBlock(content=reasoning)] if reasoning else []
+    # Templates set calls off by blank lines, which are nothing said.
+    if text.strip() or not calls:
+        blocks.append(TextBlock(text=text))
+    blocks += [ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=given) for call, given in calls]
+    told = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call, _ in calls
+    ]
+    about = {"tool_calls": told} if told else {}
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=about)

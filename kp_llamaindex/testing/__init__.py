@@ -1,0 +1,18 @@
+"""A conformance suite for LlamaIndex LLMs: what agents, query engines and tracing rely on, checked on any `LLM`.
+
+    import pytest
+    from kp_llamaindex.testing import CHECKS, Subject
+
+    @pytest.mark.parametrize("check", CHECKS, ids=str)
+    async def test_conformance(check):
+        await check(Subject(lambda: MyLLM(max_tokens=32, temperature=0)))
+
+or, without pytest, `run_suite(Subject(...))`. The LLM should be deterministic and configured for short answers.
+"""
+
+from __future__ import annotations
+
+from kp_llamaindex.testing.checks import CHECKS
+from kp_llamaindex.testing.suite import Check, NonconformityError, Outcome, Subject, run_suite
+
+__all__ = ["CHECKS", "Check", "NonconformityError", "Outcome", "Subject", "run_suite"]

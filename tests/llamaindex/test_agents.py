@@ -1,0 +1,175 @@
+"""LlamaIndex's agents over packs: what search returns is delivered, never sent, and never computed again."""
+
+import asyncio
+import json
+
+import pytest
+from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent, ToolCallResult
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.tools import RetrieverTool
+from llama_index.core.workflow import Context, JsonSerializer
+from workflows.context.state_store import UnserializableKeyWarning
+
+from kp_core import PackStore, find_handles, load_engine
+from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
+from kp_llamaindex import KnowledgePackLLM
+from tests.llamaindex.conftest import QUESTION
+
+FLAG = "The flag of the Orrelay Isles shows a grey heron on a field of blue, and below it three silver rings."
+
+
+@pytest.fixture(scope="module")
+def world(smol, tmp_path_factory):
+    """A search tool that returns a handle, and an LLM that resolves it."""
+    store = PackStore(tmp_path_factory.mktemp("agents"))
+    handle = str(store.put(smol.build_pack(FLAG, lazy=True)))
+
+    def search(query: str) -> str:
+        """Search the library."""
+        return f"{handle} (for {len(query)} letters)"
+
+    llm = KnowledgePackLLM(engine=smol, store=store, namespaces=["default"], max_tokens=60)
+    return llm, search
+
+
+def function_agent(llm, tool, **settings):
+    """An agent that must search first, one call at a time, and is made to answer at its last iteration."""
+    return FunctionAgent(
+        tools=[tool],
+        llm=llm,
+        initial_tool_choice="search",
+        allow_parallel_tool_calls=False,
+        early_stopping_method="generate",
+        **settings,
+    )
+
+
+async def run(workflow, question, **settings):
+    """The answer, the tool results and the last responses of all model calls."""
+    handler = workflow.run(question, **settings)
+    events = [event async for event in handler.stream_events()]
+    raws = [event.raw for event in events if isinstance(event, AgentStream) and event.raw]
+    return await handler, [event for event in events if isinstance(event, ToolCallResult)], raws
+
+
+async def test_a_function_agent_reads_packs(world):
+    llm, search = world
+    agent = function_agent(llm, search)
+    answer, results, raws = await run(agent, QUESTION, max_iterations=2)
+    assert results[0].tool_name == "search"
+    assert len(find_handles(str(results[0].tool_output))) == 1
+    assert raws[0]["usage"]["pack_tokens"] == 0 < raws[1]["usage"]["pack_tokens"]
+    assert answer.response.content
+    json.dumps(answer.raw)
+
+
+async def test_a_function_agent_without_streaming(world):
+    llm, search = world
+    agent = function_agent(llm, search, streaming=False)
+    answer, results, _ = await run(agent, QUESTION, max_iterations=2)
+    assert len(results) == 1
+    assert answer.response.content
+
+
+async def test_agents_share_an_engine_and_hand_over(world):
+    llm, search = world
+    first = FunctionAgent(
+        name="Researcher",
+        description="Finds facts.",
+        system_prompt="You must hand off to Writer.",
+        tools=[search],
+        llm=llm,
+        initial_tool_choice="handoff",
+        can_handoff_to=["Writer"],
+    )
+    second = FunctionAgent(name="Writer", description="Writes answers.", system_prompt="Write.", llm=llm)
+    workflow = AgentWorkflow(agents=[first, second], root_agent="Researcher", early_stopping_method="generate")
+    answer, results, _ = await run(workflow, "Hand off to Writer.", max_iterations=2)
+    assert results[0].tool_kwargs["to_agent"] == "Writer"
+    assert answer.current_agent_name == "Writer"
+
+
+async def test_several_agents_at_once(world):
+    llm, search = world
+    agents = [function_agent(llm, search) for _ in range(3)]
+    answers = await asyncio.gather(*(run(agent, QUESTION, max_iterations=2) for agent in agents))
+    assert len({answer.response.content for answer, _, _ in answers}) == 1
+    assert all(len(results) == 1 for _, results, _ in answers)
+
+
+async def test_a_react_agent(world, usages):
+    llm, search = world
+    answer = await ReActAgent(tools=[search], llm=llm).run(QUESTION, max_iterations=3, early_stopping_method="generate")
+    assert answer.response.content
+    # What a tool returned stands in a user message here.
+    llm.chat([ChatMessage(QUESTION), ChatMessage(f"Observation: {search('flag')}")])
+    assert usages[-1]["pack_tokens"] > 0
+
+
+async def test_the_context_of_a_workflow_is_saved_and_restored(world):
+    llm, search = world
+    agent = function_agent(llm, search)
+    context, memory = Context(agent), ChatMemoryBuffer.from_defaults(llm=llm)
+    await run(agent, QUESTION, ctx=context, memory=memory, max_iterations=2)
+    # LlamaIndex leaves the memory out of a context on purpose.
+    with pytest.warns(UnserializableKeyWarning, match="memory"):
+        state = json.dumps(context.to_dict(serializer=JsonSerializer()))
+    turns = json.dumps([message.model_dump() for message in memory.get_all()])
+    # What was found is part of the state, as handles.
+    assert find_handles(state)
+    again = Context.from_dict(agent, json.loads(state), serializer=JsonSerializer())
+    remembered = ChatMemoryBuffer.from_defaults([ChatMessage(**turn) for turn in json.loads(turns)], llm=llm)
+    assert remembered.get_all() == memory.get_all()
+    _, _, raws = await run(agent, "And the rings?", ctx=again, memory=remembered, max_iterations=1)
+    assert raws[0]["usage"]["pack_tokens"] > 0
+
+
+async def test_retriever_tools_send_handles(tiny_index):
+    tool = RetrieverTool.from_defaults(
+        tiny_index.as_retriever(similarity_top_k=2), name="search", description="Search."
+    )
+    llm = tiny_index.llm.model_copy(update={"max_tokens": 160})
+    agent = function_agent(llm, tool)
+    _, results, raws = await run(agent, QUESTION, max_iterations=2)
+    assert len(find_handles(str(results[0].tool_output))) == 2
+    assert raws[1]["usage"]["pack_tokens"] > 100
+
+
+async def test_twenty_steps(tmp_path):
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 16384
+    engine = load_engine(model, tokenizer=tiny_tokenizer(CHATML))
+    store = PackStore(tmp_path / "packs")
+    shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 10 for number in range(20)]
+    handles = [str(store.put(engine.build_pack(text, lazy=True))) for text in shelf]
+    asked = iter(handles)
+
+    def search(page: int) -> str:
+        """Search the library."""
+        return next(asked)
+
+    class Searching(KnowledgePackLLM):
+        """Searches at every step, as a random model would not by itself."""
+
+        def _prepare_chat_with_tools(self, *args, **settings):
+            return super()._prepare_chat_with_tools(*args, **{**settings, "tool_choice": "search"})
+
+    llm = Searching(engine=engine, store=store, namespaces=["default"], max_tokens=120)
+    agent = FunctionAgent(tools=[search], llm=llm, allow_parallel_tool_calls=False)
+    with pytest.raises(Exception, match="Max iterations"):
+        await (handler := agent.run("Read everything.", max_iterations=20))
+    usages = [
+        event.raw["usage"] async for event in handler.stream_events() if isinstance(event, AgentStream) and event.raw
+    ]
+    assert len(usages) == 20
+    totals = [usage["prompt_tokens"] + usage["pack_tokens"] for usage in usages]
+    for number in range(1, 20):
+        sent = usages[number]["prompt_tokens"] - usages[number - 1]["prompt_tokens"]
+        own_call = usages[number - 1]["completion_tokens"]
+        new = totals[number] - totals[number - 1]
+        # A step sends the call that was made and the frame of its result; what was found is not sent.
+        assert sent < own_call + 80
+        assert usages[number]["pack_tokens"] - usages[number - 1]["pack_tokens"] > 250
+        # What was read at earlier steps is not computed again.
+        assert usages[number]["computed_tokens"] <= new

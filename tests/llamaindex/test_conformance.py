@@ -1,0 +1,36 @@
+"""The conformance suite, on ours and on an LLM that does little."""
+
+import pytest
+from llama_index.core.llms import MockLLM
+
+from kp_llamaindex import KnowledgePackLLM
+from kp_llamaindex.testing import CHECKS, Subject, run_suite
+from tests.conftest import tiny_engine
+
+
+def subject(engine, **fields):
+    def make():
+        return KnowledgePackLLM(engine=engine, max_tokens=96, **fields)
+
+    return Subject(make, revive=lambda data: KnowledgePackLLM.from_dict(data, engine=engine))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_ours(check):
+    await check(subject(tiny_engine("qwen3")))
+
+
+def test_names_are_unique():
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+
+
+def test_the_suite_can_fail():
+    outcomes = run_suite(Subject(lambda: MockLLM(max_tokens=8)), CHECKS)
+    failed = {outcome.name for outcome in outcomes if not outcome.passed}
+    passed = {outcome.name for outcome in outcomes if outcome.passed}
+    for endpoint in ("chat", "acomplete", "stream_chat", "astream_complete"):
+        assert f"{endpoint} counts tokens" in failed
+        assert f"{endpoint} takes options of the call" in failed
+    assert {"achat leaves the loop free", "chat_with_tools calls a tool when one is required"} <= failed
+    assert {"chat answers", "stream_complete answers", "predict fills templates"} <= passed
+    assert all(outcome.problem for outcome in outcomes if not outcome.passed)

@@ -1,0 +1,150 @@
+"""LlamaIndex's query engines and chat engines: packs answer as text does, in fewer calls."""
+
+import pytest
+from llama_index.core.chat_engine import CondensePlusContextChatEngine
+from llama_index.core.chat_engine.types import ChatMode
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.query_engine import CitationQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen.types import SubQuestion
+from llama_index.core.response_synthesizers import ResponseMode
+from llama_index.core.schema import TextNode
+from llama_index.core.tools import QueryEngineTool, ToolMetadata
+
+from kp_core import MemoryFactBank, PackStore, find_handles, load_engine
+from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
+from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM, use_in_settings
+from tests.llamaindex.conftest import QUESTION, LetterEmbedder
+
+MODES = [
+    ResponseMode.COMPACT,
+    ResponseMode.REFINE,
+    ResponseMode.TREE_SUMMARIZE,
+    ResponseMode.SIMPLE_SUMMARIZE,
+    ResponseMode.ACCUMULATE,
+    ResponseMode.COMPACT_ACCUMULATE,
+    ResponseMode.GENERATION,
+]
+
+
+@pytest.fixture(scope="module")
+def isles(nodes, smol, tmp_path_factory):
+    store = PackStore(tmp_path_factory.mktemp("isles"))
+    llm = KnowledgePackLLM(engine=smol, store=store, namespaces=["isles"], max_tokens=10)
+    return KnowledgePackIndex.from_nodes(
+        nodes[:8],
+        engine=smol,
+        store=store,
+        bank=MemoryFactBank(LetterEmbedder()),
+        namespace="isles",
+        llm=llm,
+        progress=False,
+    )
+
+
+def both(index, smol, **settings):
+    """The answer from packs and the answer from text, each on a cold cache."""
+    answers = []
+    for content in ("handle", "text"):
+        smol.clear_cache()
+        answers.append(index.as_query_engine(content=content, **settings).query(QUESTION))
+    return answers
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_packs_answer_as_text_does(mode, isles, smol, usages):
+    pack, text = both(isles, smol, response_mode=mode, similarity_top_k=2)
+    assert str(pack) == str(text) != ""
+    half = len(usages) // 2
+    assert len(usages) == 2 * half
+    for with_packs, with_text in zip(usages[:half], usages[half:], strict=True):
+        total = with_packs["prompt_tokens"] + with_packs["pack_tokens"]
+        assert total == with_text["prompt_tokens"]
+    delivered = sum(usage["pack_tokens"] for usage in usages[:half])
+    assert delivered == 0 if mode == ResponseMode.GENERATION else delivered > 0
+
+
+def test_citations_number_packs(isles, smol, usages):
+    pack, text = both(isles, smol, citations=True, similarity_top_k=2)
+    assert str(pack) == str(text)
+    assert usages[0]["pack_tokens"] > 0 == usages[1]["pack_tokens"]
+    assert [hit.text for hit in pack.source_nodes] == [hit.text for hit in text.source_nodes]
+    assert not any(find_handles(hit.text) for hit in pack.source_nodes)
+
+
+def test_llama_index_cites_texts(isles):
+    engine = CitationQueryEngine.from_args(isles, llm=isles.llm, similarity_top_k=2)
+    answer = engine.query(QUESTION)
+    assert str(answer)
+    assert all(hit.text.startswith("Source ") and not find_handles(hit.text) for hit in answer.source_nodes)
+
+
+def test_streaming_and_async_answer_the_same(isles):
+    whole = isles.as_query_engine(similarity_top_k=1).query(QUESTION)
+    streamed = isles.as_query_engine(similarity_top_k=1, streaming=True).query(QUESTION)
+    assert "".join(streamed.response_gen) == str(whole)
+
+
+async def test_async_answers_the_same(isles):
+    engine = isles.as_query_engine(similarity_top_k=1)
+    assert str(await engine.aquery(QUESTION)) == str(engine.query(QUESTION))
+
+
+def test_sub_questions(isles, usages):
+    class TwoQuestions:
+        def generate(self, tools, query):  # noqa: ARG002 - LlamaIndex's signature
+            asked = [QUESTION, "What is the coin of the Orrelay Isles called?"]
+            return [SubQuestion(sub_question=question, tool_name="isles") for question in asked]
+
+    tool = QueryEngineTool(
+        query_engine=isles.as_query_engine(similarity_top_k=1),
+        metadata=ToolMetadata(name="isles", description="All about the isles."),
+    )
+    engine = SubQuestionQueryEngine.from_defaults(
+        [tool], llm=isles.llm, question_gen=TwoQuestions(), use_async=False, verbose=False
+    )
+    answer = engine.query("Tell me about the flag and the coin.")
+    assert str(answer)
+    assert [usage["pack_tokens"] > 0 for usage in usages] == [True, True, False]
+
+
+def test_a_chat_with_context(isles, smol, usages):
+    said = []
+    for content in ("handle", "text"):
+        smol.clear_cache()
+        engine = isles.as_chat_engine(ChatMode.CONDENSE_PLUS_CONTEXT, similarity_top_k=2, content=content)
+        assert isinstance(engine, CondensePlusContextChatEngine)
+        said.append([str(engine.chat(question)) for question in (QUESTION, "And what is the coin called?")])
+    assert said[0] == said[1]
+    assert usages[0]["pack_tokens"] > 0
+
+
+@pytest.mark.usefixtures("clean_settings")
+def test_sixty_nodes_in_one_call(usages, store, embedder):
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 8192
+    engine = load_engine(model, tokenizer=tiny_tokenizer(CHATML))
+    nodes = [
+        TextNode(
+            id_=str(number), text=f"Room {number:02} of the castle is painted {number * 7919:06} and has a window. " * 2
+        )
+        for number in range(60)
+    ]
+    sizes = [len(engine.tokenizer.encode(node.text)) for node in nodes]
+    assert 90 < min(sizes) <= max(sizes) < 120
+    llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], max_tokens=8, pack_budget=6800)
+    use_in_settings(llm)
+    index = KnowledgePackIndex.from_nodes(
+        nodes, engine=engine, store=store, bank=MemoryFactBank(embedder), lazy=True, llm=llm, progress=False
+    )
+    question = "Which room is painted 000000?"
+    answer = index.as_query_engine(similarity_top_k=60).query(question)
+    assert len(usages) == 1
+    assert usages[0]["pack_tokens"] > 60 * 90
+    texts = [hit.node.llm_text() for hit in answer.source_nodes]
+    assert len(texts) == 60
+    engine.clear_cache()
+    one_prompt = DEFAULT_TEXT_QA_PROMPT_SEL.format_messages(llm=llm, context_str="\n\n".join(texts), query_str=question)
+    assert llm.chat(one_prompt).message.content == str(answer) != ""
+    usages.clear()
+    index.as_query_engine(similarity_top_k=60, content="text").query(question)
+    assert len(usages) > 1

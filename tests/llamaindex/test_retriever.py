@@ -1,0 +1,265 @@
+"""`KnowledgePackRetriever` and `KnowledgePackIndex`: building packs, finding them, filters, pipelines."""
+
+import asyncio
+import logging
+
+import pytest
+from llama_index.core import Document, MockEmbedding, PromptTemplate, VectorStoreIndex
+from llama_index.core.chat_engine.types import ChatMode
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.llms import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.postprocessor import SimilarityPostprocessor
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import MetadataMode, TextNode
+from llama_index.core.tools import RetrieverTool
+from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
+
+from kp_core import Fact, Handle, MemoryFactBank, find_handles
+from kp_core.errors import BankError, PromptError
+from kp_llamaindex import KnowledgePackIndex, KnowledgePackRetriever, pack_place
+from tests.conftest import tiny_engine
+from tests.llamaindex.conftest import QUESTION
+
+
+def test_nodes_are_handles_to_the_model(tiny_index, nodes, store):
+    found = tiny_index.as_retriever(similarity_top_k=3).retrieve(QUESTION)
+    by_id = {node.node_id: node for node in nodes}
+    assert len(found) == 3
+    assert [hit.score for hit in found] == sorted((hit.score for hit in found), reverse=True)
+    for hit in found:
+        handle = Handle.parse(hit.node.get_content(MetadataMode.LLM))
+        original = by_id[hit.node_id]
+        assert store.get(handle).text == hit.node.get_content() == original.text
+        assert hit.node.metadata == original.metadata
+
+
+def test_in_text_form(tiny_index, nodes):
+    retriever = tiny_index.as_retriever(content="text")
+    handles = tiny_index.as_retriever().retrieve(QUESTION)
+    texts = retriever.retrieve(QUESTION)
+    assert [hit.node_id for hit in texts] == [hit.node_id for hit in handles]
+    assert not any(find_handles(hit.get_content(MetadataMode.LLM)) for hit in texts)
+    with pytest.raises(BankError, match="content='wave'"):
+        tiny_index.as_retriever(content="wave")
+
+
+async def test_async_equals_sync(tiny_index):
+    retriever = tiny_index.as_retriever()
+    assert await retriever.aretrieve(QUESTION) == retriever.retrieve(QUESTION)
+    several = await asyncio.gather(*(retriever.aretrieve(f"{QUESTION} {number}") for number in range(4)))
+    assert all(len(found) == 4 for found in several)
+
+
+def test_score_cutoff(tiny_index):
+    scores = [hit.score for hit in tiny_index.as_retriever(similarity_top_k=5).retrieve(QUESTION)]
+    kept = tiny_index.as_retriever(similarity_top_k=5, score_cutoff=scores[1]).retrieve(QUESTION)
+    assert [hit.score for hit in kept] == [score for score in scores if score >= scores[1]]
+    assert len(kept) < 5
+
+
+def only(*filters, condition=FilterCondition.AND):
+    return MetadataFilters(
+        filters=[MetadataFilter(key=key, operator=operator, value=value) for key, operator, value in filters],
+        condition=condition,
+    )
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        (only(("number", FilterOperator.EQ, 3)), {3}),
+        (only(("number", FilterOperator.NE, 3)), set(range(24)) - {3}),
+        (only(("number", FilterOperator.IN, [1, 2, 99])), {1, 2}),
+        (only(("number", FilterOperator.NIN, list(range(20)))), {20, 21, 22, 23}),
+        (only(("number", FilterOperator.GT, 21)), {22, 23}),
+        (only(("number", FilterOperator.GTE, 21)), {21, 22, 23}),
+        (only(("number", FilterOperator.LT, 2)), {0, 1}),
+        (only(("number", FilterOperator.LTE, 2)), {0, 1, 2}),
+        (only(("number", FilterOperator.GT, 3), ("number", FilterOperator.LT, 6)), {4, 5}),
+        (
+            only(("number", FilterOperator.LT, 1), ("number", FilterOperator.GT, 22), condition=FilterCondition.OR),
+            {0, 23},
+        ),
+        (only(("number", FilterOperator.LT, 20), condition=FilterCondition.NOT), {20, 21, 22, 23}),
+        (
+            MetadataFilters(
+                filters=[
+                    MetadataFilters(filters=[MetadataFilter(key="number", operator=FilterOperator.LT, value=8)]),
+                    only(
+                        ("number", FilterOperator.EQ, 7), ("number", FilterOperator.EQ, 9), condition=FilterCondition.OR
+                    ),
+                ]
+            ),
+            {7},
+        ),
+        (only(("number", FilterOperator.GT, "x")), set()),
+        (only(("absent", FilterOperator.EQ, 1)), set()),
+        (MetadataFilters(filters=[]), set(range(24))),
+    ],
+)
+def test_metadata_filters(filters, expected, tiny_index):
+    found = tiny_index.as_retriever(similarity_top_k=24, filters=filters).retrieve(QUESTION)
+    assert {hit.metadata["number"] for hit in found} == expected
+
+
+def test_filters_look_beyond_the_nearest(tiny_index):
+    everything = [hit.metadata["number"] for hit in tiny_index.as_retriever(similarity_top_k=24).retrieve(QUESTION)]
+    farthest = only(("number", FilterOperator.EQ, everything[-1]))
+    [hit] = tiny_index.as_retriever(similarity_top_k=1, filters=farthest).retrieve(QUESTION)
+    assert hit.metadata["number"] == everything[-1]
+
+
+def test_numbers_that_banks_keep_as_strings(store, embedder):
+    facts = [Fact(f"Fact of {year}.", metadata={"year": str(year)}) for year in (1980, 1990, 2000)]
+    retriever = KnowledgePackRetriever.from_facts(
+        facts,
+        engine=tiny_engine(),
+        store=store,
+        bank=MemoryFactBank(embedder),
+        lazy=True,
+        progress=False,
+        filters=only(("year", FilterOperator.GTE, 1990)),
+    )
+    assert {hit.metadata["year"] for hit in retriever.retrieve("fact")} == {"1990", "2000"}
+
+
+def test_a_fact_without_a_pack_comes_as_text(tiny_index, nodes, store, caplog):
+    store.remove(store.handle(nodes[0].text, "default"))
+    with caplog.at_level(logging.WARNING, "kp_llamaindex"):
+        [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(nodes[0].text)
+    assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
+    assert f"no pack of fact {nodes[0].node_id}" in caplog.text
+
+
+def test_errors(tiny_index, store, embedder, tmp_path):
+    with pytest.raises(BankError, match="blank question"):
+        tiny_index.as_retriever().retrieve("  ")
+    with pytest.raises(BankError, match="k=0"):
+        tiny_index.as_retriever(similarity_top_k=0).retrieve(QUESTION)
+    with pytest.raises(BankError, match="brings its own"):
+        KnowledgePackIndex.from_nodes(
+            [], engine=tiny_engine(), store=store, bank=tiny_index.bank, path=tmp_path / "bank"
+        )
+
+
+def test_metadata_that_the_model_sees_is_in_the_pack(store, embedder):
+    node = TextNode(text="Four sails.", metadata={"title": "Mill", "page": 7}, excluded_llm_metadata_keys=["page"])
+    index = KnowledgePackIndex.from_nodes(
+        [node], engine=tiny_engine(), store=store, bank=MemoryFactBank(embedder), lazy=True, progress=False
+    )
+    [hit] = index.as_retriever().retrieve("sails")
+    assert store.get(Handle.parse(hit.get_content(MetadataMode.LLM))).text == node.get_content(MetadataMode.LLM)
+    assert hit.text == "Four sails."
+
+
+def test_the_first_pack_stands_where_the_prompt_has_it(tiny_index, store, usages):
+    [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(QUESTION)
+    llm = tiny_index.llm.model_copy(update={"max_tokens": 1})
+    engine = tiny_engine()
+    tiny_index.lazy = False
+    tiny_index.insert_nodes([hit.node])
+    pack = store.get(Handle.parse(hit.get_content(MetadataMode.LLM)))
+    assert not pack.is_lazy
+    engine.clear_cache()
+    tiny_index.as_query_engine(llm, similarity_top_k=1).query(QUESTION)
+    assert usages[-1]["pack_tokens"] == usages[-1]["reused_tokens"] == len(pack.token_ids)
+
+
+def test_pack_place():
+    llm_prompt = PromptTemplate("Know:\n{context_str}\n\n{query_str}")
+    assert pack_place(llm_prompt) == [{"role": "user", "content": "Know:\n{pack}\n\n?"}]
+    with pytest.raises(PromptError, match="'query_str' stands before 'context_str'"):
+        pack_place(PromptTemplate("{query_str} {context_str}"))
+    with pytest.raises(PromptError, match="Got the variable 'context_str'"):
+        pack_place(PromptTemplate("{query_str}"))
+
+
+def test_documents_are_cut_as_asked(store, embedder):
+    document = Document(text="One two three. " * 40, metadata={"title": "Count"})
+    index = KnowledgePackIndex.from_documents(
+        [document, Document(text="  ")],
+        transformations=[SentenceSplitter(chunk_size=60, chunk_overlap=0)],
+        engine=tiny_engine(),
+        store=store,
+        bank=MemoryFactBank(embedder),
+        lazy=True,
+        progress=False,
+    )
+    facts = list(index.bank.facts())
+    assert len(facts) == len(store) > 1
+    assert all(fact.text.startswith("title: Count\n\nOne") for fact in facts)
+
+
+def test_from_an_existing_vector_index(nodes, store, embedder):
+    existing = VectorStoreIndex(nodes, embed_model=MockEmbedding(embed_dim=2))
+    index = KnowledgePackIndex.from_vector_index(
+        existing, engine=tiny_engine(), store=store, bank=MemoryFactBank(embedder), lazy=True, progress=False
+    )
+    assert {fact.id for fact in index.bank.facts()} == {node.node_id for node in nodes}
+
+
+def test_as_the_sink_of_a_pipeline(nodes, store, embedder):
+    index = KnowledgePackIndex(tiny_engine(), store, MemoryFactBank(embedder), lazy=True, progress=False)
+    pipeline = IngestionPipeline(transformations=[SentenceSplitter(chunk_size=512), index.as_sink()])
+    made = pipeline.run(documents=[Document(text=node.text, id_=node.node_id) for node in nodes[:5]])
+    assert {fact.text for fact in index.bank.facts()} == {node.text for node in nodes[:5]}
+    assert len(made) == len(store) == 5
+    index.insert_nodes(pipeline.run(documents=[Document(text=nodes[5].text)]))
+    assert len(store) == 6
+
+
+def test_a_retriever_tool_sends_handles_and_keeps_text(tiny_index):
+    tool = RetrieverTool.from_defaults(
+        tiny_index.as_retriever(similarity_top_k=2), name="search", description="Search."
+    )
+    output = tool.call(QUESTION)
+    assert len(find_handles(output.content)) == 2
+    assert all(not find_handles(hit.get_content()) for hit in output.raw_output)
+
+
+def test_postprocessors_that_rewrite_text_are_obeyed(tiny_index, usages):
+    class Redactor(BaseNodePostprocessor):
+        def _postprocess_nodes(self, nodes, query_bundle=None):  # noqa: ARG002 - LlamaIndex's signature
+            for hit in nodes:
+                hit.node.set_content("[REDACTED]")
+            return nodes
+
+    llm = tiny_index.llm.model_copy(update={"max_tokens": 1})
+    tiny_index.as_query_engine(llm, node_postprocessors=[SimilarityPostprocessor(similarity_cutoff=0)]).query(QUESTION)
+    tiny_index.as_query_engine(llm, node_postprocessors=[Redactor()]).query(QUESTION)
+    assert usages[0]["pack_tokens"] > 0 == usages[1]["pack_tokens"]
+    # The next search finds the facts as they are.
+    assert all(hit.node.is_intact for hit in tiny_index.as_retriever().retrieve(QUESTION))
+
+
+def test_llms_that_resolve_no_handles_get_text(tiny_index, caplog):
+    with caplog.at_level(logging.WARNING, "kp_llamaindex"):
+        answer = tiny_index.as_query_engine(MockLLM(), similarity_top_k=1).query(QUESTION)
+    assert "MockLLM resolves no handles; nodes go to it as text." in caplog.text
+    assert answer.source_nodes[0].text in answer.response
+
+
+@pytest.mark.parametrize("mode", [ChatMode.BEST, ChatMode.CONTEXT, ChatMode.CONDENSE_QUESTION, ChatMode.SIMPLE])
+def test_chat_engines_answer(mode, tiny_index):
+    llm = tiny_index.llm.model_copy(update={"max_tokens": 4})
+    settings = {} if mode == ChatMode.SIMPLE else {"similarity_top_k": 2}
+    engine = tiny_index.as_chat_engine(mode, llm, **settings)
+    for question in (QUESTION, "And the coin?"):
+        engine.chat(question)
+    assert len(engine.chat_history) == 4
+
+
+def test_chat_modes_that_are_gone(tiny_index):
+    with pytest.raises(PromptError, match="expected one of best"):
+        tiny_index.as_chat_engine(ChatMode.REACT)
+
+
+def test_in_chroma_by_path(nodes, tmp_path, store, embedder):
+    settings = {"engine": tiny_engine(), "store": store, "lazy": True, "progress": False}
+    first = KnowledgePackIndex.from_nodes(nodes[:6], embedder=embedder, path=tmp_path / "bank", **settings)
+    found = first.as_retriever().retrieve(QUESTION)
+    first.bank.close()
+    again = KnowledgePackIndex.from_nodes([], embedder=embedder, path=tmp_path / "bank", **settings)
+    assert again.as_retriever().retrieve(QUESTION) == found
+    again.bank.close()
