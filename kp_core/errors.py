@@ -17,6 +17,8 @@
     │   ├── PackVersionError        an intact file of a format version this release does not know
     │   └── QuotaError              the store is full
     ├── BankError                   a fact bank that is empty, unbuilt or fed with bad facts
+    │   ├── BankLockedError         a bank that another process writes to
+    │   └── SourceError             a file of knowledge that cannot be read as such
     └── SamplingError               generation options out of range
 
 Each message says what was got, what was expected and what to do.
@@ -28,6 +30,7 @@ from collections.abc import Mapping
 
 __all__ = [
     "BankError",
+    "BankLockedError",
     "ContextOverflowError",
     "FingerprintMismatchError",
     "HandleError",
@@ -42,6 +45,7 @@ __all__ = [
     "PromptError",
     "QuotaError",
     "SamplingError",
+    "SourceError",
     "TemplateError",
     "UnsupportedContentError",
     "UnsupportedModelError",
@@ -136,6 +140,14 @@ class QuotaError(PackError):
 
 class BankError(KnowledgePackError, ValueError):
     """A fact bank that is empty or was fed with bad facts."""
+
+
+class BankLockedError(BankError):
+    """A bank that is open for writing elsewhere."""
+
+
+class SourceError(BankError):
+    """A file of knowledge, or a row of one, that cannot be read as such; the message names file and line."""
 
 
 class SamplingError(KnowledgePackError, ValueError):
