@@ -99,7 +99,7 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
 
 
 def _fact(path: Path, row: Mapping[str, Any], namespace: str | None) -> Fact:
-    fields = {name: row[name] for name in _OWN if row.get(name) not in {None, ""}}
+    fields = {name: row[name] for name in _OWN if row.get(name) is not None and row[name] != ""}
     if "text" not in fields:
         raise SourceError(f"got the fields {sorted(row)}, and no `text` among them that holds any")
     metadata = row.get("metadata") or {}

@@ -44,14 +44,25 @@ class ChromaMirror:
     """One collection in `chroma-<part>` of a bank's folder: vectors under fact ids, each with the CRC-32 of its row.
 
     For one process at a time. `vectors` gives the vectors of rows. What Chroma cannot do is logged and made good by the
-    next `mend`. Raises `MissingDependencyError` where Chroma is not installed, `BankError` when it fails on new files.
+    next `mend`; with `mends=False` nothing is made good, and `problem` says what is wrong. Raises
+    `MissingDependencyError` where Chroma is not installed, `BankError` when it fails on new files.
     """
 
-    def __init__(self, folder: Path, vectors: Callable[[NDArray[np.intp]], Vectors], entries: Entries) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        vectors: Callable[[NDArray[np.intp]], Vectors],
+        entries: Entries,
+        *,
+        mends: bool = True,
+    ) -> None:
         self.folder, self.vectors = folder, vectors
         self._client: Any = None
         self.collection: Any = None
         held = sorted(folder.glob("chroma-*"), key=lambda path: path.stat().st_mtime_ns)
+        if not mends:
+            self._path = held[-1] if held else folder / "chroma-0"
+            return
         if not held and entries:
             logger.warning("%s: Chroma has to be rebuilt (it is missing).", folder)
         if held:
@@ -97,6 +108,10 @@ class ChromaMirror:
     def problem(self, entries: Entries) -> str | None:
         """What is wrong with what Chroma holds, vector by vector; `None` when nothing is."""
         try:
+            if self._client is None:
+                if not self._path.exists():
+                    return "Chroma is missing."
+                self._connect()
             missing, extra = self._differences(entries, deep=True)
             if missing or extra:
                 return f"Chroma lacks {len(missing)} facts or has others, and has {len(extra)} too many."

@@ -30,7 +30,7 @@ from kp_core.banks.routing import RoutedBank
 from kp_core.banks.rows import ByteRows, Rows, Vectors
 from kp_core.banks.table import FactTable
 from kp_core.embed import Embedder
-from kp_core.errors import BankError
+from kp_core.errors import BankError, BankLockedError
 
 __all__ = ["ChromaFactBank"]
 
@@ -121,7 +121,8 @@ class ChromaFactBank(RoutedBank):
         """What is wrong with the files, a sentence each; with `repair`, put right afterwards.
 
         Reads the journal again, compares the vectors on disk with their texts, the banks with the facts, and Chroma
-        with both, vector by vector. Raises `BankError` for a damaged line of the journal, which nothing can repair.
+        with both, vector by vector; opened with `read_only`, Chroma only where nobody writes to the bank. Raises
+        `BankError` for a damaged line of the journal, which nothing can repair.
         """
         with self._writing:
             self._check_open()
@@ -290,9 +291,26 @@ class ChromaFactBank(RoutedBank):
         index = self._index
         if index and not np.array_equal(np.flatnonzero(index.banks.labels >= 0), self._table.rows()):
             yield "The banks hold other facts than the journal."
-        chroma = self._mirror and self._mirror.problem(self._all_entries())
+        chroma = self._chroma_problem()
         if chroma:
             yield chroma
+
+    def _chroma_problem(self) -> str | None:
+        if self._mirror:
+            return self._mirror.problem(self._all_entries())
+        if not self.read_only or not any(self.path.glob("chroma-*")):
+            return None
+        # Chroma is for one process at a time, so also looking takes the lock.
+        try:
+            lock = lock_folder(self.path, 0)
+        except BankLockedError:
+            return None
+        with lock:
+            mirror = ChromaMirror(self.path, self._vectors_of, self._all_entries(), mends=False)
+            try:
+                return mirror.problem(self._all_entries())
+            finally:
+                mirror.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -65,7 +65,7 @@ class BankFile:
         try:
             record = json.loads((folder / _NAME).read_bytes())
             version = record["format"]
-        except (FileNotFoundError, ValueError, RecursionError, TypeError, KeyError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError, TypeError, KeyError):
             return None
         if isinstance(version, int) and version > _FORMAT:
             raise BankError(

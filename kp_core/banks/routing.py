@@ -182,6 +182,12 @@ class RoutedBank(ABC):
             self._refresh()
             return len(self._index.banks) if self._index and len(self._table) else 0
 
+    @property
+    def centroids(self) -> Vectors:
+        """The normalised mean of each bank, shape `(banks, dimensions)`."""
+        with self._lock:
+            return self._built().banks.centroids.copy()
+
     def __len__(self) -> int:
         with self._lock:
             self._refresh()
@@ -217,6 +223,12 @@ class RoutedBank(ABC):
         query = self._query(question)
         with self._lock:
             return int(self._built().banks.nearest(query, 1)[0])
+
+    def ranks(self, question: str) -> list[int]:
+        """All banks in the order in which a search looks at them: nearest to `question` first."""
+        query = self._query(question)
+        with self._lock:
+            return [int(bank) for bank in self._built().banks.order(query)]
 
     def search(
         self,

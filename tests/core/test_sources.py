@@ -74,6 +74,7 @@ BAD = {
     "c.jsonl": ('{"title": "a"}\n', "line 1: got the fields ['title'], and no `text`"),
     "d.jsonl": ('{"text": "a", "metadata": 3}\n', "line 1: got 3 as `metadata`"),
     "e.jsonl": ('{"text": "a", "list": [1]}\n', "line 1: Got [1] as metadata 'list'"),
+    "e2.jsonl": ('{"text": ["a"]}\n', "line 1: Got ['a'] (list) as text"),
     "f.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: is not UTF-8"),
     "g.csv": ("text,title\na\n", "line 2: got 1 cells; expected 2"),
     "h.csv": ("body\na\n", "line 1: got the columns ['body']; expected one called `text`"),
