@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kp_core.banks.base import Fact
+from kp_core.banks.checking import problems
 from kp_core.banks.chroma import ChromaMirror, Entry
 from kp_core.banks.journal import Change, Journal
 from kp_core.banks.layout import (
@@ -28,7 +29,6 @@ from kp_core.banks.layout import (
 from kp_core.banks.loading import load
 from kp_core.banks.routing import RoutedBank
 from kp_core.banks.rows import ByteRows, Rows, Vectors
-from kp_core.banks.table import FactTable
 from kp_core.embed import Embedder
 from kp_core.errors import BankError, BankLockedError
 
@@ -127,7 +127,9 @@ class ChromaFactBank(RoutedBank):
         with self._writing:
             self._check_open()
             self._refresh()
-            found = list(self._problems())
+            found = list(problems(self._journal.path, self._vectors, self._table, self._rows.dimensions, self._index))
+            if chroma := self._chroma_problem():
+                found.append(chroma)
             if repair and found:
                 self._check_writes()
                 if self._journal.torn:
@@ -204,6 +206,8 @@ class ChromaFactBank(RoutedBank):
         if self._mirror:
             entries = {fact.id: entry for fact, entry in self._entries(added)}
             self._mirror.follow([fact.id for fact in removed if fact.id not in entries], entries)
+
+    def _settled(self) -> None:
         if self._unsaved > max(_SAVE_EVERY, len(self._rows) // _SAVE_SHARE):
             self._save()
 
@@ -241,7 +245,7 @@ class ChromaFactBank(RoutedBank):
         if self.read_only and self._state() != self._seen:
             # A switch takes a moment; what is read in between is made whole from the facts, which takes longer.
             time.sleep(0.01)
-            with self._writing, self._lock:
+            with self._lock:
                 if self._state() != self._seen:
                     self._open()
         super()._refresh()
@@ -272,28 +276,6 @@ class ChromaFactBank(RoutedBank):
             fact = self._table.all[row]
             if fact is not None:
                 yield fact, Entry(row, row_crc(self._codes(slice(row, row + 1))[0], fact.text))
-
-    def _problems(self) -> Iterator[str]:
-        journal, texts, table = Journal(self._journal.path), list[str](), FactTable()
-        for change, _ in journal.read():
-            table.apply(change)
-            if isinstance(change, Fact):
-                texts.append(change.text)
-        table.expire(time.time())
-        if journal.torn:
-            yield f"{journal.path.name}: the last line was not written to its end; its {journal.torn} bytes are void."
-        if table.all != self._table.all:
-            yield f"{journal.path.name}: it holds other facts than this object; somebody else wrote to it."
-        _, whole = self._vectors.read(0, texts, self._rows.dimensions)
-        if not whole.all():
-            lost = f"{int((~whole).sum())} of {len(texts)}"
-            yield f"{self._vectors.path.name}: {lost} rows are missing or not of their text."
-        index = self._index
-        if index and not np.array_equal(np.flatnonzero(index.banks.labels >= 0), self._table.rows()):
-            yield "The banks hold other facts than the journal."
-        chroma = self._chroma_problem()
-        if chroma:
-            yield chroma
 
     def _chroma_problem(self) -> str | None:
         if self._mirror:

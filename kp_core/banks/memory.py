@@ -24,5 +24,8 @@ class MemoryFactBank(RoutedBank):
     def _followed(self, added: Sequence[int], removed: Sequence[Fact]) -> None:
         pass
 
+    def _settled(self) -> None:
+        pass
+
     def _switched(self, *, compacted: bool) -> None:
         pass
