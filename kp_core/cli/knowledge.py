@@ -129,7 +129,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
             matches = predicate(wanted)
             gone |= dict.fromkeys(fact.id for fact in facts if matches(fact))
         count = len(gone) if dry_run else opened.delete(gone)
-        said = f"{count} facts would go." if dry_run else f"{count} facts removed; {len(opened)} left."
+        said = f"Facts that would go: {count}." if dry_run else f"Facts removed: {count}; left: {len(opened)}."
         _print_or_json({"removed": list(gone), "dry_run": dry_run, "facts": len(opened)}, said, as_json=as_json)
 
 
@@ -169,7 +169,7 @@ def search(  # noqa: PLR0913 - one parameter per option
         why = f"bank {hit.bank}, number {ranks[hit.bank]} of the {len(order)} in nearness"
         parts = [str(found["handle"] or "no pack"), why, hit.fact.source, f"id {hit.fact.id}"]
         out.print(f"[dim]{' · '.join(part for part in parts if part)}[/dim]\n", soft_wrap=True)
-    out.print(f"{len(hits)} of {k} facts asked for; {looked_at} of {len(order)} banks were looked at.")
+    out.print(f"Found {len(hits)} of the {k} asked for; looked at {looked_at} of {len(order)} banks.")
 
 
 def packs_of(bank: Path) -> PackStore | None:
@@ -235,14 +235,14 @@ def _tell(bank: ChromaFactBank, report: Added, skipped: list[SourceError], *, as
         )
         return
     out = console()
-    out.print(f"{report.added} facts added, {report.duplicates} held already, {len(skipped)} rows skipped.")
+    out.print(f"Facts added: {report.added}; held already: {report.duplicates}; rows skipped: {len(skipped)}.")
     if report.near_duplicates:
         out.print(f"{len(report.near_duplicates)} say nearly what another does:")
         for near in report.near_duplicates[:_SHOWN]:
             out.print(f"  {near.id} ≈ {near.earlier} ({near.score:.3f})")
         if len(report.near_duplicates) > _SHOWN:
             out.print("  … all of them with --json")
-    out.print(f"{len(bank)} facts in {bank.banks} banks.")
+    out.print(f"Now {len(bank)} facts in {bank.banks} banks.")
     if about:
         out.print(
             f"A search looks at {about.probes_of(bank.banks)} banks and finds {about.recall:.1%} "

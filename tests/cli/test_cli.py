@@ -66,7 +66,7 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     code, out, _ = kp("search", "bank", "Which bird is it?", "-k", "1")
     assert code == 0
     assert "heron" in out
-    assert "1 of 1 in nearness" in " ".join(out.split()).replace("number 1 of the 1", "1 of 1")
+    assert "bank 0, number 1 of the 1 in nearness" in " ".join(out.split())
     report = as_json(kp("build", "bank", "facts.jsonl", "--json"))
     assert (report["added"], report["duplicates"], report["facts"]) == (0, 4, 4)
     assert as_json(kp("add", "bank", "--fact", "The ferry leaves at six.", "--id", "ferry", "--json"))["added"] == 1
@@ -77,7 +77,7 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     assert (hit["id"], hit["text"], hit["bank_rank"]) == ("ferry", "The ferry leaves at nine.", 1)
     assert as_json(kp("remove", "bank", "fer", "--dry-run", "--json"))["facts"] == 5
     assert as_json(kp("remove", "bank", "fer", "--json")) == {"removed": ["ferry"], "dry_run": False, "facts": 4}
-    assert kp("remove", "bank", "--where", '{"year": 1987}')[1] == "2 facts removed; 2 left.\n"
+    assert kp("remove", "bank", "--where", '{"year": 1987}')[1] == "Facts removed: 2; left: 2.\n"
     hits = as_json(kp("search", "bank", "x", "--where", '{"year": {"$lt": 1900}}', "--json"))["hits"]
     assert [hit["id"] for hit in hits] == ["mill"]
 
