@@ -91,6 +91,11 @@ class Banks:
         """Facts per bank, shape `(banks,)`."""
         return self._sizes[: len(self.members)]
 
+    @property
+    def rows_held(self) -> NDArray[np.intp]:
+        """The rows of all banks."""
+        return np.flatnonzero(self.labels >= 0)
+
     def order(self, query: NDArray[np.float32]) -> NDArray[np.intp]:
         """All banks, nearest to `query` first; of equals the lower number first."""
         return np.argsort(-(self.centroids @ query), kind="stable")

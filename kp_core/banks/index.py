@@ -21,6 +21,9 @@ __all__ = ["Calibration", "Index"]
 
 _SAMPLE = 256
 _BLOCK = 8192
+_ALIKE = 1e-3
+# Part of its bank's centroid that a fact is asked for without: how hard questions are taken to be.
+_COMMON = 0.7
 # Fewer facts than this are scored without sketches: choosing would take longer.
 _ALWAYS_SCORED = 256
 # Ties at the border are settled among more than the k asked for.
@@ -33,7 +36,8 @@ class Calibration:
 
     `recall` is the mean share of the `k` nearest facts, over `sample` facts of the bank taken as questions (each left
     out of its own answer), that searching `probes` of `banks` banks and scoring `shortlist` facts finds. `target` is
-    what was asked for. Made when the bank had `facts` facts.
+    what was asked for. `probes` is as many as those facts need without most of what their banks have in common, which
+    is more. Made when the bank had `facts` facts.
     """
 
     target: float
@@ -84,10 +88,12 @@ class Index:
     ) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
         """At least the `k` best rows that are `allowed`, where there are so many, and their cosines; in no order."""
         wanted = self.probes if probes is None else probes
-        rows = self.banks.of(self._choose(query, k, wanted, allowed))
+        everywhere = wanted >= len(self.banks)
+        rows = self.banks.rows_held if everywhere else self.banks.of(self._choose(query, k, wanted, allowed))
         if allowed is not None:
             rows = rows[allowed[rows]]
-        if wanted < len(self.banks):
+        # All banks are scored in full only where the caller says so.
+        if probes is None or probes < len(self.banks):
             shortlist = max(self._shortlist, _PER_HIT * k)
             if len(rows) > shortlist:
                 rows = self.sketches.nearest(rows, query, shortlist)
@@ -109,8 +115,8 @@ class Index:
             return Calibration(
                 target, 1.0, len(self.banks), _ALWAYS_SCORED, k, len(sample), len(self.banks), len(alive)
             )
-        questions = self.rows.vectors(sample)
-        truth = self._flat(alive, sample, questions, k_found)
+        own, questions = self._questions(sample)
+        truth = self._flat(alive, own, questions, k_found)
         bank_ranks, sketch_ranks = np.empty(truth.shape, np.intp), np.empty(truth.shape, np.intp)
         for at, question in enumerate(questions):
             order = self.banks.order(question)
@@ -120,10 +126,25 @@ class Index:
             distances = np.sort(self.sketches.distances(alive, question))
             sketch_ranks[at] = np.searchsorted(distances, self.sketches.distances(truth[at], question)) + 1
         kept = 1 - (1 - target) / 4
-        probes = int(np.quantile(bank_ranks, kept, method="higher"))
-        shortlist = max(_ALWAYS_SCORED, int(np.quantile(sketch_ranks, kept, method="higher")))
-        recall = float(((bank_ranks <= probes) & (sketch_ranks <= shortlist)).mean())
+        # Which banks hold the answer depends on the kind of question: the harder one decides. Sketches know no banks.
+        kinds = (slice(0, len(sample)), slice(len(sample), None))
+        probes = max(int(np.quantile(bank_ranks[kind], kept, method="higher")) for kind in kinds)
+        shortlist = max(_ALWAYS_SCORED, int(np.quantile(sketch_ranks[kinds[0]], kept, method="higher")))
+        recall = float(((bank_ranks <= probes) & (sketch_ranks <= shortlist))[kinds[0]].mean())
         return Calibration(target, recall, probes, shortlist, k, len(sample), len(self.banks), len(alive))
+
+    def _questions(self, sample: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+        """Facts as questions, to be left out of their own answers; and again without what their bank has in common.
+
+        A question that asks for the one thing that sets a fact apart ("What is the trade of X?" among facts that are
+        alike but for X) lies far from its bank, and facts alone would not show how far.
+        """
+        facts = self.rows.vectors(sample)
+        apart = facts - _COMMON * self.banks.centroids[self.banks.labels[sample]]
+        lengths = np.linalg.norm(apart, axis=1, keepdims=True)
+        # A bank of one fact has nothing in common with itself.
+        apart = np.where(lengths > _ALIKE, apart / np.maximum(lengths, _ALIKE), facts).astype(np.float32)
+        return np.append(sample, np.full(len(sample), -1)), np.concatenate([facts, apart])
 
     @property
     def _shortlist(self) -> int:
