@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from kp_core.bundled import bundled_embedder
-from kp_core.errors import MissingDependencyError
+from kp_core.errors import BankError, MissingDependencyError
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["Embedder", "SentenceTransformerEmbedder"]
+__all__ = ["Embedder", "SentenceTransformerEmbedder", "checked_vectors"]
 
+_UNIT_TOLERANCE = 1e-3
 _BUNDLED_NAME = "all-MiniLM-L6-v2"
 # The BGE models for English were trained with this in front of a question, but their files do not say so.
 _BGE_QUERY_PROMPT = "Represent this sentence for searching relevant passages: "
@@ -41,6 +42,19 @@ class Embedder(Protocol):
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
         """The vector of a question, shape `(dimensions,)`: models may treat questions otherwise than passages."""
+
+
+def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedder: Embedder) -> NDArray[np.float32]:
+    """`vectors` as float32; raises `BankError`, naming the embedder, unless they have this shape and length 1 each."""
+    # An embedder is the user's code; what it returns goes into an index that would take anything.
+    vectors = np.ascontiguousarray(vectors, np.float32)
+    if vectors.shape != shape:
+        raise BankError(f"The embedder {embedder.name!r} gave an array of shape {vectors.shape}; expected {shape}.")
+    lengths = np.linalg.norm(vectors, axis=1)
+    if not np.allclose(lengths, 1.0, atol=_UNIT_TOLERANCE):
+        worst = lengths[np.argmax(np.abs(lengths - 1.0))]
+        raise BankError(f"The embedder {embedder.name!r} gave a row of length {worst:.4g}; expected length 1.")
+    return vectors
 
 
 class SentenceTransformerEmbedder:

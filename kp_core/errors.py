@@ -18,6 +18,8 @@
     │   ├── PackVersionError        an intact file of a format version this release does not know
     │   └── QuotaError              the store is full
     ├── BankError                   a fact bank that is empty, unbuilt or fed with bad facts
+    │   ├── BankLockedError         a bank that another process writes to
+    │   └── SourceError             a file of knowledge that cannot be read as such
     ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
     ├── SamplingError               generation options out of range
     └── GenerationTimeoutError      an answer that took longer than it was given
@@ -31,6 +33,7 @@ from collections.abc import Mapping
 
 __all__ = [
     "BankError",
+    "BankLockedError",
     "ContextOverflowError",
     "FingerprintMismatchError",
     "GenerationTimeoutError",
@@ -46,6 +49,7 @@ __all__ = [
     "PromptError",
     "QuotaError",
     "SamplingError",
+    "SourceError",
     "SteeringError",
     "TemplateError",
     "ToolError",
@@ -152,6 +156,14 @@ class QuotaError(PackError):
 
 class BankError(KnowledgePackError, ValueError):
     """A fact bank that is empty or was fed with bad facts."""
+
+
+class BankLockedError(BankError):
+    """A bank that is open for writing elsewhere."""
+
+
+class SourceError(BankError):
+    """A file of knowledge, or a row of one, that cannot be read as such; the message names file and line."""
 
 
 class SamplingError(KnowledgePackError, ValueError):

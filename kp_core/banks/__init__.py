@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
-from kp_core.banks.base import Fact, FactBank, Hit
-from kp_core.banks.chroma import ChromaFactBank
+from kp_core.banks.base import Added, Fact, FactBank, Filter, Hit, NearDuplicate
+from kp_core.banks.disk import ChromaFactBank
+from kp_core.banks.index import Calibration
 from kp_core.banks.memory import MemoryFactBank
 
-__all__ = ["ChromaFactBank", "Fact", "FactBank", "Hit", "MemoryFactBank"]
+__all__ = [
+    "Added",
+    "Calibration",
+    "ChromaFactBank",
+    "Fact",
+    "FactBank",
+    "Filter",
+    "Hit",
+    "MemoryFactBank",
+    "NearDuplicate",
+]

@@ -1,15 +1,13 @@
-"""The reference bank: everything in memory, scored by one matrix product."""
+"""The reference bank: everything in memory, vectors as floats."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from kp_core.banks.base import Fact
-from kp_core.banks.routing import Clustering, RoutedBank, Vectors
-from kp_core.embed import Embedder
+from kp_core.banks.journal import Change
+from kp_core.banks.routing import RoutedBank
+from kp_core.banks.rows import FloatRows, Rows
 
 __all__ = ["MemoryFactBank"]
 
@@ -17,18 +15,17 @@ __all__ = ["MemoryFactBank"]
 class MemoryFactBank(RoutedBank):
     """A `FactBank` in memory, gone with the process; what `ChromaFactBank` is compared with."""
 
-    def __init__(self, embedder: Embedder, *, bank_size: int = 20, random_state: int = 0) -> None:
-        super().__init__(embedder, bank_size=bank_size, random_state=random_state)
-        self._matrix: Vectors = np.zeros((0, 0), np.float32)
+    def _new_rows(self) -> Rows:
+        return FloatRows()
 
-    def _vectors(self) -> Vectors:
-        return self._matrix
+    def _keep(self, changes: Sequence[Change], first_row: int) -> None:
+        pass
 
-    def _store(self, new: Sequence[Fact], vectors: Vectors, clustering: Clustering) -> None:  # noqa: ARG002
-        self._matrix = vectors
+    def _followed(self, added: Sequence[int], removed: Sequence[Fact]) -> None:
+        pass
 
-    def _scores(self, query: NDArray[np.float32], banks: Sequence[int]) -> Iterable[tuple[int, float]]:
-        rows = self._built().rows(banks)
-        # einsum sums every row in the same order, so equal vectors get equal scores; BLAS does not promise that.
-        scores = np.einsum("fd,d->f", self._matrix[rows], query)
-        return zip(rows.tolist(), scores.tolist(), strict=True)
+    def _settled(self) -> None:
+        pass
+
+    def _switched(self, *, compacted: bool) -> None:
+        pass

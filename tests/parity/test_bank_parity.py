@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kp_core.banks import ChromaFactBank, Fact, FactBank, MemoryFactBank
+from kp_core.banks.rows import ByteRows
 from kp_core.embed import SentenceTransformerEmbedder
 
 DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
@@ -36,6 +39,19 @@ class RememberingEmbedder(SentenceTransformerEmbedder):
         self.embed_query = functools.cache(super().embed_query)  # type: ignore[method-assign]
 
 
+class RoundingEmbedder:
+    """Another embedder, but for facts with vectors rounded as a bank on disk rounds them."""
+
+    def __init__(self, embedder: SentenceTransformerEmbedder) -> None:
+        self.name, self.dimensions, self._embedder = embedder.name, embedder.dimensions, embedder
+        self.embed_query = embedder.embed_query
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        rows = ByteRows()
+        rows.append(self._embedder.embed(texts))
+        return rows.vectors(slice(None))
+
+
 @pytest.fixture(scope="module")
 def embedder() -> SentenceTransformerEmbedder:
     return RememberingEmbedder()
@@ -43,7 +59,7 @@ def embedder() -> SentenceTransformerEmbedder:
 
 @pytest.fixture(scope="module")
 def memory(embedder: SentenceTransformerEmbedder) -> MemoryFactBank:
-    bank = MemoryFactBank(embedder)
+    bank = MemoryFactBank(RoundingEmbedder(embedder))
     bank.build(facts())
     return bank
 
@@ -95,3 +111,12 @@ def test_the_same_hits_after_chroma_was_deleted(
     with ChromaFactBank(copy, embedder) as bank:
         assert "Chroma has to be rebuilt (it is missing)" in caplog.text
         check_same(bank, memory, 4, 1)
+
+
+def test_rounding_moves_scores_by_less_than_said(chroma: ChromaFactBank, embedder: SentenceTransformerEmbedder) -> None:
+    texts = [fact.text for fact in chroma.facts()]
+    vectors = embedder.embed(texts)
+    for question in QUESTIONS:
+        exact = dict(zip(texts, vectors @ embedder.embed_query(question), strict=True))
+        hits = chroma.search(question, len(texts), probes=chroma.banks)
+        assert max(abs(hit.score - exact[hit.fact.text]) for hit in hits) < 0.005

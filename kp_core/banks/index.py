@@ -1,0 +1,186 @@
+"""From a question's vector to the rows nearest to it: banks, sketches, scores; and how much of each it takes.
+
+A search looks at the `probes` banks with the nearest centroids. Where these hold many facts, sketches choose the
+`shortlist` that is scored. Both numbers are measured on the bank's own facts: see `Index.calibrate`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kp_core.banks.clusters import Banks
+from kp_core.banks.rows import Rows
+from kp_core.banks.sketch import Sketches
+from kp_core.errors import BankError
+
+__all__ = ["Calibration", "Index"]
+
+_SAMPLE = 256
+_BLOCK = 8192
+_ALIKE = 1e-3
+# Part of its bank's centroid that a fact is asked for without: how hard questions are taken to be.
+_COMMON = 0.7
+# Fewer facts than this are scored without sketches: choosing would take longer.
+_ALWAYS_SCORED = 256
+# Ties at the border are settled among more than the k asked for.
+_PER_HIT = 8
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How many banks to search, and how many facts to score, so that flat search would find hardly more.
+
+    `recall` is the mean share of the `k` nearest facts, over `sample` facts of the bank taken as questions (each left
+    out of its own answer), that searching `probes` of `banks` banks and scoring `shortlist` facts finds. `target` is
+    what was asked for. `probes` is as many as those facts need without most of what their banks have in common, which
+    is more. Made when the bank had `facts` facts.
+    """
+
+    target: float
+    recall: float
+    probes: int
+    shortlist: int
+    k: int
+    sample: int
+    banks: int
+    facts: int
+
+    def probes_of(self, banks: int) -> int:
+        """`probes` for a bank that has since grown or shrunk to `banks`: the same share of them."""
+        return min(banks, max(1, math.ceil(self.probes * banks / self.banks)))
+
+
+class Index:
+    """Vectors in banks, searched by cosine; not safe for threads."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        labels: NDArray[np.int32],
+        bank_size: int,
+        random_state: int,
+        calibration: Calibration | None = None,
+    ) -> None:
+        self.rows, self.calibration = rows, calibration
+        self.banks = Banks(rows, labels, bank_size, random_state)
+        self.sketches = Sketches(rows, np.flatnonzero(labels >= 0))
+
+    @property
+    def probes(self) -> int:
+        """Banks that a search looks at unless it says otherwise."""
+        return self.calibration.probes_of(len(self.banks)) if self.calibration else len(self.banks)
+
+    def add(self, row: int) -> None:
+        """Put a row that the table has got into the nearest bank."""
+        self.sketches.extend()
+        self.banks.add(row)
+
+    def search(
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        probes: int | None = None,
+        allowed: NDArray[np.bool_] | None = None,
+    ) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+        """At least the `k` best rows that are `allowed`, where there are so many, and their cosines; in no order."""
+        wanted = self.probes if probes is None else probes
+        everywhere = wanted >= len(self.banks)
+        rows = self.banks.rows_held if everywhere else self.banks.of(self._choose(query, k, wanted, allowed))
+        if allowed is not None:
+            rows = rows[allowed[rows]]
+        # All banks are scored in full only where the caller says so.
+        if probes is None or probes < len(self.banks):
+            shortlist = max(self._shortlist, _PER_HIT * k)
+            if len(rows) > shortlist:
+                rows = self.sketches.nearest(rows, query, shortlist)
+        return self.rows.best(rows, query, k)
+
+    def calibrate(self, target: float, k: int, seed: int) -> Calibration:
+        """Measure how many banks and how many facts it takes to find `target` of the `k` nearest facts.
+
+        Half of what may be missed is left to the difference between facts and real questions, the other half shared
+        between banks and sketches. Raises `BankError` for a target that is not in (0, 1] and for `k` below 1.
+        """
+        if not 0 < target <= 1 or k < 1:
+            raise BankError(f"Got target={target}, k={k}; expected a target in (0, 1] and k of at least 1.")
+        labels = self.banks.labels
+        alive = np.flatnonzero(labels >= 0)
+        sample = np.random.default_rng(seed).permutation(alive)[:_SAMPLE]
+        k_found = min(k, len(alive) - 1)
+        if k_found < 1:
+            return Calibration(
+                target, 1.0, len(self.banks), _ALWAYS_SCORED, k, len(sample), len(self.banks), len(alive)
+            )
+        own, questions = self._questions(sample)
+        truth = self._flat(alive, own, questions, k_found)
+        bank_ranks, sketch_ranks = np.empty(truth.shape, np.intp), np.empty(truth.shape, np.intp)
+        for at, question in enumerate(questions):
+            order = self.banks.order(question)
+            ranks = np.empty(len(order), np.intp)
+            ranks[order] = np.arange(1, len(order) + 1)
+            bank_ranks[at] = ranks[labels[truth[at]]]
+            distances = np.sort(self.sketches.distances(alive, question))
+            sketch_ranks[at] = np.searchsorted(distances, self.sketches.distances(truth[at], question)) + 1
+        kept = 1 - (1 - target) / 4
+        # Which banks hold the answer depends on the kind of question: the harder one decides. Sketches know no banks.
+        kinds = (slice(0, len(sample)), slice(len(sample), None))
+        probes = max(int(np.quantile(bank_ranks[kind], kept, method="higher")) for kind in kinds)
+        shortlist = max(_ALWAYS_SCORED, int(np.quantile(sketch_ranks[kinds[0]], kept, method="higher")))
+        recall = float(((bank_ranks <= probes) & (sketch_ranks <= shortlist))[kinds[0]].mean())
+        return Calibration(target, recall, probes, shortlist, k, len(sample), len(self.banks), len(alive))
+
+    def _questions(self, sample: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
+        """Facts as questions, to be left out of their own answers; and again without what their bank has in common.
+
+        A question that asks for the one thing that sets a fact apart ("What is the trade of X?" among facts that are
+        alike but for X) lies far from its bank, and facts alone would not show how far.
+        """
+        facts = self.rows.vectors(sample)
+        apart = facts - _COMMON * self.banks.centroids[self.banks.labels[sample]]
+        lengths = np.linalg.norm(apart, axis=1, keepdims=True)
+        # A bank of one fact has nothing in common with itself.
+        apart = np.where(lengths > _ALIKE, apart / np.maximum(lengths, _ALIKE), facts).astype(np.float32)
+        return np.append(sample, np.full(len(sample), -1)), np.concatenate([facts, apart])
+
+    @property
+    def _shortlist(self) -> int:
+        return self.calibration.shortlist if self.calibration else _ALWAYS_SCORED
+
+    def _choose(
+        self, query: NDArray[np.float32], k: int, probes: int, allowed: NDArray[np.bool_] | None
+    ) -> NDArray[np.intp]:
+        """The `probes` nearest banks that hold allowed rows, and as many more as it takes to have `k`."""
+        banks = self.banks
+        if allowed is None:
+            sizes = banks.sizes
+            first = banks.nearest(query, probes)
+            if int(sizes[first].sum()) >= k:
+                return first
+        else:
+            labels = banks.labels
+            inside = labels[: len(allowed)][allowed[: len(labels)]]
+            sizes = np.bincount(inside[inside >= 0], minlength=len(banks))
+        order = banks.order(query)
+        order = order[sizes[order] > 0]
+        enough = int(np.searchsorted(np.cumsum(sizes[order]), k)) + 1
+        return order[: max(probes, enough)]
+
+    def _flat(
+        self, alive: NDArray[np.intp], own: NDArray[np.intp], questions: NDArray[np.float32], k: int
+    ) -> NDArray[np.intp]:
+        """The `k` best rows for each question but its own, from scoring every row."""
+        best = np.zeros((len(questions), 0), np.intp)
+        scores = np.zeros((len(questions), 0), np.float32)
+        for at in range(0, len(alive), _BLOCK):
+            block = alive[at : at + _BLOCK]
+            products = questions @ self.rows.vectors(block).T
+            products[own[:, None] == block[None]] = -np.inf
+            scores = np.concatenate([scores, products], axis=1)
+            best = np.concatenate([best, np.broadcast_to(block, products.shape)], axis=1)
+            top = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+            scores, best = np.take_along_axis(scores, top, 1), np.take_along_axis(best, top, 1)
+        return best

@@ -1,0 +1,82 @@
+"""All commands in one, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from kp_core.cli import asking, doctor, knowledge, looking
+from kp_core.cli.shared import ERRORS, WrongError
+from kp_core.errors import KnowledgePackError
+
+__all__ = ["app", "run"]
+
+# Typer brings a Click of its own in some releases, and does not name this class.
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="kp",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="markdown",
+    epilog="Exit codes: 0 done · 1 error · 2 bad usage · 3 `kp verify` found something wrong · 130 interrupted",
+)
+app.command()(knowledge.build)
+app.command()(knowledge.add)
+app.command()(knowledge.remove)
+app.command()(knowledge.search)
+app.command()(asking.ask)
+app.command()(asking.chat)
+app.command()(looking.inspect)
+app.command()(looking.verify)
+app.command()(doctor.doctor)
+
+
+@app.callback()
+def _top(
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and everything that is logged.")] = False,
+) -> None:
+    """Facts in banks, found by meaning and handed to open-weight models as compiled packs."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    if debug:
+        logging.getLogger("kp_core").setLevel(logging.DEBUG)
+    else:
+        warnings.simplefilter("ignore")
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" in given:
+        # It counts wherever it stands.
+        given = ["--debug", *(argument for argument in given if argument != "--debug")]
+    # Of the libraries below: a bar for every load of a model that takes a second.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        code = app(given, standalone_mode=False, prog_name="kp")
+    except (typer.Abort, KeyboardInterrupt):
+        sys.stderr.write("Interrupted. What was reported as done is kept; the same command goes on from there.\n")
+        return 130
+    except _UsageError as error:
+        error.show()
+        return error.exit_code
+    except WrongError:
+        return 3
+    except (KnowledgePackError, *ERRORS) as error:
+        if "--debug" in given:
+            raise
+        message = str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"
+        if "--json" in given:
+            sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
+        sys.stderr.write(f"kp: {message}\n")
+        return 1
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,201 @@
+"""`kp ask`, `kp chat`: a model answers from what a bank finds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.columns import Columns
+from rich.panel import Panel
+
+from kp_core import Generation, Message, PackStore, load_engine
+from kp_core.bankpacks import KV, BankPacks, Found, Unit
+from kp_core.cli.shared import BankPath, JsonFlag, Where, console, filter_of, open_bank, print_json
+from kp_core.engines.base import Engine
+
+__all__ = ["ask", "chat"]
+
+_INSTRUCTION = "Answer the question with a few words, using the facts."
+
+_Model = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M.")
+]
+_Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the best of this machine.")]
+_MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+_UnitOption = Annotated[str, typer.Option("--unit", help="What a pack holds: fact, bank or document.")]
+_KVOption = Annotated[str, typer.Option("--kv", help="stored, lazy, or auto: whichever is faster on this machine.")]
+
+
+def ask(  # noqa: PLR0913 - one parameter per option
+    bank: BankPath,
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to answer.")],
+    *,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 3,
+    text: Annotated[bool, typer.Option("--text", help="Send the facts as text, as plain RAG does.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Answer from packs and from text, side by side.")] = False,
+    unit: _UnitOption = "fact",
+    kv: _KVOption = "lazy",
+    where: Where = None,
+    namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
+    model: _Model = None,
+    dtype: _Dtype = None,
+    max_tokens: _MaxTokens = 64,
+    as_json: JsonFlag = False,
+) -> None:
+    """Answer a question from a bank: the answer as it comes, its sources, and what it cost."""
+    with ExitStack() as stack:
+        asker = _Asker(stack, bank, model, dtype, unit, kv)
+        found = asker.packs.search(question, k, where=filter_of(where), namespace=namespace)
+        ways = ("packs", "text") if compare else ("text" if text else "packs",)
+        live = not (as_json or compare)
+        answers = {way: asker.answer(question, found, way, max_tokens, live=live) for way in ways}
+    if as_json:
+        print_json(
+            {
+                "question": question,
+                "sources": [_source(each) for each in found],
+                "answers": {way: _answer(generation) for way, generation in answers.items()},
+                **(_comparison(answers) if compare else {}),
+            }
+        )
+        return
+    out = console()
+    if compare:
+        out.print(Columns([Panel(each.text, title=way, width=56) for way, each in answers.items()]))
+        for way, each in answers.items():
+            out.print(f"{way}: {_usage(each)}")
+        about = _comparison(answers)
+        prompts = "the same prompt" if about["same_prompt"] else "another prompt"
+        out.print(
+            f"The model read {prompts} both times; the answers are {'the same' if about['same'] else 'not the same'}."
+        )
+        if about["same_prompt"] and not about["same"]:
+            out.print(
+                "A text is prefilled in one piece and packs one by one, which rounds otherwise in "
+                f"{asker.engine.fingerprint.dtype}; --dtype float32 rounds too little to matter."
+            )
+    _show_sources(found)
+    if not compare:
+        out.print(_usage(next(iter(answers.values()))))
+
+
+def chat(  # noqa: PLR0913 - one parameter per option
+    bank: BankPath,
+    *,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
+    unit: _UnitOption = "fact",
+    kv: _KVOption = "lazy",
+    model: _Model = None,
+    dtype: _Dtype = None,
+    max_tokens: _MaxTokens = 128,
+) -> None:
+    """Talk with a model about a bank; an empty line or the end of input ends it."""
+    with ExitStack() as stack:
+        asker = _Asker(stack, bank, model, dtype, unit, kv)
+        out, messages = console(), list[Message]()
+        while True:
+            try:
+                question = out.input("[bold]you:[/bold] ").strip()
+            except EOFError:
+                break
+            if not question:
+                break
+            found = asker.packs.search(question, k)
+            messages.append({"role": "user", "content": _content(question, found, "packs")})
+            generation = asker.stream(messages, max_tokens, live=True)
+            messages.append({"role": "assistant", "content": generation.text})
+            out.print(f"[dim]{_usage(generation)}[/dim]\n")
+
+
+class _Asker:
+    """A bank, its packs and a model, for as long as `stack` is open."""
+
+    def __init__(  # noqa: PLR0913
+        self, stack: ExitStack, bank: Path, model: str | None, dtype: str | None, unit: str, kv: str
+    ) -> None:
+        opened = stack.enter_context(open_bank(bank, read_only=True))
+        # What the question costs to embed is known before minutes go into loading a model.
+        if not len(opened):
+            opened.route("anything")
+        self.engine: Engine = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
+        self.store = PackStore(bank / "packs")
+        self.packs = BankPacks(opened, self.engine, self.store, unit=_unit(unit), kv=_kv(kv))
+        self.view = self.store.view(*dict.fromkeys(fact.namespace for fact in opened.facts()))
+
+    def answer(self, question: str, found: list[Found], way: str, max_tokens: int, *, live: bool) -> Generation:
+        """One question, with its facts as packs or as text."""
+        messages: list[Message] = [{"role": "user", "content": _content(question, found, way)}]
+        return self.stream(messages, max_tokens, live=live, reuse=way == "packs")
+
+    def stream(self, messages: list[Message], max_tokens: int, *, live: bool, reuse: bool = True) -> Generation:
+        """An answer, printed piece by piece where it is `live`."""
+        stream = self.engine.stream(messages, view=self.view, max_tokens=max_tokens, reuse=reuse)
+        for piece in stream:
+            if live:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
+        if live:
+            sys.stdout.write("\n")
+        return stream.result()
+
+
+def _content(question: str, found: list[Found], way: str) -> str:
+    parts = [str(each.handle) if way == "packs" else each.text for each in found]
+    return "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
+
+
+def _comparison(answers: Mapping[str, Generation]) -> dict[str, bool]:
+    prompts = {each.prompt.token_ids for each in answers.values()}
+    return {"same_prompt": len(prompts) == 1, "same": len({each.text for each in answers.values()}) == 1}
+
+
+def _show_sources(found: list[Found]) -> None:
+    out = console()
+    out.print("\nSources:")
+    for place, each in enumerate(found, 1):
+        fact = each.hit.fact
+        name = " · ".join(part for part in (fact.title, fact.source) if part) or fact.text[:60]
+        out.print(f"  {place}. {name}  ({each.hit.score:.3f}, {each.handle})", soft_wrap=True, markup=False)
+
+
+def _usage(generation: Generation) -> str:
+    usage = generation.usage
+    return (
+        f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}; {usage.reused_tokens} reused, "
+        f"{usage.computed_tokens} computed; {usage.completion_tokens} generated, first after {usage.ttft_s:.2f} s"
+    )
+
+
+def _source(found: Found) -> dict[str, Any]:
+    fact = found.hit.fact
+    return {
+        "id": fact.id,
+        "handle": str(found.handle),
+        "title": fact.title,
+        "source": fact.source,
+        "score": found.hit.score,
+        "bank": found.hit.bank,
+        "text": found.text,
+    }
+
+
+def _answer(generation: Generation) -> dict[str, Any]:
+    return {"text": generation.text, "finish_reason": generation.finish_reason, "usage": generation.usage.to_dict()}
+
+
+def _unit(name: str) -> Unit:
+    units: dict[str, Unit] = {"fact": "fact", "bank": "bank", "document": "document"}
+    if name not in units:
+        raise typer.BadParameter(f"Got --unit {name}; expected {', '.join(units)}.")
+    return units[name]
+
+
+def _kv(name: str) -> KV:
+    kinds: dict[str, KV] = {"stored": "stored", "lazy": "lazy", "auto": "auto"}
+    if name not in kinds:
+        raise typer.BadParameter(f"Got --kv {name}; expected {', '.join(kinds)}.")
+    return kinds[name]

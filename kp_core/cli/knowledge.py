@@ -1,0 +1,291 @@
+"""`kp build`, `add`, `remove`, `search`: facts into banks and out of them."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from kp_core.banks import Added, ChromaFactBank, Fact, Hit
+from kp_core.cli.shared import BankPath, EmbedderName, JsonFlag, Where, console, filter_of, open_bank, print_json
+from kp_core.errors import BankError, SourceError
+from kp_core.sources import OnError, read_facts
+from kp_core.store import PackStore
+
+__all__ = ["add", "build", "packs_of", "remove", "search"]
+
+_BATCH = 256
+_SHOWN = 5
+
+_Namespace = Annotated[str | None, typer.Option(help="Namespace of the facts.")]
+_OnError = Annotated[str, typer.Option(help="What to do with rows that make no fact: `raise` or `skip`.")]
+_Ttl = Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")]
+_MaxChars = Annotated[int, typer.Option(help="Longest paragraph of text and Markdown, in characters.")]
+_Chroma = Annotated[bool, typer.Option("--chroma/--no-chroma", help="Keep the vectors in Chroma too.")]
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
+
+
+def build(  # noqa: PLR0913 - one parameter per option
+    bank: BankPath,
+    sources: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lines, CSV, text, Markdown, folders.")],
+    *,
+    embedder: EmbedderName = None,
+    bank_size: Annotated[int, typer.Option(min=1, help="Facts per bank, about.")] = 20,
+    recall: Annotated[float, typer.Option(help="Share of the nearest facts that a search should find.")] = 0.99,
+    namespace: _Namespace = None,
+    ttl: _Ttl = None,
+    on_error: _OnError = "raise",
+    max_chars: _MaxChars = 2000,
+    chroma: _Chroma = True,
+    wait: _Wait = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a bank of the facts in files, or go on where an interrupted build stopped.
+
+    Facts are kept as they come; what is held already is not embedded again.
+    """
+    options = {"bank_size": bank_size, "recall": recall, "mirror": chroma, "wait": wait}
+    _check_sources(sources)
+    with open_bank(bank, embedder, new=True, **options) as opened:
+        skipped: list[SourceError] = []
+        facts = read_facts(
+            sources, on_error=_checked(on_error), skipped=skipped.append, max_chars=max_chars, namespace=namespace
+        )
+        report = _ingest(opened, facts, sources, ttl)
+        if report.added:
+            opened.rebuild()
+        _tell(opened, report, skipped, as_json=as_json)
+
+
+def add(  # noqa: PLR0913 - one parameter per option
+    bank: BankPath,
+    sources: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", help="Files as for `kp build`.")] = None,
+    *,
+    fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
+    fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
+    title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the fact that has this --id.")] = False,
+    namespace: _Namespace = None,
+    ttl: _Ttl = None,
+    on_error: _OnError = "raise",
+    max_chars: _MaxChars = 2000,
+    chroma: _Chroma = True,
+    wait: _Wait = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Add facts to a bank; banks that grow too large are split, the others stay as they are."""
+    texts = fact or []
+    if not sources and not texts:
+        raise typer.BadParameter("Got neither files nor --fact; give at least one.")
+    if (fact_id or replace) and len(texts) != 1:
+        raise typer.BadParameter("--id and --replace go with exactly one --fact.")
+    if replace and not fact_id:
+        raise typer.BadParameter("--replace needs --id.")
+    _check_sources(sources or [])
+    with open_bank(bank, mirror=chroma, wait=wait) as opened:
+        given = [Fact(text, title=title, id=fact_id, namespace=namespace or "default") for text in texts]
+        if replace:
+            new = opened.update(given[0])
+            _print_or_json(
+                {"id": new.id, "version": new.version}, f"{new.id} has version {new.version}.", as_json=as_json
+            )
+            return
+        skipped: list[SourceError] = []
+        facts = read_facts(
+            sources or [], on_error=_checked(on_error), skipped=skipped.append, max_chars=max_chars, namespace=namespace
+        )
+        report = _ingest(opened, itertools.chain(given, facts), sources or [], ttl)
+        _tell(opened, report, skipped, as_json=as_json)
+
+
+def remove(  # noqa: PLR0913 - one parameter per option
+    bank: BankPath,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or how they begin.")] = None,
+    *,
+    where: Where = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    chroma: _Chroma = True,
+    wait: _Wait = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove facts, by id or by filter."""
+    if not ids and where is None:
+        raise typer.BadParameter("Got neither ids nor --where; give one.")
+    with open_bank(bank, mirror=chroma, wait=wait) as opened:
+        facts = list(opened.facts())
+        gone = {_found(given, facts).id: None for given in ids or []}
+        wanted = filter_of(where)
+        if wanted is not None:
+            from kp_core.banks.filters import predicate
+
+            matches = predicate(wanted)
+            gone |= dict.fromkeys(fact.id for fact in facts if matches(fact))
+        count = len(gone) if dry_run else opened.delete(gone)
+        said = f"Facts that would go: {count}." if dry_run else f"Facts removed: {count}; left: {len(opened)}."
+        _print_or_json({"removed": list(gone), "dry_run": dry_run, "facts": len(opened)}, said, as_json=as_json)
+
+
+def search(  # noqa: PLR0913 - one parameter per option
+    bank: BankPath,
+    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
+    *,
+    k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
+    probes: Annotated[int | None, typer.Option(min=1, help="Banks to look at; default: as calibrated.")] = None,
+    where: Where = None,
+    namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find the facts nearest to a question: handle, text, score, bank, and why."""
+    with open_bank(bank, read_only=True) as opened:
+        hits = opened.search(question, k, probes=probes, where=filter_of(where), namespace=namespace)
+        order = opened.ranks(question)
+        calibrated = opened.calibration.probes_of(opened.banks) if opened.calibration else opened.banks
+        looked_at = min(opened.banks, probes or calibrated)
+    store = packs_of(bank)
+    ranks = {number: place for place, number in enumerate(order, 1)}
+    if as_json:
+        print_json(
+            {
+                "question": question,
+                "banks": len(order),
+                "probes": looked_at,
+                "hits": [_hit(hit, ranks[hit.bank], store) for hit in hits],
+            }
+        )
+        return
+    out = console()
+    for place, hit in enumerate(hits, 1):
+        found = _hit(hit, ranks[hit.bank], store)
+        out.print(f"[bold]{place}. {hit.score:.3f}[/bold]  {hit.fact.title or hit.fact.id}", soft_wrap=True)
+        out.print(hit.fact.text, markup=False)
+        why = f"bank {hit.bank}, number {ranks[hit.bank]} of the {len(order)} in nearness"
+        parts = [str(found["handle"] or "no pack"), why, hit.fact.source, f"id {hit.fact.id}"]
+        out.print(f"[dim]{' · '.join(part for part in parts if part)}[/dim]\n", soft_wrap=True)
+    out.print(f"Found {len(hits)} of the {k} asked for; looked at {looked_at} of {len(order)} banks.")
+
+
+def packs_of(bank: Path) -> PackStore | None:
+    """The store beside a bank, when it has one."""
+    return PackStore(bank / "packs") if (bank / "packs").is_dir() else None
+
+
+def _hit(hit: Hit, rank: int, store: PackStore | None) -> dict[str, object]:
+    fact = hit.fact
+    handle = store.handle(fact.text, fact.namespace) if store else None
+    return {
+        "id": fact.id,
+        "score": hit.score,
+        "handle": str(handle) if store and handle in store else None,
+        "text": fact.text,
+        "title": fact.title,
+        "source": fact.source,
+        "metadata": dict(fact.metadata),
+        "namespace": fact.namespace,
+        "bank": hit.bank,
+        "bank_rank": rank,
+    }
+
+
+def _ingest(bank: ChromaFactBank, facts: Iterable[Fact], sources: Iterable[Path], ttl: float | None) -> Added:
+    """Add facts in batches, with a bar that knows how many bytes of the files have become facts."""
+    size = sum(path.stat().st_size for source in sources for path in _inside(source))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[facts]:,} facts, {task.fields[rate]:.0f}/s"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    report, source = Added(), iter(facts)
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("Adding", total=size or None, facts=0, rate=0.0)
+        seen = 0
+        while batch := list(itertools.islice(source, _BATCH)):
+            report += bank.add(batch, ttl=ttl)
+            seen += len(batch)
+            elapsed = progress.tasks[task].elapsed or 1.0
+            progress.update(
+                task, advance=sum(len(fact.text.encode()) for fact in batch), facts=seen, rate=seen / elapsed
+            )
+    return report
+
+
+def _tell(bank: ChromaFactBank, report: Added, skipped: list[SourceError], *, as_json: bool) -> None:
+    about = bank.calibration
+    if as_json:
+        print_json(
+            {
+                "added": report.added,
+                "duplicates": report.duplicates,
+                "near_duplicates": [asdict(near) for near in report.near_duplicates],
+                "skipped": [str(error) for error in skipped],
+                "facts": len(bank),
+                "banks": bank.banks,
+                "calibration": asdict(about) if about else None,
+            }
+        )
+        return
+    out = console()
+    out.print(f"Facts added: {report.added}; held already: {report.duplicates}; rows skipped: {len(skipped)}.")
+    if report.near_duplicates:
+        out.print(f"{len(report.near_duplicates)} say nearly what another does:")
+        for near in report.near_duplicates[:_SHOWN]:
+            out.print(f"  {near.id} ≈ {near.earlier} ({near.score:.3f})")
+        if len(report.near_duplicates) > _SHOWN:
+            out.print("  … all of them with --json")
+    out.print(f"Now {len(bank)} facts in {bank.banks} banks.")
+    if about:
+        out.print(
+            f"A search looks at {about.probes_of(bank.banks)} banks and finds {about.recall:.1%} "
+            f"of the {about.k} nearest (asked for: {about.target:.1%})."
+        )
+
+
+def _print_or_json(data: dict[str, object], said: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(data)
+    else:
+        console().print(said)
+
+
+def _found(given: str, facts: list[Fact]) -> Fact:
+    """The fact whose id is or begins with `given`."""
+    exact = [fact for fact in facts if fact.id == given]
+    found = exact or [fact for fact in facts if fact.id.startswith(given)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise BankError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
+    near = difflib.get_close_matches(given, [fact.id for fact in facts], n=1)
+    hint = f"Did you mean {near[0]!r}?" if near else "`kp search` shows ids."
+    raise BankError(f"Got the id {given!r}; none of the {len(facts)} facts has it. {hint}")
+
+
+def _checked(on_error: str) -> OnError:
+    if on_error == "raise":
+        return "raise"
+    if on_error == "skip":
+        return "skip"
+    raise typer.BadParameter(f"Got --on-error {on_error}; expected raise or skip.")
+
+
+def _check_sources(sources: Iterable[Path]) -> None:
+    """Say that a file is missing before anything is loaded."""
+    for source in sources:
+        if not source.exists():
+            around = [str(path) for path in source.parent.iterdir()] if source.parent.is_dir() else []
+            near = difflib.get_close_matches(str(source), around, n=1)
+            raise SourceError(f"There is no file {source}." + (f" Did you mean {near[0]}?" if near else ""))
+
+
+def _inside(source: Path) -> list[Path]:
+    return [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]

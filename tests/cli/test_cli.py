@@ -1,0 +1,249 @@
+"""`kp`, as a new user would try it: on good and on broken input."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kp_core.cli.app import app, run
+from kp_core.sources import FORMATS
+
+FACTS = [
+    {"id": "mill", "text": "The mill of Aldburgh has four sails.", "title": "Mill", "year": 1802},
+    {"id": "bird", "text": "The bird on the flag of Aldburgh is a heron.", "title": "Flag", "year": 1911},
+    {"id": "tide", "text": "The Grey Tide is a novel by Ada Finch.", "title": "Novel", "year": 1987},
+    {"id": "bread", "text": "Aldburgh bakes its bread on Thursdays.", "title": "Bread", "year": 1987},
+]
+
+Kp = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kp:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(arguments)
+        said = capfd.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def bank(kp: Kp, tmp_path: Path) -> Path:
+    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
+    assert kp("build", "bank", "facts.jsonl")[0] == 0
+    return tmp_path / "bank"
+
+
+def as_json(result: tuple[int, str, str]) -> dict[str, Any]:
+    assert result[0] == 0, result
+    return json.loads(result[1])
+
+
+def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
+    code, out, _ = kp("--help")
+    assert code == 0
+    for command in ("build", "add", "remove", "search", "ask", "chat", "inspect", "verify", "doctor"):
+        assert f"│ {command} " in out
+        assert kp(command, "--help")[0] == 0
+    assert "Exit codes" in out
+    assert "--install-completion" in out
+
+
+def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
+    code, out, _ = kp("search", "bank", "Which bird is it?", "-k", "1")
+    assert code == 0
+    assert "heron" in out
+    assert "bank 0, number 1 of the 1 in nearness" in " ".join(out.split())
+    report = as_json(kp("build", "bank", "facts.jsonl", "--json"))
+    assert (report["added"], report["duplicates"], report["facts"]) == (0, 4, 4)
+    assert as_json(kp("add", "bank", "--fact", "The ferry leaves at six.", "--id", "ferry", "--json"))["added"] == 1
+    assert kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry")[0] == 1
+    code, out, _ = kp("add", "bank", "--fact", "The ferry leaves at nine.", "--id", "ferry", "--replace")
+    assert (code, out) == (0, "ferry has version 2.\n")
+    [hit] = as_json(kp("search", "bank", "When does the ferry leave?", "-k", "1", "--json"))["hits"]
+    assert (hit["id"], hit["text"], hit["bank_rank"]) == ("ferry", "The ferry leaves at nine.", 1)
+    assert as_json(kp("remove", "bank", "fer", "--dry-run", "--json"))["facts"] == 5
+    assert as_json(kp("remove", "bank", "fer", "--json")) == {"removed": ["ferry"], "dry_run": False, "facts": 4}
+    assert kp("remove", "bank", "--where", '{"year": 1987}')[1] == "Facts removed: 2; left: 2.\n"
+    hits = as_json(kp("search", "bank", "x", "--where", '{"year": {"$lt": 1900}}', "--json"))["hits"]
+    assert [hit["id"] for hit in hits] == ["mill"]
+
+
+def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "A good row."}\n{"text": \n')
+    code, _, err = kp("build", "bank", "bad.jsonl")
+    assert code == 1
+    assert "bad.jsonl, line 2: is not JSON" in err
+    assert "Traceback" not in err
+    report = as_json(kp("build", "bank", "bad.jsonl", "--on-error", "skip", "--json"))
+    assert report["added"] == 1
+    assert "line 2" in report["skipped"][0]
+    assert kp("build", "bank", "bad.jsonl", "--on-error", "ignore")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["serch", "x"], 2, "Did you mean 'search'?"),
+        (["search", "bank"], 2, "Missing argument"),
+        (["search", "banc", "x"], 1, "Did you mean bank?"),
+        (["search", "bank", " "], 1, "blank question"),
+        (["search", "bank", "x", "--where", "{"], 1, "expected JSON"),
+        (["search", "bank", "x", "-k", "0"], 2, "-k"),
+        (["build", "new", "fact.jsonl"], 1, "Did you mean facts.jsonl?"),
+        (["build", "facts.jsonl", "facts.jsonl"], 1, "it is a file"),
+        (["add", "bank"], 2, "neither files nor --fact"),
+        (["add", "bank", "--fact", "a", "--replace"], 2, "--replace needs --id"),
+        (["remove", "bank"], 2, "neither ids nor --where"),
+        (["remove", "bank", "mil"], 0, ""),
+        (["remove", "bank", "b"], 1, "2 facts begin so"),
+        (["remove", "bank", "mlil"], 1, "Did you mean 'mill'?"),
+        (["inspect", "facts.jsonl"], 1, "kp:"),
+        (["inspect", "nothing"], 1, "neither a bank"),
+        (["verify", "nothing"], 1, "neither a bank"),
+        (["ask", "bank", "x", "--unit", "page"], 2, "fact, bank, document"),
+        (["ask", "bank", "x", "--model", "./nothing"], 1, "kp:"),
+    ],
+)
+def test_errors_are_one_line_and_say_what_to_do(
+    kp: Kp, bank: Path, arguments: list[str], code: int, words: str
+) -> None:
+    got, _, err = kp(*arguments)
+    assert got == code, err
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err
+
+
+def test_errors_are_json_where_json_was_asked_for_and_tracebacks_where_those_were(kp: Kp, bank: Path) -> None:
+    code, out, _ = kp("search", "nowhere", "x", "--json")
+    assert code == 1
+    assert json.loads(out)["error"] == "BankError"
+    from kp_core.errors import BankError
+
+    with pytest.raises(BankError):
+        run(["search", "nowhere", "x", "--debug"])
+
+
+def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path) -> None:
+    code, out, _ = kp(
+        "ask", "bank", "Which bird is on the flag?", "-k", "1", "--dtype", "float32", "--max-tokens", "12"
+    )
+    assert code == 0
+    assert "heron" in out.split("Sources:")[0]
+    assert "1. Flag" in out
+    assert "packs delivered" in out
+    about = as_json(
+        kp("ask", "bank", "Which bird is on the flag?", "-k", "2", "--dtype", "float32", "--compare", "--json")
+    )
+    assert about["same_prompt"]
+    assert about["same"]
+    assert about["answers"]["packs"]["usage"]["pack_tokens"] > 0
+    assert about["answers"]["text"]["usage"]["pack_tokens"] == 0
+    [hit] = as_json(kp("search", "bank", "Which bird is on the flag?", "-k", "1", "--json"))["hits"]
+    assert hit["handle"] == about["sources"][0]["handle"]
+    assert as_json(kp("inspect", "bank", "--json"))["packs"]["packs"] == 2
+
+
+def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["Which bird is on the flag?", "Who wrote the novel?", ""])
+    monkeypatch.setattr("rich.console.Console.input", lambda *_, **__: next(lines))
+    code, out, _ = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", "8")
+    assert code == 0
+    assert out.count("packs delivered") == 2
+
+
+def test_inspect_and_plot(kp: Kp, bank: Path, tmp_path: Path) -> None:
+    about = as_json(kp("inspect", "bank", "--plot", "map.png", "--json"))
+    assert (about["facts"], about["banks"], about["calibration"]["target"]) == (4, 1, 0.99)
+    assert about["bytes"]["vectors"] == 4 * (384 + 4)
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert "facts per bank" in kp("inspect", "bank")[1]
+
+
+def test_verify_finds_and_repairs(kp: Kp, bank: Path) -> None:
+    assert kp("verify", "bank")[:2] == (0, "Nothing is wrong.\n")
+    [vectors] = bank.glob("vectors-*.bin")
+    data = bytearray(vectors.read_bytes())
+    data[3] ^= 1
+    vectors.write_bytes(data)
+    with (bank / "facts.jsonl").open("ab") as journal:
+        journal.write(b'{"text": "tor')
+    code, out, _ = kp("verify", "bank")
+    assert code == 3
+    assert "13 bytes" in out
+    assert "1 of 4 rows" in out
+    code, out, _ = kp("verify", "bank", "--repair", "--json")
+    assert code == 0
+    assert len(json.loads(out)["wrong"]) == 2
+    assert json.loads(out)["left"] == []
+    assert kp("verify", "bank")[0] == 0
+
+
+def test_verify_looks_at_chroma_and_packs(kp: Kp, bank: Path) -> None:
+    assert kp("ask", "bank", "Which bird?", "-k", "1", "--kv", "stored", "--max-tokens", "2")[0] == 0
+    [pack] = (bank / "packs").glob("packs/*/*/*.safetensors")
+    assert as_json(kp("inspect", str(pack), "--json"))["text"] == FACTS[1]["text"]
+    data = bytearray(pack.read_bytes())
+    data[-5] ^= 1
+    pack.write_bytes(data)
+    [sqlite] = bank.glob("chroma-*/chroma.sqlite3")
+    sqlite.write_bytes(b"garbage" * 999)
+    script = "import sys; from kp_core.cli.app import run; sys.exit(run(sys.argv[1:]))"
+    for arguments, code in (((), 3), (("--repair",), 0), ((), 0)):
+        # In processes of their own, as Chroma remembers the files it has opened.
+        command = [sys.executable, "-c", script, "verify", str(bank), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        assert done.returncode == code, done
+        if code:
+            assert "Chroma cannot be read" in done.stdout
+            assert "The pack kp:default/" in done.stdout
+
+
+def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> None:
+    about = as_json(kp("doctor", "--json"))
+    assert about["model"]["supported"]
+    assert about["model"]["prefill_tokens_per_s"] > 0
+    assert about["model"]["kv_bytes_per_token"] in {23040, 46080}
+    about = as_json(kp("doctor", "--model", str(tmp_path / "nothing"), "--json"))
+    assert not about["model"]["supported"]
+    assert "nothing" in about["model"]["why_not"]
+
+
+def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"Fact number {number} is about the number {number}."}) for number in range(3000)]
+    (tmp_path / "many.jsonl").write_text("\n".join(rows))
+    command = [sys.executable, "-m", "kp_core.cli", "build", "bank", "many.jsonl", "--no-chroma", "--json"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:  # noqa: S603
+        journal = tmp_path / "bank" / "facts.jsonl"
+        while not journal.exists() or not journal.stat().st_size:
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    held = len(journal.read_text().splitlines())
+    assert 0 < held < 3000
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)  # noqa: S603
+    report = json.loads(done.stdout)
+    assert (report["added"], report["duplicates"], report["facts"]) == (3000 - held, held, 3000)
+
+
+def test_completion_is_there_for_shells() -> None:
+    assert app.info.name == "kp"
+    command = [sys.executable, "-m", "kp_core.cli", "--show-completion", "bash"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"SHELL": "/bin/bash"})  # noqa: S603
+    assert "complete" in done.stdout
+    assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md"}
