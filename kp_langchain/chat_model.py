@@ -29,7 +29,8 @@ __all__ = ["ChatKnowledgePacks"]
 _BUNDLED = "SmolLM2-135M-Instruct"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-_PER_CALL = (*_SAMPLING, *_TOOLS, "model", "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
+_KNOWLEDGE = ("packs", "placement", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
+_PER_CALL = (*_SAMPLING, *_TOOLS, *_KNOWLEDGE, "model")
 # What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
 _IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
 
@@ -70,6 +71,10 @@ class ChatKnowledgePacks(BaseChatModel):
     """Where packs stand: where their handle stood, or at the head of the system message."""
     foreign: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
+    steering: Any = Field(default=None, exclude=True, repr=False)
+    """A `kp_core.Steering`, or a pair of it and alpha; see `kp_core.steering`."""
+    scope: Literal["pack", "system", "prompt", "last_token"] | None = None
+    """What is steered; by default the packs where there are some, else the head of the system message."""
     temperature: float | None = None
     """0 or `None` is greedy."""
     max_tokens: int | None = None
@@ -295,6 +300,8 @@ class ChatKnowledgePacks(BaseChatModel):
             "placement": self.placement,
             "foreign": self.foreign,
             "thinking": self.thinking,
+            "steering": self.steering,
+            "scope": self.scope,
             "stop": tuple((self.stop if stop is None else stop) or ()),
             **{name: getattr(self, name) for name in _SAMPLING},
             **{name: value for name, value in options.items() if name not in _IGNORED and name != "model"},

@@ -24,6 +24,7 @@ from kp_core import (
     PackStore,
     SentenceTransformerEmbedder,
 )
+from kp_core.banks import Filter
 from kp_core.compiling import compile_facts, stored_handle
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
@@ -32,6 +33,7 @@ __all__ = ["KnowledgePackRetriever"]
 
 logger = logging.getLogger(__name__)
 
+_PER_CALL = ("k", "probes", "where", "score_threshold")
 _FACTS_PER_BANK = 4  # Facts looked at per bank wanted, at first.
 
 
@@ -43,7 +45,11 @@ class KnowledgePackRetriever(BaseRetriever):
     `bank` and the fact's own. A fact whose pack is not in the store comes as text, with a logged warning.
 
     With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
-    with the best facts. `probes` banks are searched (at least `k`). `k` and `probes` may also be given to `invoke`.
+    with the best facts.
+
+    `probes` banks are searched; by default as many as the bank's calibration says. `where` keeps facts by metadata
+    (`{"year": {"$gte": 1900}}`, see `kp_core.banks.filters`), `score_threshold` by their cosine. `k`, `probes`, `where`
+    and `score_threshold` may also be given to `invoke`.
 
     `inside` is the place that packs were compiled for (see `from_facts`). Raises `BankError` for a blank question, and
     for a bank that was not built.
@@ -55,8 +61,9 @@ class KnowledgePackRetriever(BaseRetriever):
     store: PackStore = Field(exclude=True)
     namespace: str = "default"
     k: int = Field(default=4, ge=1)
-    # A question often lies nearest to one bank and its fact in the next.
-    probes: int = Field(default=3, ge=1)
+    probes: int | None = Field(default=None, ge=1)
+    where: dict[str, Any] | None = None
+    score_threshold: float | None = None
     content: Literal["handle", "text"] = "handle"
     unit: Literal["fact", "bank"] = "fact"
     inside: Any = Field(default="user", exclude=True)
@@ -106,31 +113,31 @@ class KnowledgePackRetriever(BaseRetriever):
         query: str,
         *,
         run_manager: CallbackManagerForRetrieverRun | None = None,  # noqa: ARG002 - LangChain's signature
-        k: int | None = None,
-        probes: int | None = None,
+        **options: Any,  # noqa: ANN401
     ) -> list[Document]:
-        return [
-            self._document(hit)
-            for hit in self._hits(query, self.k if k is None else k, self.probes if probes is None else probes)
-        ]
+        unknown = sorted(set(options) - set(_PER_CALL))
+        if unknown:
+            raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}.")
+        wanted = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
+        least = wanted.pop("score_threshold")
+        return [self._document(hit) for hit in self._hits(query, **wanted) if least is None or hit.score >= least]
 
     async def _aget_relevant_documents(
         self,
         query: str,
         *,
         run_manager: AsyncCallbackManagerForRetrieverRun | None = None,  # noqa: ARG002 - LangChain's signature
-        k: int | None = None,
-        probes: int | None = None,
+        **options: Any,  # noqa: ANN401
     ) -> list[Document]:
-        return await asyncio.to_thread(self._get_relevant_documents, query, k=k, probes=probes)
+        return await asyncio.to_thread(self._get_relevant_documents, query, **options)
 
-    def _hits(self, query: str, k: int, probes: int) -> list[Hit]:
+    def _hits(self, query: str, k: int, probes: int | None, where: Filter | None) -> list[Hit]:
         if self.unit == "fact":
-            return self.bank.search(query, k, probes=probes)
+            return self.bank.search(query, k, probes=probes, where=where)
         asked = _FACTS_PER_BANK * k
         while True:
             best: dict[int, Hit] = {}
-            for hit in self.bank.search(query, asked, probes=max(k, probes)):
+            for hit in self.bank.search(query, asked, probes=probes and max(k, probes), where=where):
                 best.setdefault(hit.bank, hit)
             if len(best) >= k or asked >= len(self.bank):
                 found = list(best.values())[:k]

@@ -36,7 +36,8 @@ T = TypeVar("T")
 _BUNDLED = "SmolLM2-135M-Instruct"
 _DEFAULT_OUTPUT = 512
 _SHAPE = ("tools", "tool_choice", "parallel_tool_calls", "response_schema")
-_PER_CALL = (*SAMPLING, "stop", *_SHAPE, "placement", "foreign", "thinking", "packs", "reuse", "deterministic")
+_KNOWLEDGE = ("packs", "placement", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
+_PER_CALL = (*SAMPLING, "stop", *_SHAPE, *_KNOWLEDGE)
 
 
 class KnowledgePackLLM(LLMSettings):
@@ -231,6 +232,8 @@ class KnowledgePackLLM(LLMSettings):
             "placement": self.placement,
             "foreign": self.foreign,
             "thinking": self.thinking,
+            "steering": self.steering,
+            "scope": self.scope,
             "stop": self.stop,
             **{name: getattr(self, name) for name in SAMPLING},
             **tool_options(given),

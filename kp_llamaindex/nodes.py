@@ -140,7 +140,7 @@ def to_node(fact: Fact, handle: str = "") -> PackNode:
     """The node that `fact` was made of; for a fact that came otherwise, one whose metadata the model does not see."""
     record = fact.metadata.get(_NODE)
     if record is not None:
-        return PackNode.from_node(TextNode.from_dict(json.loads(record)), handle)
+        return PackNode.from_node(TextNode.from_dict(json.loads(str(record))), handle)
     about = {"title": fact.title, "source": fact.source, **fact.metadata}
     metadata = {key: value for key, value in about.items() if value}
     node = TextNode(

@@ -44,7 +44,7 @@ class KnowledgePackRetriever(BaseRetriever):
     `content="text"` the nodes have no handle, for comparison and for models that resolve none. A fact whose pack is not
     in the store comes as text, with a logged warning.
 
-    `filters` keeps facts by the metadata of their nodes; with filters every bank is searched, else the `probes` nearest
+    `filters` keeps facts by the metadata of their nodes; with filters every bank is searched, else `probes` of them
     (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]).
 
     Raises `BankError` for a blank question, for `similarity_top_k` or `probes` below 1, and for a bank that was not
@@ -58,7 +58,7 @@ class KnowledgePackRetriever(BaseRetriever):
         *,
         namespace: str = "default",
         similarity_top_k: int = 4,
-        probes: int = 3,
+        probes: int | None = None,
         filters: MetadataFilters | None = None,
         score_cutoff: float | None = None,
         content: Literal["handle", "text"] = "handle",

@@ -43,6 +43,12 @@ class LLMSettings(ToolCallingLLM):
     )
     foreign: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
+    steering: Any = Field(
+        default=None, exclude=True, repr=False, description="A `kp_core.Steering`, or a pair of it and alpha."
+    )
+    scope: Literal["pack", "system", "prompt", "last_token"] | None = Field(
+        default=None, description="What is steered; by default packs where there are some, else the system head."
+    )
     pack_budget: int | None = Field(
         default=None,
         ge=0,
