@@ -109,8 +109,10 @@ class Limit:
     """Whether a generation must end: it was cancelled, or its time is up."""
 
     cancel: threading.Event | None
-    deadline: float | None
+    began: float
     """On the clock of `time.perf_counter`."""
+    timeout: float | None
+    """Seconds."""
 
     @classmethod
     def of(cls, request: Mapping[str, Any], began: float) -> Limit:
@@ -118,7 +120,7 @@ class Limit:
         timeout = request.get("timeout")
         if timeout is not None and not timeout > 0:
             raise SamplingError(f"Got timeout={timeout!r}; expected None or a number of seconds > 0.")
-        return cls(request.get("cancel"), None if timeout is None else began + timeout)
+        return cls(request.get("cancel"), began, timeout)
 
     def is_set(self) -> bool:
         """Whether it must end; the same question as to an event."""
@@ -127,7 +129,12 @@ class Limit:
     @property
     def is_over(self) -> bool:
         """Whether the time is up."""
-        return self.deadline is not None and time.perf_counter() > self.deadline
+        return self.timeout is not None and self.spent > self.timeout
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the request began."""
+        return time.perf_counter() - self.began
 
 
 def sampling_of(request: Mapping[str, object]) -> Sampling:

@@ -219,6 +219,18 @@ def test_special_token_markers_are_read():
     assert tokenizer.convert_tokens_to_ids("[TOOL_CALLS]") in answer.token_ids
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_thought_ends_in_time_for_a_forced_call(opened):
+    """A random model would think for ever: the thought is ended while there is room for the call."""
+    template = "{% if false %}</think>{% endif %}" + CHATML
+    if opened:
+        template = template.replace("assistant\n'", "assistant\n<think>\n'")
+    engine = tiny_engine(template=template)
+    answer = engine.generate("Hi", tools=[CLOCK], tool_choice="any", max_tokens=150)
+    assert [call.name for call in answer.tool_calls] == ["clock"]
+    assert answer.reasoning or not opened
+
+
 def test_timeouts_end_a_generation(smol):
     with pytest.raises(GenerationTimeoutError, match=r"after 0\.01 s"):
         smol.generate("Tell a story.", timeout=0.01, max_tokens=400)

@@ -20,7 +20,8 @@ __all__ = ["Constraint", "Grammars"]
 
 _KEPT = 64  # Compiled grammars that are kept.
 _FEW = 200  # Tokens that nearly every string can be made of.
-_FAR = 4096  # Tokens after which looking for an end is given up.
+_THOUGHT, _THOUGHT_END = "<think>", "</think>"
+_FAR = 1024  # Tokens after which looking for an end is given up.
 
 _Preferences: TypeAlias = tuple[list[int], list[int]]
 
@@ -39,17 +40,20 @@ class Grammars:
         self._compiled: dict[str, LLMatcher] = {}
         self._preferred: _Preferences | None = None
 
-    def constraint(self, grammar: str, room: int) -> Constraint:
+    def constraint(self, grammar: str, room: int, *, opened: bool = False) -> Constraint:
         """A fresh constraint to `grammar`; raises `ToolError` for a schema that it cannot express.
 
-        Raises `SamplingError` when no answer of the grammar fits into `room` tokens.
+        `opened` says that the prompt has begun a `<think>` block. Raises `SamplingError` when no answer of the grammar
+        fits into `room` tokens.
         """
         with self._lock:
             matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
             self._compiled[grammar] = matcher
             while len(self._compiled) > _KEPT:
                 del self._compiled[next(iter(self._compiled))]
-            return Constraint(matcher.deep_copy(), self._text, self._preferences(), self._ends[0], room)
+            return Constraint(
+                matcher.deep_copy(), self._text, self._preferences(), self._ends[0], room, self._thought(opened=opened)
+            )
 
     def _compile(self, grammar: str) -> LLMatcher:
         try:
@@ -71,6 +75,9 @@ class Grammars:
             )
         return LLMatcher(self._llm, grammar)
 
+    def _thought(self, *, opened: bool) -> _Thought:
+        return _Thought(tuple(self._llm.tokenize_str(_THOUGHT_END)), _THOUGHT if opened else "")
+
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._llm.decode_str(list(tokens)))
 
@@ -87,17 +94,18 @@ class Grammars:
 class Constraint:
     """Which tokens may come next, for one answer."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place
         self,
         matcher: LLMatcher,
         text: Callable[[Sequence[int]], str],
         preferred: _Preferences,
         end: int,
         room: int,
+        thought: _Thought,
     ) -> None:
         self._matcher, self._text, self._preferred, self._end = matcher, text, preferred, end
-        self._scan = _Scan()
-        way = self._search(matcher, self._scan)
+        self._scan, self._thought = _Scan(), thought
+        way = self._search(matcher, self._scan, thought)
         if way is not None and len(way) > room:
             raise SamplingError(
                 f"Got room for {room} tokens; an answer of this schema takes about {len(way)} at least. Raise "
@@ -112,23 +120,24 @@ class Constraint:
 
     def accept(self, token: int, left: int) -> int:
         """`token`, or the one to take in its place so that the answer ends within `left` tokens, this one included."""
-        if not self._closing and token != self._end:
+        if not self._closing and token != self._end and self._way is not None:
             ahead = self._matcher.deep_copy()
             ahead.consume_token(token)
-            way = self._way_from(ahead, token, self._scan.feed(self._text([token])))
+            way = self._way_from(ahead, token)
             # A step is taken only when an end can still be reached behind it.
-            self._closing = self._way is not None and (way is None or len(way) > left - 1)
+            self._closing = way is None or len(way) > left - 1
             if not self._closing:
                 self._way = way
         if self._closing:
             token, *self._way = self._way or [self._end]
-        # Quotes in free text, where an end is always at hand, open no string.
-        self._scan = _Scan() if self._matcher.is_accepting() else self._scan
+        # Quotes in free text, where an end is always at hand, and in thoughts open no string.
+        self._scan = _Scan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
         self._matcher.consume_token(token)
-        self._scan = self._scan.feed(self._text([token]))
+        said = self._text([token])
+        self._scan, self._thought = self._scan.feed(said), self._thought.feed(said)
         return token
 
-    def _way_from(self, ahead: LLMatcher, token: int, scan: _Scan) -> list[int] | None:
+    def _way_from(self, ahead: LLMatcher, token: int) -> list[int] | None:
         """A way out behind `token`: what is left of the known one, the known one, or else a new one."""
         if ahead.is_accepting():
             return []
@@ -136,16 +145,17 @@ class Constraint:
             trial = ahead.deep_copy()
             if trial.try_consume_tokens(known) == len(known) and trial.is_accepting():
                 return known
-        return self._search(ahead, scan)
+        said = self._text([token])
+        return self._search(ahead, self._scan.feed(said), self._thought.feed(said))
 
-    def _search(self, matcher: LLMatcher, scan: _Scan) -> list[int] | None:
+    def _search(self, matcher: LLMatcher, scan: _Scan, thought: _Thought) -> list[int] | None:
         """A short way to a complete answer, by the token that closes most at every step; `None` when none was found."""
         ahead, way = matcher.deep_copy(), list[int]()
         taken: Counter[int] = Counter()
         while not ahead.is_accepting():
             if ahead.is_stopped() or len(way) > _FAR:
                 return None
-            step = ahead.compute_ff_tokens()
+            step = list(thought.ending) if thought.is_open else ahead.compute_ff_tokens()
             if not step:
                 bits = ahead.compute_bitmask()
                 best = self._preferred[0 if scan.inside else 1]
@@ -160,7 +170,8 @@ class Constraint:
             if ahead.try_consume_tokens(step) < len(step):
                 return None
             way += step
-            scan = scan.feed(self._text(step))
+            said = self._text(step)
+            scan, thought = _Scan() if thought.is_open else scan.feed(said), thought.feed(said)
         return way
 
 
@@ -172,6 +183,23 @@ def _allowed(matcher: LLMatcher, vocabulary: int) -> Tensor:
 
 def _best(ranks: Sequence[int]) -> list[int]:
     return sorted(range(len(ranks)), key=lambda token: -ranks[token])
+
+
+@dataclass(frozen=True)
+class _Thought:
+    """Whether what was said so far is an open `<think>` block; `ending` are the tokens that end one."""
+
+    ending: tuple[int, ...]
+    said: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self.said.startswith(_THOUGHT) and _THOUGHT_END not in self.said
+
+    def feed(self, text: str) -> _Thought:
+        # Beyond its beginning, an answer that is no thought needs no watching.
+        is_decided = len(self.said) >= len(_THOUGHT) and not self.is_open
+        return self if is_decided else _Thought(self.ending, self.said + text)
 
 
 @dataclass(frozen=True)
@@ -213,5 +241,5 @@ def _rank_outside(text: str) -> int:
 _RANK_WORD = 10
 _OUTSIDE: Mapping[str, int] = {
     "{}": 95, "[]": 95, '""': 94, "null": 90, "true": 80, "false": 80, **{str(digit): 85 for digit in range(10)},
-    '"': 70, "[": 60, "{": 50, ",": 5,
+    '"': 70, "[": 60, "{": 50, ",": 96,
 }  # fmt: skip

@@ -6,9 +6,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,19 +18,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kp_core.compose import ExactComposer
+from kp_core.engines.hf.answering import Answerer, usage_of
 from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.constraint import Constraint, Grammars
 from kp_core.engines.hf.contrast import Contrast
 from kp_core.engines.hf.loading import load, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.prefill import Cancelled, Prefilled, Prefiller
-from kp_core.engines.hf.sampling import Sampler
+from kp_core.engines.hf.prefill import Prefilled, Prefiller
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
-from kp_core.engines.request import FinishReason, Generation, Inside, Limit, Request, Sampling, sampling_of
+from kp_core.engines.request import Generation, Inside, Limit, Request, Sampling, sampling_of
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.engines.text import AnswerText
-from kp_core.errors import ContextOverflowError, GenerationTimeoutError
+from kp_core.errors import ContextOverflowError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.pack import KnowledgePack
 from kp_core.prefix import Node
@@ -38,7 +36,7 @@ from kp_core.prompt import Prompt, Span
 from kp_core.resolve import Message, PackRef, PackSource
 from kp_core.steering import Block, LayerRange, Method, Pair, Steering, as_steering, plan_blocks
 from kp_core.template import ChatTemplate
-from kp_core.tools import AnswerReader, AnswerShape, Delta
+from kp_core.tools import AnswerShape
 from kp_core.usage import Usage
 
 __all__ = ["HFEngine", "Prefill"]
@@ -54,15 +52,6 @@ class Prefill:
     logits: Tensor
     usage: Usage
     prompt: Prompt
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """How one answer is decoded, read and constrained."""
-
-    text: AnswerText
-    reader: AnswerReader
-    constraint: Constraint | None
 
 
 class HFEngine:
@@ -98,8 +87,8 @@ class HFEngine:
             self._model, _memory(shape.device) // 8 if cache_bytes is None else cache_bytes, chunk_tokens
         )
         eos = getattr(self.tokenizer, "eos_token_id", None)
-        self._end_tokens = self._model.end_tokens | ({eos} if isinstance(eos, int) else set())
-        self._grammars = Grammars(self.tokenizer, self._model.vocabulary, self._end_tokens)
+        ends = self._model.end_tokens | ({eos} if isinstance(eos, int) else set())
+        self._answerer = Answerer(self._prefiller, self.tokenizer, self._template, ends)
         self._fingerprinting = threading.Lock()
 
     @cached_property
@@ -239,7 +228,7 @@ class HFEngine:
         room = self._room(prompt, Sampling(max_tokens=1))
         run = self._start(prompt, source, request, room, Limit.of(request, began))
         try:
-            usage = _usage(prompt, run, 0, time.perf_counter() - began)
+            usage = usage_of(prompt, run, 0, time.perf_counter() - began)
             if run.logits is None:
                 raise AssertionError("a prefilled prompt has logits")
             return Prefill(run.logits, usage, prompt)
@@ -261,8 +250,10 @@ class HFEngine:
         sampling, shape = sampling_of(request), AnswerShape.of(request)
         prompt, source = self._resolve(messages, request)
         room = self._room(prompt, sampling)
-        reading = self._reading(prompt, shape, sampling, room)
-        return Stream(self._answer(prompt, source, request, sampling, room, reading, began))
+        sampler, reader = self._answerer.plan(prompt, shape, sampling, room)
+        limit = Limit.of(request, began)
+        start = partial(self._start, prompt, source, request, room, limit)
+        return Stream(self._answerer.answer(start, prompt, sampler, reader, room, limit))
 
     async def agenerate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
@@ -310,27 +301,6 @@ class HFEngine:
             raise ContextOverflowError(len(prompt), wanted, self.max_positions)
         return wanted
 
-    def _reading(self, prompt: Prompt, shape: AnswerShape, sampling: Sampling, room: int) -> _Reading:
-        """How an answer of `shape` is held to it and read."""
-        template, form = self._template, self._template.tool_format
-        opened = template.thinks and prompt.rendered.rstrip().endswith("<think>")
-        names = tuple(tool.name for tool in shape.callable)
-        reader = AnswerReader(form if names else None, names, thinks=template.thinks, opened=opened)
-        text = AnswerText(
-            self.tokenizer,
-            sampling.stop,
-            {token: marker for marker in form.markers if (token := self._special(marker)) is not None and names},
-        )
-        if shape.is_free:
-            return _Reading(text, reader, None)
-        grammar = shape.grammar(form, self._special, thinks=template.thinks, opened=opened)
-        return _Reading(text, reader, self._grammars.constraint(grammar, room))
-
-    def _special(self, marker: str) -> int | None:
-        """The id of `marker`, when it is a special token."""
-        added = self.tokenizer.added_tokens_decoder
-        return next((number for number, token in added.items() if token.special and token.content == marker), None)
-
     def _start(self, prompt: Prompt, source: PackSource, request: Request, room: int, limit: Limit) -> Prefilled:
         return self._prefiller.start(
             prompt,
@@ -343,90 +313,6 @@ class HFEngine:
             cancel=limit,
             blocks=self._blocks(prompt, request),
         )
-
-    def _answer(  # noqa: PLR0913
-        self,
-        prompt: Prompt,
-        source: PackSource,
-        request: Request,
-        sampling: Sampling,
-        room: int,
-        reading: _Reading,
-        began: float,
-    ) -> Generator[Delta, None, Generation]:
-        text, reader, limit = reading.text, reading.reader, Limit.of(request, began)
-        try:
-            run = self._start(prompt, source, request, room, limit)
-        except Cancelled:
-            if limit.is_over:
-                raise _timed_out(request, 0) from None
-            nothing = Usage(len(prompt) - prompt.pack_tokens, prompt.pack_tokens, 0, 0, 0, 0.0)
-            return Generation("", (), "cancelled", nothing, prompt)
-        tokens: list[int] = []
-        ttft = 0.0
-        reason: FinishReason = "length"
-        first_logits = run.logits
-        try:
-            sampler = Sampler(sampling, prompt.token_ids, self._model.shape.device, reading.constraint)
-            for token in self._tokens(run, sampler, room):
-                tokens.append(token)
-                ttft = ttft or time.perf_counter() - began
-                if token in self._end_tokens:
-                    reason = "stop"
-                    break
-                if piece := text.push(token):
-                    yield from reader.push(piece)
-                if text.stopped:
-                    reason = "stop"
-                    break
-                if limit.is_over:
-                    raise _timed_out(request, len(tokens))
-                if limit.is_set():
-                    reason = "cancelled"
-                    break
-            yield from reader.push(text.flush())
-            yield from reader.finish()
-            usage, calls = _usage(prompt, run, len(tokens), ttft), tuple(reader.calls)
-            reason = "tool_calls" if calls and reason == "stop" else reason
-            return Generation(reader.text, tuple(tokens), reason, usage, prompt, first_logits, calls, reader.reasoning)
-        finally:
-            self._finish(run, prompt, tokens)
-
-    def _tokens(self, run: Prefilled, sampler: Sampler, room: int) -> Iterator[int]:
-        """Up to `room` tokens behind `run`; the KV of each is computed when the next is asked for."""
-        for left in range(room, 0, -1):
-            if run.logits is None:
-                raise AssertionError("a prefilled prompt has logits")
-            token = sampler(run.logits, left)
-            yield token
-            if left > 1:
-                run.logits = self._prefiller.forward((token,), run.buffer)
-
-    def _finish(self, run: Prefilled, prompt: Prompt, tokens: Sequence[int]) -> None:
-        """Let the next turn find what was decoded, and give the memory back."""
-        decoded = run.buffer.length - len(prompt)
-        if decoded > 0 and run.path.is_open and run.path.tokens == len(prompt):
-            kv = run.buffer.read(len(prompt), run.buffer.length)
-            run.path.extend(tuple(tokens[:decoded]), kv, is_decoded=True)
-        self._prefiller.finish(run)
-
-
-def _usage(prompt: Prompt, run: Prefilled, completion: int, ttft: float) -> Usage:
-    return Usage(
-        prompt_tokens=len(prompt) - prompt.pack_tokens,
-        pack_tokens=prompt.pack_tokens,
-        reused_tokens=len(prompt) - run.computed,
-        computed_tokens=run.computed,
-        completion_tokens=completion,
-        ttft_s=ttft,
-    )
-
-
-def _timed_out(request: Request, tokens: int) -> GenerationTimeoutError:
-    return GenerationTimeoutError(
-        f"The answer was not complete after {request.get('timeout')} s ({tokens} tokens were generated). Raise the "
-        "timeout, lower max_tokens, or send less to prefill."
-    )
 
 
 def _memory(device: torch.device) -> int:
