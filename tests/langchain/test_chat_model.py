@@ -9,9 +9,14 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from pydantic import ValidationError
 
-import kp_core
-from kp_core.engines import shared
-from kp_core.errors import ContextOverflowError, SamplingError, UnsupportedContentError
+from kp_core.engines import hf, shared
+from kp_core.errors import (
+    ContextOverflowError,
+    GenerationTimeoutError,
+    SamplingError,
+    ToolError,
+    UnsupportedContentError,
+)
 from kp_langchain import ChatKnowledgePacks, to_messages
 from tests.conftest import tiny_engine
 
@@ -38,8 +43,9 @@ def test_metadata_counts_what_was_sent(tiny):
 def test_counting_tokens_needs_no_other_tokenizer(tiny):
     assert tiny.get_token_ids("Héron") == tiny.engine.tokenizer.encode("Héron", add_special_tokens=False)
     assert tiny.get_num_tokens_from_messages(CHAT) == tiny.invoke(CHAT).usage_metadata["input_tokens"]
-    with pytest.raises(NotImplementedError):
-        tiny.get_num_tokens_from_messages(CHAT, tools=[{"name": "f"}])
+    tools = [{"name": "f", "description": "A tool."}]
+    counted = tiny.get_num_tokens_from_messages(CHAT, tools=tools)
+    assert counted == tiny.bind_tools(tools).invoke(CHAT).usage_metadata["input_tokens"]
 
 
 def test_packs_do_not_count_as_sent(chat, retriever):
@@ -55,8 +61,8 @@ def test_options_of_a_call_override_the_fields(tiny):
     assert sampled.invoke(CHAT).text == sampled.invoke(CHAT).text
     assert sampled.invoke(CHAT, seed=2).text != sampled.invoke(CHAT).text
     assert sampled.invoke(CHAT, temperature=0).text == tiny.invoke(CHAT).text
-    with pytest.raises(TypeError, match="Got the options tools, wibble"):
-        tiny.invoke(CHAT, wibble=1, tools=[])
+    with pytest.raises(TypeError, match="Got the options wibble"):
+        tiny.invoke(CHAT, wibble=1)
 
 
 def test_stop_strings(tiny):
@@ -78,8 +84,10 @@ def test_errors_come_through(tiny):
         tiny.invoke(CHAT, max_tokens=10**6)
     with pytest.raises(SamplingError, match="top_p"):
         tiny.invoke(CHAT, top_p=7)
-    with pytest.raises(NotImplementedError):
-        tiny.bind_tools([])
+    with pytest.raises(ToolError, match="expected one of: auto, none, any, f"):
+        tiny.bind_tools([{"name": "f", "description": "A tool."}], tool_choice="g")
+    with pytest.raises(GenerationTimeoutError):
+        tiny.invoke(CHAT, timeout=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +164,8 @@ def test_tokens_reach_callbacks(tiny):
 def test_weights_are_loaded_once_per_process_and_only_when_needed(monkeypatch):
     loaded = []
     monkeypatch.setattr(shared, "_engines", {})
-    monkeypatch.setattr(kp_core, "load_engine", lambda model, **_: loaded.append(model) or tiny_engine())
+    engine = tiny_engine()
+    monkeypatch.setattr(hf, "HFEngine", lambda model, **_: loaded.append(model) or engine)
     models = [ChatKnowledgePacks(model="a", max_tokens=1) for _ in range(4)]
     assert not loaded
     threads = [threading.Thread(target=model.invoke, args=(CHAT,)) for model in models]

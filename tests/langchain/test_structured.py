@@ -1,0 +1,101 @@
+"""Tools and structured output through LangChain's own interfaces."""
+
+from typing import TypedDict
+
+import pytest
+from langchain_core.messages import AIMessage, AIMessageChunk
+from langchain_core.tools import tool
+from pydantic import BaseModel, Field
+
+from kp_core.errors import ToolError
+from kp_core.testing import CHATML
+from kp_langchain import ChatKnowledgePacks
+from kp_langchain.structured import response_schema
+from tests.conftest import tiny_engine
+
+
+class Person(BaseModel):
+    """A person."""
+
+    name: str = Field(description="The name.")
+    age: int
+
+
+class Place(TypedDict):
+    """A place."""
+
+    city: str
+
+
+@tool
+def add(left: int, right: int) -> int:
+    """Add two numbers."""
+    return left + right
+
+
+@pytest.fixture
+def chat(smol):
+    return ChatKnowledgePacks(engine=smol, max_tokens=64)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_schemas_of_every_kind_come_back_as_asked(method, chat):
+    assert isinstance(chat.with_structured_output(Person, method=method).invoke("Ana is 30."), Person)
+    assert set(chat.with_structured_output(Place, method=method).invoke("Ana lives in Rome.")) == {"city"}
+    schema = {**Person.model_json_schema(), "title": "person"}
+    assert set(chat.with_structured_output(schema, method=method).invoke("Ana is 30.")) == {"name", "age"}
+
+
+def test_raw_is_included_when_asked(chat):
+    found = chat.with_structured_output(Person, include_raw=True).invoke("Ana is 30.")
+    assert isinstance(found["raw"], AIMessage)
+    assert isinstance(found["parsed"], Person)
+    assert found["parsing_error"] is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [("any", 1), ("required", 1), (True, 1), ("add", 1), ("none", 0), ({"function": {"name": "add"}}, 1)],
+)
+def test_tool_choices(choice, calls, chat):
+    answer = chat.bind_tools([add], tool_choice=choice).invoke("What is 2 + 3? Add them.")
+    assert len(answer.tool_calls) == calls
+    for call in answer.tool_calls:
+        assert call["name"] == "add"
+        assert set(call["args"]) == {"left", "right"}
+
+
+def test_streamed_calls_join_to_the_call(chat):
+    model = chat.bind_tools([add, Person], tool_choice="add")
+    chunks = list(model.stream("What is 2 + 3?"))
+    whole = sum(chunks[1:], chunks[0])
+    assert isinstance(whole, AIMessageChunk)
+    assert len(chunks) > 4
+    [call], [expected] = whole.tool_calls, model.invoke("What is 2 + 3?").tool_calls
+    assert (call["name"], call["args"]) == (expected["name"], expected["args"])
+    assert whole.response_metadata["finish_reason"] == "tool_calls"
+    assert whole.chunk_position == "last"
+
+
+def test_reasoning_becomes_a_block():
+    engine = tiny_engine(
+        template="{% if false %}</think>{% endif %}" + CHATML.replace("assistant\\n'", "assistant\\n<think>\\n'")
+    )
+    chat = ChatKnowledgePacks(engine=engine, max_tokens=120, output_version="v1")
+    answer = chat.with_structured_output(Place, include_raw=True).invoke("Where?")["raw"]
+    kinds = [block["type"] for block in answer.content_blocks]
+    assert kinds == ["reasoning", "text"]
+
+
+def test_any_object_and_openai_forms_are_schemas():
+    assert response_schema({"type": "json_object"}) is True
+    schema = {"title": "x", "type": "object", "properties": {}}
+    assert response_schema({"type": "json_schema", "json_schema": {"schema": schema}}) == schema
+    with pytest.raises(ToolError, match="expected a Pydantic class"):
+        response_schema(3)
+
+
+def test_a_model_says_what_it_can(chat):
+    assert chat.profile["tool_calling"]
+    assert chat.profile["structured_output"]
+    assert chat.profile["max_input_tokens"] == chat.engine.max_positions
