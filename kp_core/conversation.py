@@ -94,7 +94,9 @@ def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, 
 def with_instruction(turns: Sequence[Turn], text: str) -> tuple[Turn, ...]:
     """`turns` with `text` as the last paragraph of the system message, which is added where there is none."""
     if turns[0].role == "system":
-        gap = (_GAP,) if turns[0].segments else ()
+        last = turns[0].segments[-1] if turns[0].segments else "\n"
+        # Memory ends its line; a line feed behind it would merge with that and take the pack its last token.
+        gap = () if (last.text if isinstance(last, PackRef) else last).endswith("\n") else (_GAP,)
         return (turns[0].with_segments((*turns[0].segments, *gap, text)), *turns[1:])
     return (Turn("system", (text,)), *turns)
 

@@ -17,8 +17,7 @@ __all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer"]
 
 logger = logging.getLogger(__name__)
 
-_ABSORBED = "(The results of earlier tool calls are in memory.)"
-_LATEST = "(The result is in memory.)"
+_ABSORBED = "(In memory, with the results of all earlier calls.)"
 
 
 def _union(known: list[str], new: list[str]) -> list[str]:
@@ -36,9 +35,9 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     """Keeps what an agent's tools found as packs at the head of the system message.
 
     Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. In what
-    the model is sent, a tool exchange whose results are all handles is absorbed: the latest keeps its place with one
-    short line as its result, all earlier ones of the same turn become one short line together. So the prompt of step 20
-    is as long as that of step 2. The messages in the state are not touched: text and documents are still there.
+    the model is sent, tool exchanges whose results are all handles are absorbed: the latest call keeps its place, with
+    one short line as its result that stands for all of them. So the prompt of step 20 is as long as that of step 2. The
+    messages in the state are not touched: text and documents are still there.
 
     The agent's model must be a `ChatKnowledgePacks`; its `namespaces` say which handles count, others stay text.
     Raises `TypeError` for any other model.
@@ -106,21 +105,16 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
 
 
 def _absorbed(messages: Sequence[AnyMessage], packs: frozenset[str]) -> list[AnyMessage]:
-    """`messages` with the tool exchanges that `packs` hold shrunk to a line."""
+    """`messages` without the tool exchanges that `packs` hold, but for the latest call, whose result is one line."""
     exchanges = _exchanges(messages)
     held = [span for span in exchanges if all(_is_held(m, packs) for m in messages[span.start + 1 : span.stop])]
-    latest = held[-1] if held else None
-    made: list[AnyMessage] = []
-    at = 0
-    for span in held:
-        made += messages[at : span.start]
-        at = span.stop
-        if span is latest:
-            made.append(messages[span.start])
-            made += [m.model_copy(update={"content": _LATEST}) for m in messages[span.start + 1 : span.stop]]
-        elif not (made and made[-1].text == _ABSORBED):
-            made.append(AIMessage(_ABSORBED))
-    return [*made, *messages[at:]]
+    gone = {at for span in held[:-1] for at in span}
+    results = {at for span in held[-1:] for at in span[1:]}
+    return [
+        message.model_copy(update={"content": _ABSORBED}) if at in results else message
+        for at, message in enumerate(messages)
+        if at not in gone
+    ]
 
 
 def _exchanges(messages: Sequence[AnyMessage]) -> list[range]:

@@ -134,6 +134,15 @@ def test_templates_without_tools_list_them_in_the_system_message(smol):
     assert '{"name": "weather", "description": "The weather of a city."' in text
 
 
+def test_tools_behind_memory_leave_packs_their_tokens(smol):
+    packs = [smol.build_pack(f"Island {n} lies {n} miles from Veyl.", inside="system") for n in (1, 2)]
+    smol.clear_cache()
+    for count in (1, 2):
+        usage = smol.prefill("Which island?", packs=packs[:count], tools=[WEATHER]).usage
+        assert usage.pack_tokens == sum(len(pack.token_ids) for pack in packs[:count])
+        assert usage.computed_tokens <= usage.prompt_tokens + (len(packs[1].token_ids) if count == 2 else 0)
+
+
 def test_templates_with_tools_show_them_themselves():
     template = "{% for tool in tools or [] %}<tool_call>{{ tool | tojson }}{% endfor %}" + CHATML
     engine = tiny_engine(template=template)
