@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ Kp = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kp:
+def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kp]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
 
@@ -37,7 +38,9 @@ def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.Mo
         said = capfd.readouterr()
         return code, said.out, said.err
 
-    return call
+    yield call
+    # A command sets the logging of its process, which here is that of all tests.
+    logging.getLogger("kp_core").setLevel(logging.NOTSET)
 
 
 @pytest.fixture
