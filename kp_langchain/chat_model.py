@@ -187,7 +187,9 @@ class ChatKnowledgePacks(BaseChatModel):
         offered = [convert_to_openai_tool(tool) for tool in tools]
         choice = _choice(tool_choice)
         if offered or choice not in ("auto", "none"):
-            AnswerShape.of({"tools": offered, "tool_choice": choice})
+            # Two tools of one name are refused when they are sent, as either of them may still be dropped.
+            named = {tool["function"]["name"]: tool for tool in offered}
+            AnswerShape.of({"tools": list(named.values()), "tool_choice": choice})
         bound = {"tools": offered, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls, **options}
         return self.bind(**{name: value for name, value in bound.items() if value is not None})
 
