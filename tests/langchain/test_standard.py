@@ -58,6 +58,7 @@ class TestChatModel(ChatModelIntegrationTests):
     def model_override_value(self):
         return str(bundled_model())
 
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
     @pytest.mark.xfail(reason="135M parameters do not decide to call: 'The weather in San Francisco, CA, is a ...'")
     def test_agent_loop(self, model):
         super().test_agent_loop(model)
