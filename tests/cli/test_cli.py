@@ -230,7 +230,10 @@ def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None
     (tmp_path / "many.jsonl").write_text("\n".join(rows))
     command = [sys.executable, "-m", "kp_core.cli", "build", "bank", "many.jsonl", "--no-chroma", "--json"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    # Shells have what they start in the background ignore interrupts, and tests may run there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:  # noqa: S603
+        signal.signal(signal.SIGINT, before)
         journal = tmp_path / "bank" / "facts.jsonl"
         while not journal.exists() or not journal.stat().st_size:
             assert process.poll() is None
