@@ -1,8 +1,8 @@
 """Tools, schemas and reasoning: shapes, formats, reading, and grammars on real and on random models."""
 
 import json
-import re
 import random
+import re
 from itertools import pairwise
 
 import jsonschema
