@@ -15,7 +15,8 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
-from kp_core import Handle, PackStore, PackView, Request
+from kp_core import Engine, Handle, PackStore, PackView, Request
+from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import ToolError
 from kp_core.resolve import TRUSTED_ROLES
@@ -26,7 +27,6 @@ from kp_langchain.structured import answer_parser, call_parser, response_schema,
 
 __all__ = ["ChatKnowledgePacks"]
 
-_BUNDLED = "SmolLM2-135M-Instruct"
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
 _KNOWLEDGE = ("packs", "placement", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
@@ -114,7 +114,7 @@ class ChatKnowledgePacks(BaseChatModel):
     @property
     def model_name(self) -> str:
         """What the model is called in metadata and traces."""
-        return self.model or (_BUNDLED if self.engine is None else str(getattr(self.engine, "name", PROVIDER)))
+        return self.model or (BUNDLED_MODEL if self.engine is None else str(self.engine.name))
 
     @property
     def _llm_type(self) -> str:
@@ -282,9 +282,9 @@ class ChatKnowledgePacks(BaseChatModel):
         finally:
             await stream.aclose()
 
-    def _engine(self, model: str | None = None) -> Any:  # noqa: ANN401 - an `Engine`, and its tokenizer
+    def _engine(self, model: str | None = None) -> Engine:
         if self.engine is not None and model in (None, self.model_name):
-            return self.engine
+            return cast("Engine", self.engine)
         return shared_engine(model or self.model, self.dtype, self.device)
 
     def _view(self) -> PackView | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 import time
@@ -22,7 +21,7 @@ from kp_core.engines.hf.answering import Answerer, usage_of
 from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
 from kp_core.engines.hf.contrast import Contrast
-from kp_core.engines.hf.loading import load, take_fingerprint
+from kp_core.engines.hf.loading import load, memory_bytes, name_of, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.prefill import Prefilled, Prefiller
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
@@ -79,12 +78,13 @@ class HFEngine:
         cache_bytes: int | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self.name = name_of(model)
         loaded, self.tokenizer = load(bundled_model() if model is None else model, tokenizer, device, dtype)
         self._template = ChatTemplate(self.tokenizer, template_options)
         self._model = CausalModel(loaded)
         shape = self._model.shape
         self._prefiller = Prefiller(
-            self._model, _memory(shape.device) // 8 if cache_bytes is None else cache_bytes, chunk_tokens
+            self._model, memory_bytes(shape.device) // 8 if cache_bytes is None else cache_bytes, chunk_tokens
         )
         eos = getattr(self.tokenizer, "eos_token_id", None)
         ends = self._model.end_tokens | ({eos} if isinstance(eos, int) else set())
@@ -313,9 +313,3 @@ class HFEngine:
             cancel=limit,
             blocks=self._blocks(prompt, request),
         )
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
