@@ -252,7 +252,7 @@ class Steering:
         return hash(self.id)
 
     def __repr__(self) -> str:
-        return f"Steering({self.method}, layers {self.layers[0]}-{self.layers[-1]}, id {self.id[:8]})"
+        return f"Steering({self.method}, layers {self.layers[0]}-{self.layers[-1]}, id {self.id})"
 
 
 @torch.inference_mode()
