@@ -25,6 +25,9 @@ class PackSteering(Protocol):
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `FingerprintMismatchError` unless it was made by this model."""
 
+    def default_alpha(self, *, with_knowledge: bool) -> float:
+        """The alpha to use where none is given."""
+
     def __add__(self, other: Self) -> Self: ...
 
     def __mul__(self, factor: float) -> Self: ...
@@ -90,15 +93,16 @@ class KnowledgePack:
         """The same knowledge as a lazy pack."""
         return replace(self, kv=None)
 
-    def steer(self, steering: PackSteering, alpha: float = 1.0) -> KnowledgePack:
+    def steer(self, steering: PackSteering, alpha: float | None = None) -> KnowledgePack:
         """The same knowledge, spoken from otherwise: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
 
+        Without `alpha` it is the default strength beside knowledge: what the steering was calibrated to, else 0.7.
         Steering a steered pack adds up, and what adds up to nothing is the plain pack again. The engine adds the deltas
         in the cache, at no token and no forward pass. A steered pack cannot be stored: store the pack and save the
-        steering. Raises `FingerprintMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
+        steering. Raises `SteeringMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
         is not finite.
         """
-        scaled = steering * alpha
+        scaled = steering * (steering.default_alpha(with_knowledge=True) if alpha is None else alpha)
         # What the store recovered from text alone belongs to no model yet; the engine checks again.
         if self.fingerprint != ModelFingerprint.unknown():
             scaled.check(self.fingerprint)

@@ -20,6 +20,7 @@ from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import ToolError
 from kp_core.resolve import TRUSTED_ROLES
+from kp_core.steering import as_steering
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
 from kp_langchain.messages import core_role, to_messages
@@ -72,7 +73,7 @@ class ChatKnowledgePacks(BaseChatModel):
     foreign: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
     steering: Any = Field(default=None, exclude=True, repr=False)
-    """A `kp_core.Steering`, or a pair of it and alpha; see `kp_core.steering`."""
+    """A `kp_core.Steering` as it is, or a pair of it and alpha; with an alpha of `None`, at its default strength."""
     scope: Literal["pack", "system", "prompt", "last_token"] | None = None
     """What is steered; by default the packs where there are some, else the head of the system message."""
     temperature: float | None = None
@@ -93,6 +94,12 @@ class ChatKnowledgePacks(BaseChatModel):
     @classmethod
     def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401 - what a caller gave
         return (names,) if isinstance(names, str) else names
+
+    @field_validator("steering")
+    @classmethod
+    def _check_steering(cls, steering: Any) -> Any:  # noqa: ANN401
+        as_steering(steering)  # Refused here, not at the first call.
+        return steering
 
     @field_validator("trusted_roles")
     @classmethod
@@ -131,6 +138,9 @@ class ChatKnowledgePacks(BaseChatModel):
             "trusted_roles": sorted(self.trusted_roles),
             "placement": self.placement,
             "thinking": self.thinking,
+            # Part of the key under which LangChain caches answers.
+            "steering": None if self.steering is None else str(self.steering),
+            "scope": self.scope,
             "stop": self.stop,
             **{name: getattr(self, name) for name in _SAMPLING},
         }

@@ -19,9 +19,6 @@ from kp_core.steering.value import Steering
 __all__ = ["Calibrated", "Calibration", "CalibrationRow", "Task", "calibrate", "repetition"]
 
 ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
-_WITH_KNOWLEDGE = 0.7
-"""Alpha for packs whose accuracy was not measured (arXiv 2604.03270, section 4.7)."""
-
 Score: TypeAlias = Callable[[str], float]
 
 
@@ -71,7 +68,7 @@ class CalibrationRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a sweep found; `steering` is the calibrated one, which warns beyond its cliff.
+    """What a sweep found; `steering` is the calibrated one: it knows its default strengths and warns beyond its cliff.
 
     `low` and `high` are the alphas between which text stayed coherent; an end of the sweep where it never fell apart.
     """
@@ -95,7 +92,7 @@ class Calibration:
         """
         plain = next(row.accuracy for row in self.rows if row.alpha == 0)
         if plain is None:
-            return min(_WITH_KNOWLEDGE, self.high)
+            return min(replace(self.steering, recommended=None).default_alpha(with_knowledge=True), self.high)
         kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - self.tolerance]
         return max(kept, key=lambda row: (row.effect, -abs(row.alpha))).alpha
 
@@ -257,7 +254,9 @@ def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence:
         rows[first].alpha if first > 0 else -math.inf,
         rows[last].alpha if last + 1 < len(rows) else math.inf,
     )
-    return Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, replace(steering, coherent=bounds))
+    found = Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, steering)
+    chosen = found.recommended, found.recommended_with_knowledge
+    return replace(found, steering=replace(steering, coherent=bounds, recommended=chosen))
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -12,11 +12,14 @@ from kp_core.errors import SteeringError
 from kp_core.prompt import Prompt
 from kp_core.steering.value import Steering
 
-__all__ = ["Block", "Part", "Scope", "as_steering", "plan_blocks"]
+__all__ = ["AskedSteering", "Block", "Part", "Scope", "as_steering", "plan_blocks"]
 
 Scope: TypeAlias = Literal["pack", "system", "prompt", "last_token"]
 """What is steered: the packs; the head of the prompt (all before the first message that is not the system's); the whole
 prompt; or the last token of it that the first token of the answer can see in the cache."""
+
+AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
+"""A steering as it is, or with its alpha; with `None`, at the default strength (`Steering.default_alpha`)."""
 
 _SCOPES = ("pack", "system", "prompt", "last_token")
 
@@ -50,12 +53,20 @@ class Block:
         return -1 - int.from_bytes(blake2b("\0".join(names).encode(), digest_size=16).digest(), "little")
 
 
-def as_steering(steering: Steering | tuple[Steering, float] | None) -> Steering | None:
-    """The steering a request asks for, scaled; `None` for none and for one that changes nothing."""
+def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False) -> Steering | None:
+    """The steering a request asks for, scaled; `None` for none and for one that changes nothing.
+
+    An alpha of `None` is the default one, with or without knowledge. Raises `SteeringError` for what is no steering.
+    """
     if isinstance(steering, tuple):
         if len(steering) != 2 or not isinstance(steering[0], Steering):
             raise SteeringError(f"Got the steering {steering!r}; expected a Steering, or (Steering, alpha).")
-        steering = steering[0] * steering[1]
+        direction, alpha = steering
+        if alpha is None:
+            alpha = direction.default_alpha(with_knowledge=with_knowledge)
+        elif isinstance(alpha, bool) or not isinstance(alpha, int | float):
+            raise SteeringError(f"Got alpha={alpha!r}; expected a finite number, or None for the default strength.")
+        steering = direction * alpha
     if steering is not None and not isinstance(steering, Steering):
         raise SteeringError(
             f"Got a steering of type {type(steering).__name__}; expected a Steering, or (Steering, alpha). Make one "

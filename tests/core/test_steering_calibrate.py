@@ -65,6 +65,7 @@ def test_the_coherent_range_ends_where_text_repeats_itself():
     assert [row.strength for row in found.rows] == pytest.approx([4, 2, 1, 0, 0.5, 1, 2, 4])
     assert found.rows[0].effect == 9
     assert found.steering.coherent == (-2, 2)
+    assert found.steering.recommended == (2, 1)
     assert found.steering == steering_of(tiny_engine())
 
 

@@ -239,8 +239,9 @@ class HFEngine:
         """The answer to a conversation (a string is one user message).
 
         Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
-        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`) and for a steering of one,
-        `SteeringError` for a steering that the prompt has no place for, `SamplingError`.
+        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`) and, as its kind
+        `SteeringMismatchError`, for a steering of one, `SteeringError` for one that the prompt has no place for,
+        `SamplingError`.
         """
         return self.stream(messages, **request).result()
 
@@ -286,7 +287,8 @@ class HFEngine:
 
     def _blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""
-        steering, chunk_tokens = as_steering(request.get("steering")), self._prefiller.chunk_tokens
+        steering = as_steering(request.get("steering"), with_knowledge=bool(prompt.spans))
+        chunk_tokens = self._prefiller.chunk_tokens
         blocks = plan_blocks(prompt, steering, request.get("scope"), chunk_tokens, answering=answering)
         for block in blocks:
             for part in block.parts:
