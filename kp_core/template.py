@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from kp_core.conversation import (
     Turn,
     TurnShaper,
+    absorbed,
     lift_packs,
     map_strings,
     to_turns,
@@ -108,6 +109,7 @@ class ChatTemplate:
         view: PackView | None = None,
         packs: Sequence[PackRef] = (),
         placement: Placement = "in_place",
+        absorb: bool = False,
         shape: AnswerShape = _FREE,
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
@@ -115,18 +117,22 @@ class ChatTemplate:
         """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
 
         `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
-        order of first appearance, and the messages keep only the handles. The tools of `shape` are shown by the
-        template where it can, else listed at the end of the system message, as is the schema of the answer. `thinking`
-        switches templates that can.
+        order of first appearance, and the messages keep only the handles. With `absorb`, tool exchanges that brought
+        nothing but packs shrink to the latest call (`kp_core.conversation.absorbed`). The tools of `shape` are shown by
+        the template where it can, else listed at the end of the system message, as is the schema of the answer.
+        `thinking` switches templates that can.
 
         Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
         """
         if placement not in ("in_place", "system"):
             raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
         turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-        if placement == "system":
-            turns, found = lift_packs(turns)
-            packs = (*packs, *found)
+        found = lift_packs(turns)[1] if placement == "system" else ()
+        packs = (*packs, *found)
+        if absorb:
+            turns = absorbed(turns, {pack.handle for pack in packs})
+        if found:
+            turns, _ = lift_packs(turns)
         if packs:
             turns = with_memory(turns, packs)
         switches = self._switches(thinking=thinking)

@@ -30,7 +30,7 @@ __all__ = ["ChatKnowledgePacks"]
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-_KNOWLEDGE = ("packs", "placement", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
+_KNOWLEDGE = ("packs", "placement", "absorb", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
 _PER_CALL = (*_SAMPLING, *_TOOLS, *_KNOWLEDGE, "model")
 # What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
 _IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
@@ -70,6 +70,8 @@ class ChatKnowledgePacks(BaseChatModel):
     """Roles whose messages may bring packs; LangChain's names (`human`) and the core's (`user`) both do."""
     placement: Literal["in_place", "system"] = "in_place"
     """Where packs stand: where their handle stood, or at the head of the system message."""
+    absorb: bool = False
+    """Whether tool exchanges that brought nothing but packs shrink to the latest call, so that prompts stay short."""
     foreign: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
     steering: Any = Field(default=None, exclude=True, repr=False)
@@ -137,6 +139,7 @@ class ChatKnowledgePacks(BaseChatModel):
             "packs": list(self.packs),
             "trusted_roles": sorted(self.trusted_roles),
             "placement": self.placement,
+            "absorb": self.absorb,
             "thinking": self.thinking,
             # Part of the key under which LangChain caches answers.
             "steering": None if self.steering is None else str(self.steering),
@@ -171,7 +174,7 @@ class ChatKnowledgePacks(BaseChatModel):
         """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
         shape = AnswerShape.of({"tools": [convert_to_openai_tool(tool) for tool in tools or ()]})
         prompt = self._engine().template.render(
-            to_messages(messages), view=self._view(), placement=self.placement, shape=shape
+            to_messages(messages), view=self._view(), placement=self.placement, absorb=self.absorb, shape=shape
         )
         return int(len(prompt) - prompt.pack_tokens)
 
@@ -310,6 +313,7 @@ class ChatKnowledgePacks(BaseChatModel):
         request: dict[str, Any] = {
             "view": self._view(),
             "placement": self.placement,
+            "absorb": self.absorb,
             "foreign": self.foreign,
             "thinking": self.thinking,
             "steering": self.steering,

@@ -70,6 +70,10 @@ class Request(TypedDict, total=False):
     """Packs, or handles that `view` resolves, to place at the head of the system message."""
     placement: Placement
     """`"in_place"` (default): a pack stands where its handle stood. `"system"`: all packs go to the system head."""
+    absorb: bool
+    """`True`: tool exchanges that brought nothing but packs shrink to the latest call and one short line, so that a
+    prompt stays as long as it was however often an agent searched. Placed in place, their packs stand at the end of the
+    message that the calls answer."""
     composer: Composer
     """What packs' KV may stand for; exact by default."""
     foreign: Literal["error", "rebuild"]

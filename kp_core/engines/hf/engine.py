@@ -276,6 +276,7 @@ class HFEngine:
             view=None if view is None else checked_view(view, checked),
             packs=explicit_packs(request.get("packs", ()), view, checked),
             placement=request.get("placement", "in_place"),
+            absorb=request.get("absorb", False),
             shape=AnswerShape.of(request),
             thinking=request.get("thinking"),
         )
