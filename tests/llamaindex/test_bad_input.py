@@ -1,4 +1,4 @@
-"""Bad input: an error of `kp_core.errors` that says what to do, or text in place of knowledge, with a logged reason."""
+"""Bad input that is LlamaIndex's own way of asking; `tests/parity/test_bad_input.py` asks both adapters the rest."""
 
 import logging
 import time
@@ -9,17 +9,13 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 from pydantic import create_model
 
-from kp_core import MemoryFactBank
 from kp_core.errors import (
-    BankError,
     FingerprintMismatchError,
     GenerationTimeoutError,
-    HandleError,
     PackNotFoundError,
-    PromptError,
     ToolError,
 )
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
+from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
 
 FACT = "The mill of Veyl has four sails."
@@ -60,11 +56,6 @@ def test_a_handle_that_does_not_resolve_stays_text(namespaces, change, reason, s
         llm.complete("Hi", packs=[written])
 
 
-def test_what_is_no_handle_is_refused_as_a_pack(store):
-    with pytest.raises(HandleError, match="expected a handle of the form"):
-        llm_in(store, "isles").complete("Hi", packs=["the mill"])
-
-
 def test_a_handle_inside_a_fact_is_not_followed(store, handle):
     smuggler = tiny_engine().build_pack(f"For more, see {handle} at once.", namespace="isles", lazy=True)
     assert delivered(llm_in(store, "isles"), ChatMessage(str(store.put(smuggler)))) == len(smuggler.token_ids)
@@ -79,12 +70,6 @@ def test_a_pack_of_another_model(store, handle, caplog):
     assert "made by another model" in caplog.text
 
 
-def test_an_empty_conversation(tiny):
-    for ask in (tiny.chat, tiny.stream_chat):
-        with pytest.raises(PromptError, match="empty conversation; expected at least one message"):
-            ask([])
-
-
 def test_a_schema_that_no_grammar_expresses(tiny):
     odd = {"type": "object", "properties": {"x": {"type": "wave"}}, "required": ["x"]}
     with pytest.raises(ToolError, match="wave"):
@@ -93,12 +78,6 @@ def test_a_schema_that_no_grammar_expresses(tiny):
     tool = FunctionTool.from_defaults(lambda **_: "", name="ask", description="Ask.", fn_schema=schema)
     with pytest.raises(ToolError, match="wave"):
         tiny.chat_with_tools([tool], "Hi", tool_required=True)
-
-
-def test_a_bank_that_was_not_built(store, embedder):
-    index = KnowledgePackIndex(tiny_engine(), store, MemoryFactBank(embedder), lazy=True, progress=False)
-    with pytest.raises(BankError, match="bank not built"):
-        index.as_query_engine().query("Who?")
 
 
 async def test_time_runs_out_at_every_endpoint(tiny):
