@@ -24,16 +24,10 @@ from kp_core.steering import as_steering
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
 from kp_langchain.messages import core_role, to_messages
-from kp_langchain.structured import answer_parser, call_parser, response_schema, with_raw
+from kp_langchain.options import SAMPLING, core_choice, request_of
+from kp_langchain.structured import answer_parser, call_parser, with_raw
 
 __all__ = ["ChatKnowledgePacks"]
-
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
-_TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-_KNOWLEDGE = ("packs", "placement", "absorb", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
-_PER_CALL = (*_SAMPLING, *_TOOLS, *_KNOWLEDGE, "model")
-# What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
-_IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
 
 
 class ChatKnowledgePacks(BaseChatModel):
@@ -145,7 +139,7 @@ class ChatKnowledgePacks(BaseChatModel):
             "steering": None if self.steering is None else str(self.steering),
             "scope": self.scope,
             "stop": self.stop,
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) for name in SAMPLING},
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
@@ -198,7 +192,7 @@ class ChatKnowledgePacks(BaseChatModel):
         Raises `ToolError` for a choice that names no tool.
         """
         offered = [convert_to_openai_tool(tool) for tool in tools]
-        choice = _choice(tool_choice)
+        choice = core_choice(tool_choice)
         if offered or choice not in ("auto", "none"):
             # Two tools of one name are refused when they are sent, as either of them may still be dropped.
             named = {tool["function"]["name"]: tool for tool in offered}
@@ -307,11 +301,9 @@ class ChatKnowledgePacks(BaseChatModel):
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> Request:
         """The fields, overridden by the options of one call."""
-        unknown = sorted(set(options) - set(_PER_CALL) - _IGNORED)
-        if unknown:
-            raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}, stop.")
-        request: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "view": self._view(),
+            "packs": self.packs,
             "placement": self.placement,
             "absorb": self.absorb,
             "foreign": self.foreign,
@@ -319,23 +311,6 @@ class ChatKnowledgePacks(BaseChatModel):
             "steering": self.steering,
             "scope": self.scope,
             "stop": tuple((self.stop if stop is None else stop) or ()),
-            **{name: getattr(self, name) for name in _SAMPLING},
-            **{name: value for name, value in options.items() if name not in _IGNORED and name != "model"},
+            **{name: getattr(self, name) for name in SAMPLING},
         }
-        if self.packs:
-            request["packs"] = (*self.packs, *request.get("packs", ()))
-        if "tool_choice" in request:
-            request["tool_choice"] = _choice(request["tool_choice"])
-        if (wanted := request.pop("response_format", None)) is not None:
-            request["response_schema"] = response_schema(wanted)
-        return cast("Request", {name: value for name, value in request.items() if value is not None})
-
-
-def _choice(tool_choice: object) -> str:
-    """The core's word for a tool choice, in whichever way LangChain or OpenAI say it."""
-    if isinstance(tool_choice, dict):
-        function = tool_choice.get("function", tool_choice)
-        return str(function.get("name", tool_choice.get("type", "auto")))
-    if isinstance(tool_choice, bool):
-        return "any" if tool_choice else "none"
-    return {"None": "auto", "required": "any"}.get(str(tool_choice), str(tool_choice))
+        return request_of(settings, options)
