@@ -79,15 +79,16 @@ def plan_blocks(
     prompt: Prompt,
     steering: Steering | None,
     scope: Scope | None,
-    chunk_tokens: int,
+    chunks: Sequence[tuple[int, int]],
     *,
     answering: bool = True,
 ) -> tuple[Block, ...]:
     """The blocks to steer in `prompt`, in order: those of its steered packs, and what `steering` and `scope` ask for.
 
     Without `scope` packs are steered where there are some, else the system head. Parts of one message form one block:
-    all are computed, then all are altered. When `answering`, the last token of the prompt belongs to no block: it is
-    computed behind the altered KV, which is how the first token of the answer comes to see it.
+    all are computed, then all are altered. A block begins at one of `chunks`, the canonical chunks of the prompt. When
+    `answering`, the last token of the prompt belongs to no block: it is computed behind the altered KV, which is how
+    the first token of the answer comes to see it.
 
     Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
     key deltas on more than one position.
@@ -103,7 +104,6 @@ def plan_blocks(
             )
     if not parts:
         return ()
-    chunks = prompt.chunks(chunk_tokens)
     groups: dict[int, list[Part]] = {}
     for part in parts:
         groups.setdefault(bisect.bisect_right(prompt.breaks, part.start), []).append(part)

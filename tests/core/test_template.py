@@ -1,4 +1,5 @@
 import logging
+from itertools import pairwise
 
 import pytest
 
@@ -287,6 +288,21 @@ def test_chunks_depend_on_what_stands_before_only():
     assert [c for c in short.chunks(8) if c[1] <= stop] == [c for c in long.chunks(8) if c[1] <= stop]
     assert all(b - a <= 8 for a, b in long.chunks(8))
     assert [a for a, _ in long.chunks(8)][1:] == [b for _, b in long.chunks(8)][:-1]
+
+
+def test_text_between_packs_is_one_chunk_with_the_pack_behind_it():
+    made, view = template("plain"), Packs().view()
+    together = made.render(f"{HANDLE} and {OTHER} and more", view=view)
+    first, second = together.spans
+    edges = [0, first.start, first.stop, second.stop, len(together)]
+    assert together.chunks(1000) == tuple(pairwise(edges))
+    # Where a pack's own KV may stand, it is a chunk of its own, and so is a pack in another message.
+    edges.insert(3, second.start)
+    assert together.chunks(1000, lambda *_: True) == tuple(pairwise(edges))
+    apart = made.render(
+        [{"role": role, "content": text} for role, text in (("system", HANDLE), ("user", OTHER))], view=view
+    )
+    assert apart.spans[1].start in [start for start, _ in apart.chunks(1000)]
 
 
 def test_roles_and_namespaces_that_may_not_stay_text(caplog):

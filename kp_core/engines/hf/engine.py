@@ -289,8 +289,8 @@ class HFEngine:
     def _blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""
         steering = as_steering(request.get("steering"), with_knowledge=bool(prompt.spans))
-        chunk_tokens = self._prefiller.chunk_tokens
-        blocks = plan_blocks(prompt, steering, request.get("scope"), chunk_tokens, answering=answering)
+        chunks = prompt.chunks(self._prefiller.chunk_tokens, request.get("composer", _EXACT).wants)
+        blocks = plan_blocks(prompt, steering, request.get("scope"), chunks, answering=answering)
         for block in blocks:
             for part in block.parts:
                 part.steering.check(self.fingerprint)
