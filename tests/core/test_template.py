@@ -234,6 +234,18 @@ def test_only_what_packs_hold_is_absorbed():
     assert made.render(messages, view=distrusted, absorb=True) == made.render(messages, view=distrusted)
 
 
+def test_parallel_calls_are_absorbed_together():
+    made, view = template("tools"), Packs().view()
+    asked = {"role": "user", "content": "Who?"}
+    (first, found), (second, also) = exchange(1, HANDLE), exchange(2, OTHER)
+    both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
+    prompt = made.render([asked, both, found, also], view=view, absorb=True)
+    assert [span.handle for span in prompt.spans] == [HANDLE, OTHER]
+    assert made.text(prompt).count("(In memory") == 2
+    mixed = [asked, both, found, {**also, "content": "Nothing was found."}]
+    assert made.render(mixed, view=view, absorb=True) == made.render(mixed, view=view)
+
+
 def test_every_turn_keeps_its_own_findings():
     made, view = template("tools"), Packs().view()
     first = [{"role": "user", "content": "Who?"}, *exchange(1, HANDLE), {"role": "assistant", "content": "Orla."}]
