@@ -1,7 +1,8 @@
 """Routing: what a search finds against exact flat search, how much it looks at, and how long it takes.
 
 Knowledge: all paragraphs of `hotpotqa_gold.jsonl` and `hotpotqa_distractor.jsonl` beside `--data`, among the passages
-of `--data`; questions: those of the two. And synthetic facts that are easy to tell apart, each asked for by name.
+of `--data`; questions: those of the two. And synthetic facts that are easy to tell apart (`benchmarks.synthetic`): how
+often the one that is asked for comes first.
 
 Ways:
 
@@ -29,17 +30,13 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 from benchmarks import common
+from benchmarks.synthetic import synthetic
 from kp_core import ChromaFactBank, Fact, SentenceTransformerEmbedder, bundled_embedder
 
 __all__ = ["main", "run"]
 
 _KS = (1, 2, 5)
 _SYNTHETIC = (100, 1000, 5000)
-_SYLLABLES = tuple(
-    start + end for start in ("b", "d", "f", "g", "k", "m", "r", "t", "v", "z") for end in ("a", "el", "or")
-)
-_TRADES = ("glazier", "ferryman", "archivist", "beekeeper", "surgeon", "clockmaker", "judge", "cartographer", "baker")
-_TOWNS = ("Aldburgh", "Marrow", "Tessel", "Quint", "Overby", "Lanmoor", "Crake")
 
 Floats = NDArray[np.float32]
 Search = Callable[[Floats, int], list[str]]
@@ -68,21 +65,6 @@ def knowledge(data: Path, limit: int | None) -> tuple[list[str], list[str]]:
             texts.update(dict.fromkeys(map(str, example.paragraphs)))
     texts.update(dict.fromkeys(map(str, common.read_passages(data, limit))))
     return list(texts), questions
-
-
-def synthetic(count: int) -> tuple[list[str], list[str]]:
-    """Facts about as many invented people, and a question about each."""
-    draw = np.random.default_rng(0)
-    names = dict[str, None]()
-    while len(names) < count:
-        first, last = ("".join(draw.choice(_SYLLABLES, 3)).capitalize() for _ in range(2))
-        names[f"{first} {last}"] = None
-    kinds = [_TRADES[number % len(_TRADES)] for number in range(count)]
-    facts = [
-        f"{name} is a {kind} in {_TOWNS[number % len(_TOWNS)]}."
-        for number, (name, kind) in enumerate(zip(names, kinds, strict=True))
-    ]
-    return facts, [f"What is the trade of {name}?" for name in names]
 
 
 def ways(bank: ChromaFactBank) -> dict[str, Search]:

@@ -19,11 +19,14 @@ __all__ = ["Banks", "cluster"]
 
 # Where k-means starts decides where it ends; of this many starts the tightest clustering is kept.
 _STARTS = 4
-# Of more facts than this, k-means over all of them would take minutes: they are divided first.
-_AT_ONCE = 8192
+# More facts than this are divided first: the time of k-means over all of them grows with the square of their number.
+_AT_ONCE = 2048
+_BLOCK = 8192
 _SAMPLE = 32_768
 # A bank is split above this many times its size and merged below this part of it.
 _SPLIT, _MERGE = 2, 4
+_ROUNDS = 10
+_AHEAD = 64
 
 
 def cluster(rows: Rows, which: NDArray[np.intp], bank_size: int, random_state: int) -> NDArray[np.int32]:
@@ -41,7 +44,7 @@ def cluster(rows: Rows, which: NDArray[np.intp], bank_size: int, random_state: i
         draw = np.random.default_rng(random_state)
         sample = rows.vectors(which[np.sort(draw.choice(len(which), min(len(which), _SAMPLE), replace=False))])
         centres = _means(sample, _compact(_k_means(sample, math.isqrt(banks), random_state, 1)))
-        blocks = [which[at : at + _AT_ONCE] for at in range(0, len(which), _AT_ONCE)]
+        blocks = [which[at : at + _BLOCK] for at in range(0, len(which), _BLOCK)]
         nearest = np.concatenate([np.argmax(rows.vectors(block) @ centres.T, axis=1) for block in blocks])
         labels, made = np.zeros(len(which), np.int32), 0
         for part in tqdm(range(len(centres)), "Clustering", unit="part", delay=1, disable=None):
@@ -64,6 +67,8 @@ class Banks:
     def __init__(self, rows: Rows, labels: NDArray[np.int32], bank_size: int, random_state: int) -> None:
         self.rows, self.bank_size, self.random_state = rows, bank_size, random_state
         self._labels, self._count = labels.copy(), len(labels)
+        # The first of some new rows, their cosines to all centroids, and the banks whose centroids moved since.
+        self._ahead, self._changed = (0, np.zeros((0, 0), np.float32)), set[int]()
         present = np.flatnonzero(labels >= 0)
         order = present[np.argsort(labels[present], kind="stable")]
         sizes = np.bincount(labels[present])
@@ -91,11 +96,6 @@ class Banks:
         """Facts per bank, shape `(banks,)`."""
         return self._sizes[: len(self.members)]
 
-    @property
-    def rows_held(self) -> NDArray[np.intp]:
-        """The rows of all banks."""
-        return np.flatnonzero(self.labels >= 0)
-
     def order(self, query: NDArray[np.float32]) -> NDArray[np.intp]:
         """All banks, nearest to `query` first; of equals the lower number first."""
         return np.argsort(-(self.centroids @ query), kind="stable")
@@ -117,7 +117,7 @@ class Banks:
     def add(self, row: int) -> None:
         """Put `row`, the first after those counted, into the bank nearest to it; a bank too large is split."""
         self.skip()
-        self._place(row)
+        self._place(row, self._foreseen(row))
 
     def skip(self) -> None:
         """Count a row that stands in no bank."""
@@ -138,11 +138,28 @@ class Banks:
             return
         self._drop(bank)
         for moved in rest.tolist():
-            self._place(moved)
+            self._place(moved, self.centroids @ self.rows.vectors(slice(moved, moved + 1))[0])
 
-    def _place(self, row: int) -> None:
-        vector = self.rows.vectors(slice(row, row + 1))[0]
-        bank = int(np.argmax(self.centroids @ vector)) if self.members else self._new()
+    def _foreseen(self, row: int) -> NDArray[np.float32]:
+        """Cosines of all centroids to a new row.
+
+        Those of the rows that come next are made with it, which reads the centroids once for all of them; what has
+        changed since is made anew.
+        """
+        start, ahead = self._ahead
+        if not start <= row < start + len(ahead):
+            ahead = self.rows.vectors(slice(row, row + _AHEAD)) @ self.centroids.T
+            start, self._changed = row, set()
+            self._ahead = start, ahead
+        cosines = np.full(len(self.members), -1.0, np.float32)
+        known = min(len(cosines), ahead.shape[1])
+        cosines[:known] = ahead[row - start, :known]
+        changed = np.array([bank for bank in self._changed if bank < len(cosines)], np.intp)
+        cosines[changed] = self._centroids[changed] @ self.rows.vectors(slice(row, row + 1))[0]
+        return cosines
+
+    def _place(self, row: int, cosines: NDArray[np.float32]) -> None:
+        bank = int(np.argmax(cosines)) if self.members else self._new()
         self._put(bank, np.append(self.members[bank], row))
         if len(self.members[bank]) > _SPLIT * self.bank_size:
             self._split(bank)
@@ -168,21 +185,19 @@ class Banks:
             self.members[bank] = self.members[last]
             self._labels[self.members[bank]] = bank
             self._centroids[bank], self._sizes[bank] = self._centroids[last], self._sizes[last]
+            self._changed.add(bank)
         self.members.pop()
 
     def _split(self, bank: int) -> None:
         rows = np.sort(self.members[bank])
-        vectors = self.rows.vectors(rows)
-        if (vectors == vectors[0]).all():
+        halves = _halves(self.rows.vectors(rows))
+        if not halves.any():
             return
-        with _one_thread():
-            halves = _compact(_k_means(vectors, 2, self.random_state, 1))
-        if halves.max() == 0:
-            return
-        self._put(bank, rows[halves == 0])
-        self._put(self._new(), rows[halves == 1])
+        self._put(bank, rows[~halves])
+        self._put(self._new(), rows[halves])
 
     def _recentre(self, bank: int) -> None:
+        self._changed.add(bank)
         self._sizes[bank] = len(self.members[bank])
         # From the members each time, in one order: a running sum would depend on what came and went.
         self._centroids[bank] = _mean(self.rows.vectors(np.sort(self.members[bank])))
@@ -220,6 +235,23 @@ def _k_means(vectors: Vectors, clusters: int, random_state: int, starts: int) ->
         warnings.simplefilter("ignore", ConvergenceWarning)
         labels: NDArray[np.int32] = KMeans(clusters, random_state=random_state, **exact).fit(vectors).labels_
     return labels
+
+
+def _halves(vectors: Vectors) -> NDArray[np.bool_]:
+    """k-means for two clusters, from the two ends of `vectors`; all on side `False` where all are equal.
+
+    Of our own, since it runs for every few facts that are added: scikit-learn takes longer to load than to add
+    thousands.
+    """
+    one = vectors[np.argmin(vectors @ _mean(vectors))]
+    other = vectors[np.argmin(vectors @ one)]
+    sides: NDArray[np.bool_] = np.zeros(len(vectors), np.bool_)
+    for _ in range(_ROUNDS):
+        nearer = vectors @ other > vectors @ one
+        if not nearer.any() or nearer.all() or (nearer == sides).all():
+            break
+        sides, one, other = nearer, _mean(vectors[~nearer]), _mean(vectors[nearer])
+    return sides
 
 
 def _one_thread() -> AbstractContextManager[Any]:

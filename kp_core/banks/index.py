@@ -24,8 +24,8 @@ _BLOCK = 8192
 _ALIKE = 1e-3
 # Part of its bank's centroid that a fact is asked for without: how hard questions are taken to be.
 _COMMON = 0.7
-# Fewer facts than this are scored without sketches: choosing would take longer.
-_ALWAYS_SCORED = 256
+# So many facts are scored at least: fewer save no time, and questions are harder than facts that serve as such.
+_ALWAYS_SCORED = 512
 # Ties at the border are settled among more than the k asked for.
 _PER_HIT = 8
 
@@ -88,15 +88,20 @@ class Index:
     ) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
         """At least the `k` best rows that are `allowed`, where there are so many, and their cosines; in no order."""
         wanted = self.probes if probes is None else probes
-        everywhere = wanted >= len(self.banks)
-        rows = self.banks.rows_held if everywhere else self.banks.of(self._choose(query, k, wanted, allowed))
-        if allowed is not None:
-            rows = rows[allowed[rows]]
-        # All banks are scored in full only where the caller says so.
-        if probes is None or probes < len(self.banks):
-            shortlist = max(self._shortlist, _PER_HIT * k)
+        shortlist = max(self._shortlist, _PER_HIT * k)
+        if wanted < len(self.banks):
+            rows = self.banks.of(self._choose(query, k, wanted, allowed))
+            if allowed is not None:
+                rows = rows[allowed[rows]]
             if len(rows) > shortlist:
                 rows = self.sketches.nearest(rows, query, shortlist)
+        else:
+            inside = self.banks.labels >= 0
+            if allowed is not None:
+                inside[: len(allowed)] &= allowed[: len(inside)]
+            # All banks are scored in full only where the caller says so.
+            everything = probes is not None
+            rows = np.flatnonzero(inside) if everything else self.sketches.nearest_of_all(query, shortlist, inside)
         return self.rows.best(rows, query, k)
 
     def calibrate(self, target: float, k: int, seed: int) -> Calibration:
@@ -119,12 +124,12 @@ class Index:
         truth = self._flat(alive, own, questions, k_found)
         bank_ranks, sketch_ranks = np.empty(truth.shape, np.intp), np.empty(truth.shape, np.intp)
         for at, question in enumerate(questions):
-            order = self.banks.order(question)
-            ranks = np.empty(len(order), np.intp)
-            ranks[order] = np.arange(1, len(order) + 1)
-            bank_ranks[at] = ranks[labels[truth[at]]]
-            distances = np.sort(self.sketches.distances(alive, question))
-            sketch_ranks[at] = np.searchsorted(distances, self.sketches.distances(truth[at], question)) + 1
+            # How many are at least as near, itself included.
+            nearness = self.banks.centroids @ question
+            bank_ranks[at] = (nearness[None] >= nearness[labels[truth[at]], None]).sum(axis=1)
+            distances = self.sketches.distances(slice(0, len(labels)), question)
+            until = np.cumsum(np.bincount(distances[alive]))
+            sketch_ranks[at] = 1 + np.append(0, until)[distances[truth[at]]]
         kept = 1 - (1 - target) / 4
         # Which banks hold the answer depends on the kind of question: the harder one decides. Sketches know no banks.
         kinds = (slice(0, len(sample)), slice(len(sample), None))
@@ -172,7 +177,7 @@ class Index:
     def _flat(
         self, alive: NDArray[np.intp], own: NDArray[np.intp], questions: NDArray[np.float32], k: int
     ) -> NDArray[np.intp]:
-        """The `k` best rows for each question but its own, from scoring every row."""
+        """The `k` best rows for each question but its own, in no order, from scoring every row."""
         best = np.zeros((len(questions), 0), np.intp)
         scores = np.zeros((len(questions), 0), np.float32)
         for at in range(0, len(alive), _BLOCK):
@@ -181,6 +186,6 @@ class Index:
             products[own[:, None] == block[None]] = -np.inf
             scores = np.concatenate([scores, products], axis=1)
             best = np.concatenate([best, np.broadcast_to(block, products.shape)], axis=1)
-            top = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+            top = np.argpartition(-scores, k - 1, axis=1)[:, :k]
             scores, best = np.take_along_axis(scores, top, 1), np.take_along_axis(best, top, 1)
         return best

@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 from kp_core.banks import ChromaFactBank, Fact, MemoryFactBank
+from kp_core.banks.clusters import Banks
 from kp_core.banks.journal import Journal
 from kp_core.banks.routing import RoutedBank
+from kp_core.banks.rows import FloatRows
 from kp_core.errors import BankError, BankLockedError
 from tests.core.test_banks import HashEmbedder, facts_of
 
@@ -64,6 +66,25 @@ def test_facts_added_one_by_one_stand_in_banks_that_split(make_bank: MakeBank) -
     check(bank, facts)
     assert 10 <= bank.banks <= 60
     assert bank.add(facts).duplicates == 90
+
+
+def test_facts_placed_ahead_stand_where_they_do_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors = HashEmbedder().embed([fact.text for fact in facts_of(400)])
+
+    def placed(ahead: int) -> list[int]:
+        monkeypatch.setattr("kp_core.banks.clusters._AHEAD", ahead)
+        rows = FloatRows()
+        rows.append(vectors)
+        banks = Banks(rows, np.zeros(3, np.int32), bank_size=5, random_state=0)
+        for row in range(3, len(vectors)):
+            banks.add(row)
+            for gone in (row // 2, row - 1):
+                if gone % 3 == 0:
+                    banks.remove(gone)
+        assert len(banks) > 20
+        return banks.labels.tolist()
+
+    assert placed(64) == placed(1)
 
 
 def test_banks_that_shrink_are_merged(make_bank: MakeBank) -> None:
