@@ -107,7 +107,7 @@ def test_the_bundled_model_is_the_default(kp: Kp) -> None:
     [
         (["mak"], 2, "Did you mean 'make'?"),
         (["make", "pairs.json"], 2, "Missing option"),
-        (["make", "fromal", "-o", "s"], 1, "expected a JSON file, or one of analogy"),
+        (["make", "fromal", "-o", "s"], 1, "Did you mean formal?"),
         (["make", "broken.json", "-o", "s"], 1, "broken.json is not JSON"),
         (["make", "number.json", "-o", "s"], 1, "holds no list of pairs"),
         (["make", "empty.json", "-o", "s"], 1, "expected pairs of (positive, negative)"),

@@ -84,7 +84,7 @@ def test_the_cookbook_tells_its_story(capsys, monkeypatch):
     monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
     cookbook(["--tokens", "6"])
     said = capsys.readouterr().out
-    assert [line[2] for line in said.splitlines() if line.startswith("# ")] == list("12345")
+    assert [line[2] for line in said.splitlines() if line.startswith("# ")] == list("123456")
     assert "comes back the same: True" in said
     answers = dict(line.split(": ", 1) for line in said.splitlines() if line.startswith(("plain", "steered there")))
     assert answers["plain"] == answers["steered there and back"]
