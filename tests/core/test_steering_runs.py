@@ -1,6 +1,8 @@
 """The benchmark and the cookbook of steering, from beginning to end on a tiny model."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +80,19 @@ def test_formality_and_brevity_order_texts():
     )
     assert 0 == formality("") < formality(casual) < formality(plain) < formality(formal) <= 1
     assert brevity("one") == 0 > brevity("one two") > brevity(plain)
+
+
+def test_the_code_of_the_page_runs(monkeypatch):
+    pytest.importorskip("langchain_core")
+    pytest.importorskip("llama_index.core")
+    monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
+    page = (Path(__file__).parents[2] / "docs" / "steering.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(compile(block, "steering.md", "exec"), names)  # noqa: S102 - our own page
+    assert names["pack"].steering == 0.7 * names["formal"]
 
 
 def test_the_cookbook_tells_its_story(capsys, monkeypatch):
