@@ -30,7 +30,7 @@ import numpy as np
 from rich.progress import track
 from scipy.stats import bootstrap
 
-from benchmarks import common
+from benchmarks import common, plots
 from benchmarks.scores import INSTRUCTED, formality
 from kp_core import KnowledgePack, SentenceTransformerEmbedder, Steering
 from kp_core.steering import likeness, preset
@@ -181,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="most tokens of an answer; default: 40")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="do not answer the first N rows")
     parser.add_argument("--answers", type=Path, metavar="FILE", help="keep answers here, and go on from there")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw EM and formality, as PNG and as SVG")
     arguments = parser.parse_args(argv)
     examples, answers = common.read_examples(arguments.data, arguments.limit), Answers(arguments.answers)
     answer(arguments, examples, answers)
@@ -203,6 +204,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ],
         (f"Unsteered: formality {rows['pack']['formality']['mean']:.3f}, {rows['pack']['words']['mean']:.1f} words",),
     )
+    if arguments.plots:
+        series = {measure: [row[measure]["mean"] for row in rows.values()] for measure in ("em", "formality")}
+        plots.bars(arguments.plots, "steering-dual", list(rows), series, "EM, and formality from 0 to 1")
     common.write_json(arguments.json, figures)
     return figures
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, Self
 
-from kp_core.errors import FingerprintMismatchError, KVShapeError
+from kp_core.errors import FingerprintMismatchError, KVShapeError, SteeringError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.handle import check_namespace
 from kp_core.kv import KVTensors
@@ -25,12 +25,10 @@ class PackSteering(Protocol):
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `FingerprintMismatchError` unless it was made by this model."""
 
-    def default_alpha(self, *, with_knowledge: bool) -> float:
-        """The alpha to use where none is given."""
+    def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Self:
+        """It times `alpha`; without one, at its default strength."""
 
     def __add__(self, other: Self) -> Self: ...
-
-    def __mul__(self, factor: float) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,12 @@ class KnowledgePack:
         steering. Raises `SteeringMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
         is not finite.
         """
-        scaled = steering * (steering.default_alpha(with_knowledge=True) if alpha is None else alpha)
+        if not hasattr(steering, "at_alpha"):
+            raise SteeringError(
+                f"Got a steering of type {type(steering).__name__}; expected a Steering. Make one with "
+                "`engine.make_steering(pairs)`."
+            )
+        scaled = steering.at_alpha(alpha, with_knowledge=True)
         # What the store recovered from text alone belongs to no model yet; the engine checks again.
         if self.fingerprint != ModelFingerprint.unknown():
             scaled.check(self.fingerprint)

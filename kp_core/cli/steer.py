@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Sequence
@@ -173,7 +174,11 @@ def read_pairs(name: str) -> Sequence[Pair]:
         return preset(name)
     path = Path(name)
     if not name or not path.is_file():
-        raise SteeringError(f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}.")
+        near = difflib.get_close_matches(name, preset_names(), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise SteeringError(
+            f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}.{hint}"
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -259,7 +264,7 @@ def _show(about: dict[str, Any], *, as_json: bool) -> None:
     layers, default = about["layers"], about["recommended"]
     rows = {
         "file": about["file"],
-        "made": ", ".join(f"{name} {value}" if name != "made" else value for name, value in about["made"].items()),
+        "made": f"{about['made'].get('made', 'unknown')} ({about['made'].get('pairs', 'of unknown pairs')})",
         "id": about["id"],
         "for": f"model {about['model'][:16]} in {about['dtype']}",
         "layers": f"{layers[0]} to {layers[-1]} ({len(layers)}), values{' and keys' if about['keys'] else ''}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -174,8 +175,11 @@ def calibrate(  # noqa: PLR0913 - what is measured, and how
     gap at a coherence of `least_coherence` or more, measured against that of alpha 0, as small models ramble by
     themselves.
 
-    Raises `SteeringError` for no tasks, no alphas or an alpha that is not finite; otherwise as `engine.generate`.
+    Raises `SteeringError` for no tasks, no alphas, an alpha or a score that is not finite; otherwise as
+    `engine.generate`.
     """
+    if isinstance(tasks, str):
+        raise SteeringError(f"Got the tasks {tasks!r}; expected a list of them: [{tasks!r}].")
     asked = [Task(task) if isinstance(task, str) else task for task in tasks]
     if not asked or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
         raise SteeringError(f"Got {len(asked)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
@@ -233,12 +237,19 @@ def _row(  # noqa: PLR0913 - one argument per column
     return CalibrationRow(
         alpha=alpha,
         strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
-        effect=_mean([score(text) for text in texts]),
+        effect=_mean([_scored(score, text) for text in texts]),
         coherence=_mean([is_coherent(text, seen) for text, seen in zip(texts, perplexities, strict=True)]),
         repetition=_mean([repetition(text) for text in texts]),
         perplexity=_geometric_mean(perplexities),
         accuracy=_mean(right) if right else None,
     )
+
+
+def _scored(score: Score, text: str) -> float:
+    found = score(text)
+    if not isinstance(found, Real) or not math.isfinite(found):
+        raise SteeringError(f"The score gave {found!r} for the answer {text[:40]!r}; expected a finite number.")
+    return float(found)
 
 
 def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence: float) -> Calibration:

@@ -19,8 +19,10 @@ def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
     A pair of floats is read as fractions of the depth; everything else as indices. Raises `SteeringError` for what
     names no layer of the model.
     """
-    chosen: Sequence[float] = (1 / 3, 2 / 3) if layers is None else tuple(layers)
     advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
+    if not isinstance(layers, Sequence | None):
+        raise SteeringError(f"Got the layers {layers!r}; {advice}")
+    chosen: Sequence[float] = (1 / 3, 2 / 3) if layers is None else tuple(layers)
     if len(chosen) == 2 and any(isinstance(bound, float) for bound in chosen):
         start, stop = chosen
         if not 0 <= start < stop <= 1:

@@ -61,12 +61,7 @@ def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False)
     if isinstance(steering, tuple):
         if len(steering) != 2 or not isinstance(steering[0], Steering):
             raise SteeringError(f"Got the steering {steering!r}; expected a Steering, or (Steering, alpha).")
-        direction, alpha = steering
-        if alpha is None:
-            alpha = direction.default_alpha(with_knowledge=with_knowledge)
-        elif isinstance(alpha, bool) or not isinstance(alpha, int | float):
-            raise SteeringError(f"Got alpha={alpha!r}; expected a finite number, or None for the default strength.")
-        steering = direction * alpha
+        steering = steering[0].at_alpha(steering[1], with_knowledge=with_knowledge)
     if steering is not None and not isinstance(steering, Steering):
         raise SteeringError(
             f"Got a steering of type {type(steering).__name__}; expected a Steering, or (Steering, alpha). Make one "

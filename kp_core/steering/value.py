@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
+from numbers import Real
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
@@ -126,6 +127,14 @@ class Steering:
         if self.recommended is not None:
             return self.recommended[with_knowledge]
         return _WITH_KNOWLEDGE if with_knowledge else 1.0
+
+    def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Steering:
+        """This steering times `alpha`, `None` being the default; raises `SteeringError` unless it is finite."""
+        if alpha is None:
+            alpha = self.default_alpha(with_knowledge=with_knowledge)
+        if isinstance(alpha, bool) or not isinstance(alpha, Real):
+            raise SteeringError(f"Got alpha={alpha!r}; expected a finite number, or None for the default strength.")
+        return self * float(alpha)
 
     def at_strength(self, strength: float) -> Steering:
         """The same direction with that `strength`; a negative one turns it round.

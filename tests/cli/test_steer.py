@@ -102,12 +102,37 @@ def test_the_bundled_model_is_the_default(kp: Kp) -> None:
     assert about["dtype"] == "float32"
 
 
+def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kp_core.cli.asking.load_engine", lambda *_, **__: tiny_engine())
+    (tmp_path / "facts.jsonl").write_text('{"text": "The bird on the flag is a heron."}')
+    assert run(["build", "bank", "facts.jsonl", "--no-chroma"]) == 0
+    assert kp("make", "pairs.json", "-o", "s", "--layers", "0-1")[0] == 0
+    told, steering = (
+        ["ask", "bank", "Which bird?", "-k", "1", "--max-tokens", "6", "--json"],
+        load_steering(tmp_path / "s"),
+    )
+    asked: list[Any] = []
+    stream = tiny_engine().stream
+
+    def heard(messages: Any, **request: Any) -> Any:
+        asked.append(request["steering"])
+        return stream(messages, **request)
+
+    monkeypatch.setattr(tiny_engine(), "stream", heard)
+    for options in ([], ["--steering", "s"], ["--steering", "s", "--alpha", "-20"]):
+        assert run([*told, *options]) == 0
+    assert asked == [None, (steering, None), (steering, -20)]
+    assert run([*told, "--alpha", "1"]) == 2
+    assert run([*told, "--steering", "s", "--compare"]) == 2
+    assert run([*told, "--steering", "facts.jsonl"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
         (["mak"], 2, "Did you mean 'make'?"),
         (["make", "pairs.json"], 2, "Missing option"),
-        (["make", "fromal", "-o", "s"], 1, "expected a JSON file, or one of analogy"),
+        (["make", "fromal", "-o", "s"], 1, "Did you mean formal?"),
         (["make", "broken.json", "-o", "s"], 1, "broken.json is not JSON"),
         (["make", "number.json", "-o", "s"], 1, "holds no list of pairs"),
         (["make", "empty.json", "-o", "s"], 1, "expected pairs of (positive, negative)"),

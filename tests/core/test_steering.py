@@ -6,6 +6,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
@@ -212,6 +213,8 @@ def test_layers_that_are_none_of_the_model_are_refused(layers):
         ([("a", "b"), ("a", "b", "c")], {}, "for pair 1"),
         ([(1, 2)], {}, "for pair 0"),
         ([7], {}, "for pair 0"),
+        (iter([]), {}, "expected pairs"),
+        (PAIRS, {"layers": 1}, "expected two fractions"),
         ([("The formal", " ")], {}, "Pair 0 has an empty side"),
         ([([], "b")], {}, "Pair 0 has an empty side"),
         ([("a", "b"), ("the same", "the same")], {}, "pair 1 are the same"),
@@ -261,6 +264,12 @@ def test_what_cannot_be_applied_is_refused_at_the_call():
         engine.stream("Who?", packs=[recovered.steer(steering_of(other))])
     with pytest.raises(SteeringError, match="alpha=nan"):
         pack.steer(steering, float("nan"))
+    with pytest.raises(SteeringError, match="alpha='strong'"):
+        pack.steer(steering, "strong")
+    for wrong in (PAIRS, None, "formal"):
+        with pytest.raises(SteeringError, match=r"expected a Steering\. Make one"):
+            pack.steer(wrong)
+    assert pack.steer(steering, np.float32(0.5)).steering == 0.5 * steering
     wide = replace(steering, values={0: torch.ones(2, 99)})
     with pytest.raises(SteeringError, match=r"shape \(2, 99\)"):
         engine.generate("Who?", steering=wide)

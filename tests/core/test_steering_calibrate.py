@@ -102,6 +102,16 @@ def test_a_sweep_of_nothing_is_refused(tasks, alphas):
         sweep(Spoken(), tasks=tasks, alphas=alphas)
 
 
+def test_tasks_and_scores_that_are_none_are_refused():
+    with pytest.raises(SteeringError, match=r"expected a list of them: \['Who\?'\]"):
+        sweep(Spoken(), tasks="Who?")
+    for wrong in (None, math.nan, "much"):
+        with pytest.raises(SteeringError, match="expected a finite number"):
+            calibrate(
+                Spoken(), steering_of(tiny_engine()), ["Who?"], lambda _, it=wrong: it, alphas=[1], progress=False
+            )
+
+
 def test_it_runs_on_an_engine_and_the_calibrated_steering_warns_beyond_its_cliff():
     engine = tiny_engine()
     found = calibrate(

@@ -1,6 +1,8 @@
 """The benchmark and the cookbook of steering, from beginning to end on a tiny model."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -80,11 +82,24 @@ def test_formality_and_brevity_order_texts():
     assert brevity("one") == 0 > brevity("one two") > brevity(plain)
 
 
+def test_the_code_of_the_page_runs(monkeypatch):
+    pytest.importorskip("langchain_core")
+    pytest.importorskip("llama_index.core")
+    monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
+    page = (Path(__file__).parents[2] / "docs" / "steering.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(compile(block, "steering.md", "exec"), names)  # noqa: S102 - our own page
+    assert names["pack"].steering == 0.7 * names["formal"]
+
+
 def test_the_cookbook_tells_its_story(capsys, monkeypatch):
     monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
     cookbook(["--tokens", "6"])
     said = capsys.readouterr().out
-    assert [line[2] for line in said.splitlines() if line.startswith("# ")] == list("12345")
+    assert [line[2] for line in said.splitlines() if line.startswith("# ")] == list("123456")
     assert "comes back the same: True" in said
     answers = dict(line.split(": ", 1) for line in said.splitlines() if line.startswith(("plain", "steered there")))
     assert answers["plain"] == answers["steered there and back"]

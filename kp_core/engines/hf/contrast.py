@@ -59,7 +59,7 @@ class Contrast:
         `layers` is by default the middle third. Raises `SteeringError` for pairs that are empty, one-sided or alike
         once rendered, for layers the model lacks, for a method that does not exist, and for `c_k` with `"mean"`.
         """
-        if isinstance(pairs, str) or not pairs:
+        if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
             raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
         if method not in ("mean", "last_token"):
             raise SteeringError(f"Got the method {method!r}; expected 'mean' or 'last_token'.")
