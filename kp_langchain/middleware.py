@@ -30,12 +30,15 @@ class PackState(AgentState[Any]):
 
 
 class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
-    """Keeps what an agent's tools found as packs at the head of the system message.
+    """Keeps what an agent's tools found as packs, and the prompt as long as it was.
 
     Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. In what
     the model is sent, tool exchanges whose results are all handles are absorbed: of those that follow one message, the
-    latest call stays, with one short line as its result that stands for all of them. So the prompt of step 20 is as
-    long as that of step 2. The messages in the state are not touched: text and documents are still there.
+    latest call stays, with one short line as its result that stands for all of them, and their packs stand at the end
+    of that message. So the prompt of step 20 is as long as that of step 2, and a step computes only what is new. Packs
+    whose messages are gone (summarised, or of another conversation) stand at the head of the system message; so do all
+    of them with the model's `placement="system"`. The messages in the state are not touched: text and documents are
+    still there.
 
     The agent's model must be a `ChatKnowledgePacks`; its `namespaces` say which handles count, others stay text.
     Raises `TypeError` for any other model.
@@ -95,11 +98,12 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
     if not isinstance(model, ChatKnowledgePacks):
         raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
     state: Any = request.state
-    resolved = [handle for handle in state.get("packs") or () if model.resolves(handle)]
-    settings = {**request.model_settings}
-    if resolved:
-        settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *resolved)))
-    return request.override(model_settings={**settings, "absorb": True})
+    here = {handle for message in request.messages for handle in _handles(message)}
+    gone = [handle for handle in state.get("packs") or () if handle not in here and model.resolves(handle)]
+    settings = {**request.model_settings, "absorb": True}
+    if gone:
+        settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *gone)))
+    return request.override(model_settings=settings)
 
 
 def _handles(message: AnyMessage) -> list[str]:

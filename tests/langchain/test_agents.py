@@ -69,9 +69,10 @@ def ask(agent, text, thread="1"):
     return agent.invoke({"messages": [HumanMessage(text)]}, config)
 
 
-def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(model, pages, smol):
+@pytest.mark.parametrize("placement", ["in_place", "system"])
+def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pages, smol):
     smol.clear_cache()
-    steps = Steps(20)
+    steps, model = Steps(20), model.model_copy(update={"placement": placement})
     agent = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), steps])
     state = ask(agent, "Read the whole book.")
     assert state["packs"] == pages
@@ -81,9 +82,13 @@ def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(model, pages, smol):
     lengths = [len(smol.build_pack(page, inside="system", lazy=True).token_ids) for page in PAGES]
     for step, usage in enumerate(steps.usage):
         assert usage["pack_tokens"] == sum(lengths[:step])
-        # Computed is what was sent, and the pack that is new.
+        # Computed is what stands behind the new pack, and that pack.
         assert usage["computed_tokens"] <= usage["prompt_tokens"] + max(lengths)
-    assert sum(usage["computed_tokens"] for usage in steps.usage) <= sum(sent) + sum(lengths)
+    computed = [usage["computed_tokens"] for usage in steps.usage]
+    assert sum(computed) <= sum(sent) + sum(lengths)
+    if placement == "in_place":
+        # Only the latest call and its frame stand behind it.
+        assert max(computed[2:]) <= 0.6 * sent[2] + max(lengths)
     assert [m.content for m in state["messages"] if isinstance(m, ToolMessage)] == pages
 
 
