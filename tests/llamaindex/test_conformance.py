@@ -22,7 +22,7 @@ async def test_ours(check):
 
 
 async def test_a_template_with_a_system_message_of_its_own():
-    default = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Tiny, and glad.<|im_end|>\n{% endif %}"
+    default = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Tiny.<|im_end|>\n{% endif %}"
     [check] = [check for check in CHECKS if check.name == "chat reads whole conversations"]
     await check(subject(tiny_engine("qwen3", template=default + CHATML)))
 
