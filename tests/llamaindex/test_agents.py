@@ -5,7 +5,7 @@ import json
 
 import pytest
 from llama_index.core.agent.workflow import AgentStream, AgentWorkflow, FunctionAgent, ReActAgent, ToolCallResult
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, ToolCallBlock
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.tools import RetrieverTool
 from llama_index.core.workflow import Context, JsonSerializer
@@ -13,7 +13,7 @@ from workflows.context.state_store import UnserializableKeyWarning
 
 from kp_core import Handle, PackStore, find_handles, load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
-from kp_llamaindex import KnowledgePackLLM
+from kp_llamaindex import KnowledgePackLLM, to_messages
 from tests.llamaindex.conftest import QUESTION
 
 FLAG = "The flag of the Orrelay Isles shows a grey heron on a field of blue, and below it three silver rings."
@@ -134,6 +134,18 @@ async def test_retriever_tools_send_handles(tiny_index):
     _, results, raws = await run(agent, QUESTION, max_iterations=2)
     assert len(find_handles(str(results[0].tool_output))) == 2
     assert raws[1]["usage"]["pack_tokens"] > 100
+    # Handles and blanks are all that such a tool says, so its exchanges can be absorbed.
+    call = ToolCallBlock(tool_call_id="call00001", tool_name="search", tool_kwargs={"input": "flag"})
+    said = [
+        ChatMessage(QUESTION),
+        ChatMessage(role="assistant", blocks=[call]),
+        ChatMessage(
+            str(results[0].tool_output), role="tool", additional_kwargs={"tool_call_id": "call00001", "name": "search"}
+        ),
+    ]
+    prompt = llm.engine.template.render(to_messages(said), view=tiny_index.store.view("default"), absorb=True)
+    assert "(In memory, with the results of all earlier calls.)" in llm.engine.template.text(prompt)
+    assert len(prompt.spans) == 2
 
 
 class Searching(KnowledgePackLLM):

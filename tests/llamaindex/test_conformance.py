@@ -3,6 +3,7 @@
 import pytest
 from llama_index.core.llms import MockLLM
 
+from kp_core.testing import CHATML
 from kp_llamaindex import KnowledgePackLLM
 from kp_llamaindex.testing import CHECKS, Subject, run_suite
 from tests.conftest import tiny_engine
@@ -18,6 +19,12 @@ def subject(engine, **fields):
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_ours(check):
     await check(subject(tiny_engine("qwen3")))
+
+
+async def test_a_template_with_a_system_message_of_its_own():
+    default = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Tiny.<|im_end|>\n{% endif %}"
+    [check] = [check for check in CHECKS if check.name == "chat reads whole conversations"]
+    await check(subject(tiny_engine("qwen3", template=default + CHATML)))
 
 
 def test_names_are_unique():
