@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli import asking, doctor, knowledge, looking
+from kp_core.cli import asking, checking, doctor, knowledge, looking
 from kp_core.cli.shared import ERRORS, WrongError
 from kp_core.errors import KnowledgePackError
 
@@ -36,7 +36,7 @@ app.command()(knowledge.search)
 app.command()(asking.ask)
 app.command()(asking.chat)
 app.command()(looking.inspect)
-app.command()(looking.verify)
+app.command()(checking.verify)
 app.command()(doctor.doctor)
 
 

@@ -14,16 +14,24 @@ from rich.panel import Panel
 
 from kp_core import Generation, Message, PackStore, load_engine
 from kp_core.bankpacks import KV, BankPacks, Found, Unit
-from kp_core.cli.shared import BankPath, JsonFlag, Where, console, filter_of, open_bank, print_json
+from kp_core.banks import LexicalReranker
+from kp_core.cli.shared import (
+    BankPath,
+    JsonFlag,
+    LexicalFlag,
+    ModelName,
+    Where,
+    console,
+    filter_of,
+    open_bank,
+    print_json,
+)
 from kp_core.engines.base import Engine
 
 __all__ = ["ask", "chat"]
 
 _INSTRUCTION = "Answer the question with a few words, using the facts."
 
-_Model = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M.")
-]
 _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the best of this machine.")]
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 _UnitOption = Annotated[str, typer.Option("--unit", help="What a pack holds: fact, bank or document.")]
@@ -41,7 +49,8 @@ def ask(  # noqa: PLR0913 - one parameter per option
     kv: _KVOption = "lazy",
     where: Where = None,
     namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
-    model: _Model = None,
+    lexical: LexicalFlag = False,
+    model: ModelName = None,
     dtype: _Dtype = None,
     max_tokens: _MaxTokens = 64,
     as_json: JsonFlag = False,
@@ -49,7 +58,8 @@ def ask(  # noqa: PLR0913 - one parameter per option
     """Answer a question from a bank: the answer as it comes, its sources, and what it cost."""
     with ExitStack() as stack:
         asker = _Asker(stack, bank, model, dtype, unit, kv)
-        found = asker.packs.search(question, k, where=filter_of(where), namespace=namespace)
+        rerank = LexicalReranker() if lexical else None
+        found = asker.packs.search(question, k, where=filter_of(where), namespace=namespace, rerank=rerank)
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
         live = not (as_json or compare)
         answers = {way: asker.answer(question, found, way, max_tokens, live=live) for way in ways}
@@ -89,7 +99,7 @@ def chat(  # noqa: PLR0913 - one parameter per option
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
     unit: _UnitOption = "fact",
     kv: _KVOption = "lazy",
-    model: _Model = None,
+    model: ModelName = None,
     dtype: _Dtype = None,
     max_tokens: _MaxTokens = 128,
 ) -> None:

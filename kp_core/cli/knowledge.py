@@ -14,8 +14,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kp_core.banks import Added, ChromaFactBank, Fact, Hit
-from kp_core.cli.shared import BankPath, EmbedderName, JsonFlag, Where, console, filter_of, open_bank, print_json
+from kp_core.banks import Added, ChromaFactBank, Fact, Hit, LexicalReranker
+from kp_core.cli.shared import (
+    BankPath,
+    EmbedderName,
+    JsonFlag,
+    LexicalFlag,
+    Where,
+    console,
+    filter_of,
+    open_bank,
+    print_json,
+)
 from kp_core.errors import BankError, SourceError
 from kp_core.sources import OnError, read_facts
 from kp_core.store import PackStore
@@ -141,11 +151,13 @@ def search(  # noqa: PLR0913 - one parameter per option
     probes: Annotated[int | None, typer.Option(min=1, help="Banks to look at; default: as calibrated.")] = None,
     where: Where = None,
     namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
+    lexical: LexicalFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the facts nearest to a question: handle, text, score, bank, and why."""
     with open_bank(bank, read_only=True) as opened:
-        hits = opened.search(question, k, probes=probes, where=filter_of(where), namespace=namespace)
+        rerank = LexicalReranker() if lexical else None
+        hits = opened.search(question, k, probes=probes, where=filter_of(where), namespace=namespace, rerank=rerank)
         order = opened.ranks(question)
         calibrated = opened.calibration.probes_of(opened.banks) if opened.calibration else opened.banks
         looked_at = min(opened.banks, probes or calibrated)
