@@ -38,14 +38,16 @@ _SHOWN = 5
 _Namespace = Annotated[str | None, typer.Option(help="Namespace of the facts.")]
 _OnError = Annotated[str, typer.Option(help="What to do with rows that make no fact: `raise` or `skip`.")]
 _Ttl = Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")]
-_MaxChars = Annotated[int, typer.Option(help="Longest paragraph of text and Markdown, in characters.")]
+_MaxChars = Annotated[int, typer.Option(help="Longest paragraph of text, Markdown, PDF and HTML, in characters.")]
 _Chroma = Annotated[bool, typer.Option("--chroma/--no-chroma", help="Keep the vectors in Chroma too.")]
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 
 
 def build(  # noqa: PLR0913 - one parameter per option
     bank: BankPath,
-    sources: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lines, CSV, text, Markdown, folders.")],
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="JSON lines, CSV, text, Markdown, PDF, HTML, folders.")
+    ],
     *,
     embedder: EmbedderName = None,
     bank_size: Annotated[int, typer.Option(min=1, help="Facts per bank, about.")] = 20,
