@@ -118,6 +118,7 @@ def test_sketches_differ_in_as_many_bits_as_signs_do() -> None:
 
 def test_large_banks_are_divided_before_they_are_clustered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kp_core.banks.clusters._AT_ONCE", 500)
+    monkeypatch.setattr("kp_core.banks.clusters._PART", 300)
     rows = FloatRows()
     rows.append(topics(3000))
     labels = cluster(rows, np.arange(3000), 20, 0)
