@@ -105,10 +105,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for number in track(range(arguments.limit), "Random schemas"):
         schema = random_schema(rng)
         try:
-            valid_answer(engine, schema, forced_call=number % 2 == 0, room=arguments.tokens)
-        except SamplingError:
-            too_long += 1
-            valid_answer(engine, schema, forced_call=number % 2 == 0, room=8 * arguments.tokens)
+            try:
+                valid_answer(engine, schema, forced_call=number % 2 == 0, room=arguments.tokens)
+            except SamplingError:
+                too_long += 1
+                valid_answer(engine, schema, forced_call=number % 2 == 0, room=8 * arguments.tokens)
         except (ValueError, LookupError, jsonschema.ValidationError) as error:
             failures.append({"schema": schema, "error": str(error)})
     constrained, free = overhead(engine, arguments.repeats)

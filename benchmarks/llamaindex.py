@@ -6,10 +6,11 @@ cleared before each. Answers are compared as text. They are the same in float32;
 at their edges and one without is not, so the two round differently (`benchmarks.equivalence` compares equal cuts). The
 score counts answers that contain the gold answer as words.
 
-Agent: a `FunctionAgent` searches at every one of so many steps, and each search gives the next passage of the data,
-as a handle (packs) or as text. The tool choice is forced, as a small model would stop or repeat itself. `none` is text
-with nothing kept between calls (`reuse=False`), as engines without a prefix cache do it. Sent: prompt tokens outside
-packs. Computed: tokens prefilled.
+Agent: a `FunctionAgent` searches at every one of so many steps, and each search gives the next passage of the data. The
+tool choice is forced, as a small model would stop or repeat itself. `packs`: search gives handles, and exchanges are
+absorbed (`absorb=True`). `handles`: handles, nothing absorbed. `text`: search gives text. `text, no cache`: text with
+nothing kept between calls (`reuse=False`), as engines without a prefix cache do it. Sent: prompt tokens outside packs.
+Computed: tokens prefilled.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ if TYPE_CHECKING:
 __all__ = ["main", "run"]
 
 _NAMESPACE = "hotpot"
-_CONDITIONS = ("packs", "text", "none")
+_CONDITIONS: dict[str, dict[str, bool]] = {
+    "packs": {"absorb": True},
+    "handles": {},
+    "text": {},
+    "text, no cache": {"keeps": False},
+}
+_SHOWN = (1, 2, 5, 10, 15)
 
 
 class _Usages(BaseEventHandler):
@@ -102,9 +109,9 @@ def ask_all(
     }
 
 
-async def follow(engine: HFEngine, store: PackStore, passages: Sequence[str], condition: str) -> list[dict[str, int]]:
-    """The usage of every step of an agent that reads `passages` one by one."""
-    as_handles = condition == "packs"
+async def follow(engine: HFEngine, store: PackStore, passages: Sequence[str], condition: str) -> list[dict[str, float]]:
+    """The usage and `ttft_s` of every step of an agent that reads `passages` one by one."""
+    as_handles = not condition.startswith("text")
     found: Iterator[str] = iter(
         str(store.put(engine.build_pack(passage, namespace=_NAMESPACE, lazy=True))) if as_handles else passage
         for passage in passages
@@ -114,14 +121,17 @@ async def follow(engine: HFEngine, store: PackStore, passages: Sequence[str], co
         """Search the library."""
         return next(found)
 
-    llm = _Searching(engine=engine, store=store, namespaces=(_NAMESPACE,), max_tokens=48, keeps=condition != "none")
+    settings: Any = {"max_tokens": 48, **_CONDITIONS[condition]}
+    llm = _Searching(engine=engine, store=store, namespaces=(_NAMESPACE,), **settings)
     agent = FunctionAgent(
         tools=[search], llm=llm, allow_parallel_tool_calls=False, early_stopping_method="generate", timeout=None
     )
     engine.clear_cache()
     handler = agent.run("Read all there is about the question.", max_iterations=len(passages))
     steps = [
-        event.raw["usage"] async for event in handler.stream_events() if isinstance(event, AgentStream) and event.raw
+        {**event.raw["usage"], "ttft_s": event.raw["timings"]["ttft_s"]}
+        async for event in handler.stream_events()
+        if isinstance(event, AgentStream) and event.raw
     ]
     await handler
     return steps[: len(passages)]
@@ -162,14 +172,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     rows = []
     for condition, steps in figures["agent"].items():
-        shown = sorted({1, 5, 10, len(steps)} & set(range(1, len(steps) + 1)))
-        rows += [
-            (condition, step, steps[step - 1]["prompt_tokens"], steps[step - 1]["computed_tokens"]) for step in shown
-        ]
-        rows.append(
-            (condition, "all", *(sum(one[name] for one in steps) for name in ("prompt_tokens", "computed_tokens")))
-        )
-    common.show_table("FunctionAgent", ("condition", "step", "sent", "computed"), rows)
+        for step in sorted({*_SHOWN, len(steps)} & set(range(1, len(steps) + 1))):
+            at = steps[step - 1]
+            rows.append((condition, step, at["prompt_tokens"], at["computed_tokens"], f"{at['ttft_s']:.2f}"))
+        totals = [sum(one[name] for one in steps) for name in ("prompt_tokens", "computed_tokens", "ttft_s")]
+        rows.append((condition, "all", *totals[:2], f"{totals[2]:.2f}"))
+    sent = [one["prompt_tokens"] for one in figures["agent"]["packs"][1:]]
+    flat = f"Packs, longest over shortest prompt from step 2 on: {max(sent) / min(sent):.3f}" if sent else ""
+    common.show_table(
+        f"FunctionAgent, {figures['dtype']}", ("condition", "step", "sent", "computed", "first token, s"), rows, (flat,)
+    )
     common.write_json(arguments.json, figures)
     return figures
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from kp_core.errors import MissingDependencyError
 
-__all__ = ["bundled_embedder", "installed_file"]
+__all__ = ["BUNDLED_MODEL", "bundled_embedder", "installed_file"]
+
+BUNDLED_MODEL = "SmolLM2-135M-Instruct"
+"""What the bundled language model is called."""
 
 
 def bundled_embedder() -> Path:

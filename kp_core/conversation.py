@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -22,11 +22,21 @@ from kp_core.errors import PromptError
 from kp_core.resolve import Message, PackRef, PackView, Segment, split_content
 from kp_core.tools import Tool
 
-__all__ = ["Turn", "TurnShaper", "lift_packs", "map_strings", "to_turns", "with_instruction", "with_memory"]
+__all__ = [
+    "Turn",
+    "TurnShaper",
+    "absorbed",
+    "lift_packs",
+    "map_strings",
+    "to_turns",
+    "with_instruction",
+    "with_memory",
+]
 
 _Call: TypeAlias = Mapping[str, Any]
 _GAP = "\n\n"
 _ROLES = ("system", "user", "assistant", "tool")
+_ABSORBED = "(In memory, with the results of all earlier calls.)"
 _CALLING = (
     "You can call tools. To call one, write\n"
     '<tool_call>\n{"name": <the name of the tool>, "arguments": <its arguments>}\n</tool_call>\n'
@@ -89,6 +99,58 @@ def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, 
     if turns[0].role == "system":
         return (turns[0].with_segments((*ordered, *turns[0].segments)), *turns[1:])
     return (Turn("system", ordered), *turns)
+
+
+def absorbed(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
+    """`turns` with the tool exchanges that brought nothing but packs shrunk to a constant length.
+
+    Of such exchanges behind one user or system message the latest call stays, and its result is one short line that
+    stands for all of them. Their packs go to the end of that message, each once and in order of first appearance, but
+    for those whose handles are `elsewhere` in the prompt. So a further exchange changes nothing before its own pack.
+    """
+    held: dict[int, list[range]] = {}
+    for span in _exchanges(turns):
+        if all(_brought_packs(turn) for turn in turns[span.start + 1 : span.stop]):
+            asked = [at for at in range(span.start) if turns[at].role in ("system", "user")]
+            held.setdefault(asked[-1] if asked else -1, []).append(span)
+    made: list[Turn | None] = list(turns)
+    seen, orphans = set(elsewhere), []
+    for anchor, spans in held.items():
+        brought = [part for span in spans for at in span for part in turns[at].segments if isinstance(part, PackRef)]
+        new = {part.handle: replace(part, memory=True) for part in brought if part.handle not in seen}
+        seen |= new.keys()
+        if anchor < 0:
+            orphans = list(new.values())
+        elif new:
+            # The closing tag keeps a template that trims from taking the last pack's line feed.
+            own = turns[anchor].segments
+            gap = (_GAP,) if own else ()
+            made[anchor] = turns[anchor].with_segments((*own, *gap, "<found>\n", *new.values(), "</found>"))
+        for span in spans[:-1]:
+            made[span.start : span.stop] = [None] * len(span)
+        for at in spans[-1][1:]:
+            made[at] = turns[at].with_segments([_ABSORBED])
+    kept = tuple(turn for turn in made if turn is not None)
+    return with_memory(kept, orphans) if orphans else kept
+
+
+def _exchanges(turns: Sequence[Turn]) -> list[range]:
+    """Where an assistant's tool calls stand with all their results."""
+    found = []
+    for start, turn in enumerate(turns):
+        if turn.role == "assistant" and turn.tool_calls:
+            stop = start + 1
+            while stop < len(turns) and turns[stop].role == "tool":
+                stop += 1
+            if stop - start - 1 == len(turn.tool_calls):
+                found.append(range(start, stop))
+    return found
+
+
+def _brought_packs(turn: Turn) -> bool:
+    """Whether a tool's result is packs and nothing else."""
+    texts = [part for part in turn.segments if isinstance(part, str)]
+    return len(texts) < len(turn.segments) and not "".join(texts).strip()
 
 
 def with_instruction(turns: Sequence[Turn], text: str) -> tuple[Turn, ...]:

@@ -21,6 +21,7 @@
     │   ├── BankLockedError         a bank that another process writes to
     │   └── SourceError             a file of knowledge that cannot be read as such
     ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
+    │   └── SteeringMismatchError   a steering of another model; a FingerprintMismatchError as well
     ├── SamplingError               generation options out of range
     └── GenerationTimeoutError      an answer that took longer than it was given
 
@@ -51,6 +52,7 @@ __all__ = [
     "SamplingError",
     "SourceError",
     "SteeringError",
+    "SteeringMismatchError",
     "TemplateError",
     "ToolError",
     "UnsupportedContentError",
@@ -172,6 +174,10 @@ class SamplingError(KnowledgePackError, ValueError):
 
 class SteeringError(KnowledgePackError, ValueError):
     """Contrastive pairs that say nothing, a steering that does not fit, or a strength out of range."""
+
+
+class SteeringMismatchError(FingerprintMismatchError, SteeringError):
+    """A steering that was made with another model than the one it is to act on."""
 
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):

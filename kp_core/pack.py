@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, Self
 
-from kp_core.errors import FingerprintMismatchError, KVShapeError
+from kp_core.errors import FingerprintMismatchError, KVShapeError, SteeringError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.handle import check_namespace
 from kp_core.kv import KVTensors
@@ -25,9 +25,10 @@ class PackSteering(Protocol):
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `FingerprintMismatchError` unless it was made by this model."""
 
-    def __add__(self, other: Self) -> Self: ...
+    def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Self:
+        """It times `alpha`; without one, at its default strength."""
 
-    def __mul__(self, factor: float) -> Self: ...
+    def __add__(self, other: Self) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,21 @@ class KnowledgePack:
         """The same knowledge as a lazy pack."""
         return replace(self, kv=None)
 
-    def steer(self, steering: PackSteering, alpha: float = 1.0) -> KnowledgePack:
+    def steer(self, steering: PackSteering, alpha: float | None = None) -> KnowledgePack:
         """The same knowledge, spoken from otherwise: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
 
+        Without `alpha` it is the default strength beside knowledge: what the steering was calibrated to, else 0.7.
         Steering a steered pack adds up, and what adds up to nothing is the plain pack again. The engine adds the deltas
         in the cache, at no token and no forward pass. A steered pack cannot be stored: store the pack and save the
-        steering. Raises `FingerprintMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
+        steering. Raises `SteeringMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
         is not finite.
         """
-        scaled = steering * alpha
+        if not hasattr(steering, "at_alpha"):
+            raise SteeringError(
+                f"Got a steering of type {type(steering).__name__}; expected a Steering. Make one with "
+                "`engine.make_steering(pairs)`."
+            )
+        scaled = steering.at_alpha(alpha, with_knowledge=True)
         # What the store recovered from text alone belongs to no model yet; the engine checks again.
         if self.fingerprint != ModelFingerprint.unknown():
             scaled.check(self.fingerprint)

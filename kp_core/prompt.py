@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
+from kp_core.compose import ExactComposer
 from kp_core.pack import Head, KnowledgePack
 from kp_core.resolve import PackRef
 
-__all__ = ["Prompt", "Span"]
+__all__ = ["Prompt", "Span", "Stands"]
+
+Stands: TypeAlias = Callable[[KnowledgePack, Head], bool]
+"""Whether the KV of a pack may stand behind a head, as the `wants` of a composer says."""
+
+_EXACTLY: Stands = ExactComposer().wants
 
 
 @dataclass(frozen=True)
@@ -56,30 +64,50 @@ class Prompt:
         """Tokens inside packs."""
         return sum(len(span) for span in self.spans)
 
-    def chunks(self, chunk_tokens: int) -> tuple[tuple[int, int], ...]:
-        """The canonical chunks, as `(start, stop)`: cut at every span, every message, and every `chunk_tokens` between.
+    def chunks(self, chunk_tokens: int, stands: Stands = _EXACTLY) -> tuple[tuple[int, int], ...]:
+        """The canonical chunks, as `(start, stop)`: cut at every message, at packs, and every `chunk_tokens` between.
 
-        Where a cut falls depends on the tokens before it and on nothing that is cached, so that a warm and a cold run
-        prefill the same shapes and round alike.
+        There is a cut behind every pack, and before the first of a message. Text between two packs is one chunk with
+        the pack behind it, which saves a forward pass, unless that pack's own KV may stand there (`stands`, the `wants`
+        of a composer). Where a cut falls depends on the prompt before it and on nothing that is cached, so that a warm
+        and a cold run prefill the same shapes and round alike.
         """
         # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
         inside = {at for span in self.spans for at in range(span.start + 1, span.stop)}
-        edges = {0, len(self.token_ids), *(set(self.breaks) - inside)}
+        breaks = sorted(set(self.breaks) - inside)
+        cuts, before = [0], -1
         for span in self.spans:
-            edges.update((span.start, span.stop))
-        ordered = sorted(edge for edge in edges if 0 <= edge <= len(self.token_ids))
-        return tuple(
-            (at, min(at + chunk_tokens, stop))
-            for start, stop in itertools.pairwise(ordered)
-            for at in range(start, stop, chunk_tokens)
-        )
+            between = [at for at in breaks if before < at <= span.start]
+            for at in between:
+                _cut(cuts, at, chunk_tokens)
+            if cuts[-1] < span.start and (
+                before < 0 or between or stands(span.pack, self._head(cuts, span.start, chunk_tokens))
+            ):
+                _cut(cuts, span.start, chunk_tokens)
+            _cut(cuts, span.stop, chunk_tokens)
+            before = span.stop
+        for at in (*(at for at in breaks if at > before), len(self)):
+            _cut(cuts, at, chunk_tokens)
+        return tuple(itertools.pairwise(cuts))
 
-    def head(self, span: Span, chunk_tokens: int) -> Head:
+    def head(self, span: Span, chunk_tokens: int, stands: Stands = _EXACTLY) -> Head:
         """What stands before `span`, as a pack at this place would record it."""
-        cuts = tuple(stop for _, stop in self.chunks(chunk_tokens) if stop <= span.start)
-        return Head(self.token_ids[: span.start], cuts)
+        cuts = [0, *(stop for _, stop in self.chunks(chunk_tokens, stands) if stop <= span.start)]
+        return self._head(cuts, span.start, chunk_tokens)
+
+    def _head(self, cuts: Sequence[int], start: int, chunk_tokens: int) -> Head:
+        """The first `start` tokens, prefilled with `cuts` and one at the end."""
+        whole = list(cuts)
+        _cut(whole, start, chunk_tokens)
+        return Head(self.token_ids[:start], tuple(whole[1:]))
 
     def until(self, stop: int) -> Prompt:
         """The first `stop` tokens as a prompt, without its rendered text; a pack that stands across is cut short."""
         spans = tuple(replace(span, stop=min(span.stop, stop)) for span in self.spans if span.start < stop)
         return Prompt(self.token_ids[:stop], spans, tuple(at for at in self.breaks if at < stop))
+
+
+def _cut(cuts: list[int], at: int, chunk_tokens: int) -> None:
+    """Cut at `at`, and every `chunk_tokens` from the last cut up to it."""
+    while cuts[-1] < at:
+        cuts.append(min(cuts[-1] + chunk_tokens, at))

@@ -8,8 +8,6 @@ is what goes wrong elsewhere: a second call repeats the default system message, 
 from __future__ import annotations
 
 import json
-import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -18,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 from kp_core.conversation import (
     Turn,
     TurnShaper,
+    absorbed,
     lift_packs,
     map_strings,
     to_turns,
@@ -27,6 +26,7 @@ from kp_core.conversation import (
 from kp_core.encoding import Encoded, PromptEncoder
 from kp_core.errors import PromptError, TemplateError
 from kp_core.fingerprint import ModelFingerprint
+from kp_core.marks import Marks
 from kp_core.pack import Head, KnowledgePack
 from kp_core.prefix import common_length
 from kp_core.prompt import Prompt, Span
@@ -108,6 +108,7 @@ class ChatTemplate:
         view: PackView | None = None,
         packs: Sequence[PackRef] = (),
         placement: Placement = "in_place",
+        absorb: bool = False,
         shape: AnswerShape = _FREE,
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
@@ -115,18 +116,22 @@ class ChatTemplate:
         """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
 
         `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
-        order of first appearance, and the messages keep only the handles. The tools of `shape` are shown by the
-        template where it can, else listed at the end of the system message, as is the schema of the answer. `thinking`
-        switches templates that can.
+        order of first appearance, and the messages keep only the handles. With `absorb`, tool exchanges that brought
+        nothing but packs shrink to the latest call (`kp_core.conversation.absorbed`). The tools of `shape` are shown by
+        the template where it can, else listed at the end of the system message, as is the schema of the answer.
+        `thinking` switches templates that can.
 
         Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
         """
         if placement not in ("in_place", "system"):
             raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
         turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-        if placement == "system":
-            turns, found = lift_packs(turns)
-            packs = (*packs, *found)
+        found = lift_packs(turns)[1] if placement == "system" else ()
+        packs = (*packs, *found)
+        if absorb:
+            turns = absorbed(turns, {pack.handle for pack in packs})
+        if found:
+            turns, _ = lift_packs(turns)
         if packs:
             turns = with_memory(turns, packs)
         switches = self._switches(thinking=thinking)
@@ -201,7 +206,7 @@ class ChatTemplate:
 
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
-        marks = _Marks(self._encoder)
+        marks = Marks(self._encoder)
         text = self._render([marks.plain(turn) for turn in turns], options)
         marked = self._render([marks.marked(turn, index) for index, turn in enumerate(turns)], options)
         stripped, places = marks.find(marked)
@@ -254,66 +259,3 @@ def _filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]
     if sum(segment is reference for turn in turns for segment in turn.segments) != 1:
         raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will stand.")
     return tuple(turns)
-
-
-class _Marks:
-    """Marks that show, in a rendered prompt, where packs and messages begin and end.
-
-    A mark stands inside the outermost blanks of what it marks, so that templates which trim see the same blanks.
-    """
-
-    def __init__(self, encoder: PromptEncoder) -> None:
-        self._encoder = encoder
-        self._sign = f"<{secrets.token_hex(8)}:"
-        self._references: list[PackRef] = []
-
-    def plain(self, turn: Turn) -> dict[str, Any]:
-        return turn.to_message("".join(self._escaped(segment) for segment in turn.segments), self._encoder.escape)
-
-    def marked(self, turn: Turn, index: int) -> dict[str, Any]:
-        parts = []
-        for segment in turn.segments:
-            text = self._escaped(segment)
-            if isinstance(segment, PackRef):
-                core = text.strip()
-                lead, _, trail = text.partition(core)
-                text = f"{lead}{self._mark('b')}{core}{self._mark('e')}{trail}"
-                self._references.append(segment)
-            parts.append(text)
-        content = "".join(parts)
-        if (index or turn.role != "system") and content.strip():
-            blanks = len(content) - len(content.lstrip())
-            content = content[:blanks] + f"{self._sign}m>" + content[blanks:]
-        return turn.to_message(content, self._encoder.escape)
-
-    def find(self, marked: str) -> tuple[str, list[tuple[str, int]]]:
-        """The text without marks, and each mark with its place in that text."""
-        pieces = re.split(re.escape(self._sign) + r"([a-z]\d*)>", marked)
-        places, at = [], len(pieces[0])
-        for kind, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            places.append((kind, at))
-            at += len(piece)
-        return "".join(pieces[::2]), places
-
-    def places(self, text: str, places: list[tuple[str, int]]) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
-        """Where packs stand, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
-        begins = {int(kind[1:]): at for kind, at in places if kind[0] == "b"}
-        ends = {int(kind[1:]): at for kind, at in places if kind[0] == "e"}
-        packs = []
-        for number, reference in enumerate(self._references):
-            if number in begins and number in ends:
-                escaped = self._escaped(reference)
-                lead = escaped[: len(escaped) - len(escaped.lstrip())]
-                trail = escaped[len(escaped.rstrip()) :]
-                start, stop = begins[number], ends[number]
-                # The pack's own outer blanks count when the template left them.
-                start -= len(lead) if text[:start].endswith(lead) else 0
-                stop += len(trail) if text.startswith(trail, stop) else 0
-                packs.append((start, stop, reference))
-        return packs, [at for kind, at in places if kind == "m"]
-
-    def _escaped(self, segment: Segment) -> str:
-        return self._encoder.escape(segment.text if isinstance(segment, PackRef) else segment)
-
-    def _mark(self, kind: str) -> str:
-        return f"{self._sign}{kind}{len(self._references)}>"

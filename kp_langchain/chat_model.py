@@ -15,24 +15,19 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
-from kp_core import Handle, PackStore, PackView, Request
+from kp_core import Engine, Handle, PackStore, PackView, Request
+from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import ToolError
 from kp_core.resolve import TRUSTED_ROLES
+from kp_core.steering import as_steering
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
 from kp_langchain.messages import core_role, to_messages
-from kp_langchain.structured import answer_parser, call_parser, response_schema, with_raw
+from kp_langchain.options import SAMPLING, core_choice, request_of
+from kp_langchain.structured import answer_parser, call_parser, with_raw
 
 __all__ = ["ChatKnowledgePacks"]
-
-_BUNDLED = "SmolLM2-135M-Instruct"
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
-_TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-_KNOWLEDGE = ("packs", "placement", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
-_PER_CALL = (*_SAMPLING, *_TOOLS, *_KNOWLEDGE, "model")
-# What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
-_IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
 
 
 class ChatKnowledgePacks(BaseChatModel):
@@ -69,10 +64,12 @@ class ChatKnowledgePacks(BaseChatModel):
     """Roles whose messages may bring packs; LangChain's names (`human`) and the core's (`user`) both do."""
     placement: Literal["in_place", "system"] = "in_place"
     """Where packs stand: where their handle stood, or at the head of the system message."""
+    absorb: bool = False
+    """Whether tool exchanges that brought nothing but packs shrink to the latest call, so that prompts stay short."""
     foreign: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
     steering: Any = Field(default=None, exclude=True, repr=False)
-    """A `kp_core.Steering`, or a pair of it and alpha; see `kp_core.steering`."""
+    """A `kp_core.Steering` as it is, or a pair of it and alpha; with an alpha of `None`, at its default strength."""
     scope: Literal["pack", "system", "prompt", "last_token"] | None = None
     """What is steered; by default the packs where there are some, else the head of the system message."""
     temperature: float | None = None
@@ -94,6 +91,12 @@ class ChatKnowledgePacks(BaseChatModel):
     def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401 - what a caller gave
         return (names,) if isinstance(names, str) else names
 
+    @field_validator("steering")
+    @classmethod
+    def _check_steering(cls, steering: Any) -> Any:  # noqa: ANN401
+        as_steering(steering)  # Refused here, not at the first call.
+        return steering
+
     @field_validator("trusted_roles")
     @classmethod
     def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
@@ -114,7 +117,7 @@ class ChatKnowledgePacks(BaseChatModel):
     @property
     def model_name(self) -> str:
         """What the model is called in metadata and traces."""
-        return self.model or (_BUNDLED if self.engine is None else str(getattr(self.engine, "name", PROVIDER)))
+        return self.model or (BUNDLED_MODEL if self.engine is None else str(self.engine.name))
 
     @property
     def _llm_type(self) -> str:
@@ -130,9 +133,13 @@ class ChatKnowledgePacks(BaseChatModel):
             "packs": list(self.packs),
             "trusted_roles": sorted(self.trusted_roles),
             "placement": self.placement,
+            "absorb": self.absorb,
             "thinking": self.thinking,
+            # Part of the key under which LangChain caches answers.
+            "steering": None if self.steering is None else str(self.steering),
+            "scope": self.scope,
             "stop": self.stop,
-            **{name: getattr(self, name) for name in _SAMPLING},
+            **{name: getattr(self, name) for name in SAMPLING},
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
@@ -161,7 +168,7 @@ class ChatKnowledgePacks(BaseChatModel):
         """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
         shape = AnswerShape.of({"tools": [convert_to_openai_tool(tool) for tool in tools or ()]})
         prompt = self._engine().template.render(
-            to_messages(messages), view=self._view(), placement=self.placement, shape=shape
+            to_messages(messages), view=self._view(), placement=self.placement, absorb=self.absorb, shape=shape
         )
         return int(len(prompt) - prompt.pack_tokens)
 
@@ -185,7 +192,7 @@ class ChatKnowledgePacks(BaseChatModel):
         Raises `ToolError` for a choice that names no tool.
         """
         offered = [convert_to_openai_tool(tool) for tool in tools]
-        choice = _choice(tool_choice)
+        choice = core_choice(tool_choice)
         if offered or choice not in ("auto", "none"):
             # Two tools of one name are refused when they are sent, as either of them may still be dropped.
             named = {tool["function"]["name"]: tool for tool in offered}
@@ -282,9 +289,9 @@ class ChatKnowledgePacks(BaseChatModel):
         finally:
             await stream.aclose()
 
-    def _engine(self, model: str | None = None) -> Any:  # noqa: ANN401 - an `Engine`, and its tokenizer
+    def _engine(self, model: str | None = None) -> Engine:
         if self.engine is not None and model in (None, self.model_name):
-            return self.engine
+            return cast("Engine", self.engine)
         return shared_engine(model or self.model, self.dtype, self.device)
 
     def _view(self) -> PackView | None:
@@ -294,34 +301,16 @@ class ChatKnowledgePacks(BaseChatModel):
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> Request:
         """The fields, overridden by the options of one call."""
-        unknown = sorted(set(options) - set(_PER_CALL) - _IGNORED)
-        if unknown:
-            raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}, stop.")
-        request: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "view": self._view(),
+            "packs": self.packs,
             "placement": self.placement,
+            "absorb": self.absorb,
             "foreign": self.foreign,
             "thinking": self.thinking,
             "steering": self.steering,
             "scope": self.scope,
             "stop": tuple((self.stop if stop is None else stop) or ()),
-            **{name: getattr(self, name) for name in _SAMPLING},
-            **{name: value for name, value in options.items() if name not in _IGNORED and name != "model"},
+            **{name: getattr(self, name) for name in SAMPLING},
         }
-        if self.packs:
-            request["packs"] = (*self.packs, *request.get("packs", ()))
-        if "tool_choice" in request:
-            request["tool_choice"] = _choice(request["tool_choice"])
-        if (wanted := request.pop("response_format", None)) is not None:
-            request["response_schema"] = response_schema(wanted)
-        return cast("Request", {name: value for name, value in request.items() if value is not None})
-
-
-def _choice(tool_choice: object) -> str:
-    """The core's word for a tool choice, in whichever way LangChain or OpenAI say it."""
-    if isinstance(tool_choice, dict):
-        function = tool_choice.get("function", tool_choice)
-        return str(function.get("name", tool_choice.get("type", "auto")))
-    if isinstance(tool_choice, bool):
-        return "any" if tool_choice else "none"
-    return {"None": "auto", "required": "any"}.get(str(tool_choice), str(tool_choice))
+        return request_of(settings, options)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NotRequired
 
 from langchain.agents.middleware import AgentMiddleware, AgentState, ModelRequest, ModelResponse
-from langchain_core.messages import AIMessage, AnyMessage, BaseMessage, ToolMessage, get_buffer_string
+from langchain_core.messages import AnyMessage, BaseMessage, ToolMessage, get_buffer_string
 from langgraph.runtime import Runtime
 
 from kp_core import Engine, PackStore, find_handles, strip_handles
@@ -16,8 +16,6 @@ from kp_langchain.chat_model import ChatKnowledgePacks
 __all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer"]
 
 logger = logging.getLogger(__name__)
-
-_ABSORBED = "(In memory, with the results of all earlier calls.)"
 
 
 def _union(known: list[str], new: list[str]) -> list[str]:
@@ -35,9 +33,9 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     """Keeps what an agent's tools found as packs at the head of the system message.
 
     Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. In what
-    the model is sent, tool exchanges whose results are all handles are absorbed: the latest call keeps its place, with
-    one short line as its result that stands for all of them. So the prompt of step 20 is as long as that of step 2. The
-    messages in the state are not touched: text and documents are still there.
+    the model is sent, tool exchanges whose results are all handles are absorbed: of those that follow one message, the
+    latest call stays, with one short line as its result that stands for all of them. So the prompt of step 20 is as
+    long as that of step 2. The messages in the state are not touched: text and documents are still there.
 
     The agent's model must be a `ChatKnowledgePacks`; its `namespaces` say which handles count, others stay text.
     Raises `TypeError` for any other model.
@@ -101,39 +99,7 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
     settings = {**request.model_settings}
     if resolved:
         settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *resolved)))
-    return request.override(messages=_absorbed(request.messages, frozenset(resolved)), model_settings=settings)
-
-
-def _absorbed(messages: Sequence[AnyMessage], packs: frozenset[str]) -> list[AnyMessage]:
-    """`messages` without the tool exchanges that `packs` hold, but for the latest call, whose result is one line."""
-    exchanges = _exchanges(messages)
-    held = [span for span in exchanges if all(_is_held(m, packs) for m in messages[span.start + 1 : span.stop])]
-    gone = {at for span in held[:-1] for at in span}
-    results = {at for span in held[-1:] for at in span[1:]}
-    return [
-        message.model_copy(update={"content": _ABSORBED}) if at in results else message
-        for at, message in enumerate(messages)
-        if at not in gone
-    ]
-
-
-def _exchanges(messages: Sequence[AnyMessage]) -> list[range]:
-    """Where an assistant's tool calls stand with all their results."""
-    found = []
-    for start, message in enumerate(messages):
-        if isinstance(message, AIMessage) and message.tool_calls:
-            stop = start + 1
-            while stop < len(messages) and isinstance(messages[stop], ToolMessage):
-                stop += 1
-            if stop - start - 1 == len(message.tool_calls):
-                found.append(range(start, stop))
-    return found
-
-
-def _is_held(message: AnyMessage, packs: frozenset[str]) -> bool:
-    """Whether a tool's result is handles in `packs` and nothing else."""
-    handles = _handles(message)
-    return bool(handles) and packs.issuperset(handles) and not strip_handles(message.text).strip()
+    return request.override(model_settings={**settings, "absorb": True})
 
 
 def _handles(message: AnyMessage) -> list[str]:

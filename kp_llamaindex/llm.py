@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -21,7 +21,8 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
-from kp_core import Delta, Engine, Request, strip_handles
+from kp_core import Engine, Request, strip_handles
+from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import loaded_engine, shared_engine
 from kp_core.errors import SamplingError
 from kp_llamaindex.messages import to_messages
@@ -33,10 +34,9 @@ __all__ = ["KnowledgePackLLM", "use_in_settings"]
 
 T = TypeVar("T")
 
-_BUNDLED = "SmolLM2-135M-Instruct"
 _DEFAULT_OUTPUT = 512
 _SHAPE = ("tools", "tool_choice", "parallel_tool_calls", "response_schema")
-_KNOWLEDGE = ("packs", "placement", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
+_KNOWLEDGE = ("packs", "placement", "absorb", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
 _PER_CALL = (*SAMPLING, "stop", *_SHAPE, *_KNOWLEDGE)
 
 
@@ -68,7 +68,7 @@ class KnowledgePackLLM(LLMSettings):
     @property
     def model_name(self) -> str:
         """What the model is called in metadata and traces."""
-        return self.model or (_BUNDLED if self.engine is None else str(getattr(self.engine, "name", "knowledge_packs")))
+        return self.model or (BUNDLED_MODEL if self.engine is None else str(self.engine.name))
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -191,7 +191,7 @@ class KnowledgePackLLM(LLMSettings):
         engine = await asyncio.to_thread(self._engine)
         stream = engine.astream(to_messages(messages), **request)
         try:
-            async for delta in cast("AsyncIterator[Delta]", stream.deltas()):
+            async for delta in stream.deltas():
                 yield form(answer.piece(delta))
             if stream.generation is not None:
                 yield form(answer.last(stream.generation))
@@ -201,7 +201,7 @@ class KnowledgePackLLM(LLMSettings):
             with suppress(ValueError):
                 await stream.aclose()
 
-    def _engine(self) -> Any:  # noqa: ANN401 - an `Engine`, and its tokenizer
+    def _engine(self) -> Engine:
         return self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
 
     def _metadata(self, engine: Engine) -> LLMMetadata:
@@ -230,6 +230,7 @@ class KnowledgePackLLM(LLMSettings):
             "view": self._view(),
             "packs": self.packs or None,
             "placement": self.placement,
+            "absorb": self.absorb,
             "foreign": self.foreign,
             "thinking": self.thinking,
             "steering": self.steering,

@@ -9,6 +9,7 @@ from llama_index.core.bridge.pydantic import Field, field_serializer, field_vali
 
 from kp_core import PackStore, PackView
 from kp_core.resolve import TRUSTED_ROLES
+from kp_core.steering import as_steering
 from kp_llamaindex.messages import core_role
 from kp_llamaindex.tools import ToolCallingLLM
 
@@ -23,7 +24,7 @@ _GIVEN = "given"
 class LLMSettings(ToolCallingLLM):
     """What a `KnowledgePackLLM` is made with.
 
-    In serialised form a store is its path, and an engine a mark that it has to be given again.
+    In serialised form a store is its path, an engine and a steering are marks that they have to be given again.
     """
 
     engine: Any = Field(default=None, repr=False, description="A `kp_core.Engine`.")
@@ -41,10 +42,16 @@ class LLMSettings(ToolCallingLLM):
     placement: Literal["in_place", "system"] = Field(
         default="in_place", description="Packs stand where their handle stood, or at the head of the system message."
     )
+    absorb: bool = Field(
+        default=False,
+        description="Tool exchanges that brought nothing but packs shrink to the latest call, and prompts stay short.",
+    )
     foreign: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
     steering: Any = Field(
-        default=None, exclude=True, repr=False, description="A `kp_core.Steering`, or a pair of it and alpha."
+        default=None,
+        repr=False,
+        description="A `kp_core.Steering` as it is, or a pair of it and alpha; `None` is its default strength.",
     )
     scope: Literal["pack", "system", "prompt", "last_token"] | None = Field(
         default=None, description="What is steered; by default packs where there are some, else the system head."
@@ -75,6 +82,17 @@ class LLMSettings(ToolCallingLLM):
             )
         return engine
 
+    @field_validator("steering", mode="before")
+    @classmethod
+    def _take_steering(cls, steering: Any) -> Any:  # noqa: ANN401
+        if steering == _GIVEN:
+            raise ValueError(
+                "Got the description of an LLM that was made with a steering; expected that steering, so that it does "
+                "not speak plainly in secret: `KnowledgePackLLM.from_dict(data, steering=steering)`."
+            )
+        as_steering(steering)  # Refused here, not at the first call.
+        return steering
+
     @field_validator("store", mode="before")
     @classmethod
     def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
@@ -102,9 +120,9 @@ class LLMSettings(ToolCallingLLM):
         self._view()  # Namespaces are checked where they are made.
         return self
 
-    @field_serializer("engine")
-    def _describe_engine(self, engine: Any) -> str | None:  # noqa: ANN401
-        return None if engine is None else _GIVEN
+    @field_serializer("engine", "steering")
+    def _describe_given(self, given: Any) -> str | None:  # noqa: ANN401
+        return None if given is None else _GIVEN
 
     @field_serializer("store")
     def _describe_store(self, store: PackStore | None) -> str | None:

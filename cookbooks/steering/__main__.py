@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import warnings
 from pathlib import Path
 
 import kp_core
 from kp_core.errors import SteeringError
-from kp_core.steering import load_steering, preset, save_steering
+from kp_core.steering import calibrate, likeness, load_steering, preset, save_steering
 
 FACTS = (
     "Veyl is a harbour town on the isle of Orrelay. Its lighthouse was built in 1887 by Maren Holt. "
     "The ferry to the mainland leaves every day at seven in the morning."
 )
 QUESTION = "Who built the lighthouse of Veyl, and what is the town like?"
+TASKS = ("What is the sun?", "Why do people sleep?", "How can I save money?", "Tell me about dogs.")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -38,10 +40,10 @@ def main(argv: list[str] | None = None) -> None:
 
     print("\n# 3. A pack that speaks otherwise: what it knows comes from its keys, how it speaks from its values")
     pack = engine.build_pack(FACTS, inside="system")
-    for name, chosen in (("plain", pack), ("formal", pack.steer(formal, 0.7)), ("casual", pack.steer(-formal, 1))):
+    for name, chosen in (("plain", pack), ("formal", pack.steer(formal)), ("casual", pack.steer(formal, -1))):
         said = engine.generate(QUESTION, packs=[chosen], max_tokens=tokens)
         print(f"{name}: {' '.join(said.text.split())}")
-    same = engine.generate(QUESTION, packs=[pack.steer(formal, 0.7).steer(formal, -0.7)], max_tokens=tokens)
+    same = engine.generate(QUESTION, packs=[pack.steer(formal, 2).steer(formal, -2)], max_tokens=tokens)
     print(f"steered there and back: {' '.join(same.text.split())}")
 
     print("\n# 4. Directions are values: they add, turn round, and can be compared")
@@ -51,10 +53,24 @@ def main(argv: list[str] | None = None) -> None:
     said = engine.generate("What is the sun?", steering=both, max_tokens=tokens)
     print(f"both: {' '.join(said.text.split())}")
 
-    print("\n# 5. Kept in a file, and refused where it does not belong")
+    print("\n# 5. How much does this model take? The effect is likeness to the formal side, by embedding")
+    score = likeness(preset("formal"), kp_core.SentenceTransformerEmbedder())
+    found = calibrate(
+        engine, formal, TASKS, score, alphas=(-2, -1, 0.7, 1.5, 3), max_tokens=tokens // 2, progress=False
+    )
+    print(found.table())
+    formal = found.steering
+    print(f"at its default strength it is now scaled by {formal.default_alpha(with_knowledge=False):g}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.generate(TASKS[0], steering=(formal, 6), max_tokens=1)
+    print(*(f"warning: {warning.message}" for warning in caught), sep="\n")
+
+    print("\n# 6. Kept in a file with what was measured, and refused where it does not belong")
     with tempfile.TemporaryDirectory() as folder:
         path = save_steering(formal, Path(folder) / "formal.safetensors")
-        print(f"{path.stat().st_size} bytes; comes back the same: {load_steering(path) == formal}")
+        back = load_steering(path)
+        print(f"{path.stat().st_size} bytes; comes back the same: {back == formal}, {back.recommended}")
     for wrong in ({"scope": "pack"}, {"steering": (formal, float("nan"))}):
         try:
             engine.generate(QUESTION, **({"steering": formal} | wrong))

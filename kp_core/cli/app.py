@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli import asking, checking, doctor, knowledge, looking
+from kp_core.cli import asking, checking, doctor, knowledge, looking, steer
 from kp_core.cli.shared import ERRORS, WrongError
 from kp_core.errors import KnowledgePackError
 
@@ -38,6 +38,7 @@ app.command()(asking.chat)
 app.command()(looking.inspect)
 app.command()(checking.verify)
 app.command()(doctor.doctor)
+app.add_typer(steer.steer)
 
 
 @app.callback()

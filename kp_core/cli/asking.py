@@ -27,6 +27,7 @@ from kp_core.cli.shared import (
     print_json,
 )
 from kp_core.engines.base import Engine
+from kp_core.steering import AskedSteering, load_steering
 
 __all__ = ["ask", "chat"]
 
@@ -35,6 +36,12 @@ _INSTRUCTION = "Answer the question with a few words, using the facts."
 _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the best of this machine.")]
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 _UnitOption = Annotated[str, typer.Option("--unit", help="What a pack holds: fact, bank or document.")]
+_SteeringOption = Annotated[
+    Path | None, typer.Option("--steering", metavar="FILE", help="Speak as a steering of `kp steer make` says.")
+]
+_AlphaOption = Annotated[
+    float | None, typer.Option(help="How strongly; default: as calibrated, else 0.7. Goes with --steering.")
+]
 _KVOption = Annotated[str, typer.Option("--kv", help="stored, lazy, or auto: whichever is faster on this machine.")]
 
 
@@ -53,11 +60,15 @@ def ask(  # noqa: PLR0913 - one parameter per option
     model: ModelName = None,
     dtype: _Dtype = None,
     max_tokens: _MaxTokens = 64,
+    steering: _SteeringOption = None,
+    alpha: _AlphaOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a question from a bank: the answer as it comes, its sources, and what it cost."""
+    if compare and steering is not None:
+        raise typer.BadParameter("--compare shows that packs and text say the same; --steering steers packs, not text.")
     with ExitStack() as stack:
-        asker = _Asker(stack, bank, model, dtype, unit, kv)
+        asker = _Asker(stack, bank, model, dtype, unit, kv, _steering(steering, alpha))
         rerank = LexicalReranker() if lexical else None
         found = asker.packs.search(question, k, where=filter_of(where), namespace=namespace, rerank=rerank)
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
@@ -102,10 +113,12 @@ def chat(  # noqa: PLR0913 - one parameter per option
     model: ModelName = None,
     dtype: _Dtype = None,
     max_tokens: _MaxTokens = 128,
+    steering: _SteeringOption = None,
+    alpha: _AlphaOption = None,
 ) -> None:
     """Talk with a model about a bank; an empty line or the end of input ends it."""
     with ExitStack() as stack:
-        asker = _Asker(stack, bank, model, dtype, unit, kv)
+        asker = _Asker(stack, bank, model, dtype, unit, kv, _steering(steering, alpha))
         out, messages = console(), list[Message]()
         while True:
             try:
@@ -125,8 +138,16 @@ class _Asker:
     """A bank, its packs and a model, for as long as `stack` is open."""
 
     def __init__(  # noqa: PLR0913
-        self, stack: ExitStack, bank: Path, model: str | None, dtype: str | None, unit: str, kv: str
+        self,
+        stack: ExitStack,
+        bank: Path,
+        model: str | None,
+        dtype: str | None,
+        unit: str,
+        kv: str,
+        steering: AskedSteering | None,
     ) -> None:
+        self.steering = steering
         opened = stack.enter_context(open_bank(bank, read_only=True))
         # What the question costs to embed is known before minutes go into loading a model.
         if not len(opened):
@@ -143,7 +164,9 @@ class _Asker:
 
     def stream(self, messages: list[Message], max_tokens: int, *, live: bool, reuse: bool = True) -> Generation:
         """An answer, printed piece by piece where it is `live`."""
-        stream = self.engine.stream(messages, view=self.view, max_tokens=max_tokens, reuse=reuse)
+        stream = self.engine.stream(
+            messages, view=self.view, max_tokens=max_tokens, reuse=reuse, steering=self.steering
+        )
         for piece in stream:
             if live:
                 sys.stdout.write(piece)
@@ -195,6 +218,12 @@ def _source(found: Found) -> dict[str, Any]:
 
 def _answer(generation: Generation) -> dict[str, Any]:
     return {"text": generation.text, "finish_reason": generation.finish_reason, "usage": generation.usage.to_dict()}
+
+
+def _steering(path: Path | None, alpha: float | None) -> AskedSteering | None:
+    if path is None and alpha is not None:
+        raise typer.BadParameter("--alpha goes with --steering.")
+    return None if path is None else (load_steering(path), alpha)
 
 
 def _unit(name: str) -> Unit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 from kp_core.engines.request import Generation, Inside, Request
 from kp_core.engines.streams import AsyncStream, Stream
@@ -17,6 +17,14 @@ __all__ = ["Engine"]
 
 class Engine(Protocol):
     """Runs a model: the only seam that touches one."""
+
+    @property
+    def name(self) -> str:
+        """What people call the model."""
+
+    @property
+    def tokenizer(self) -> Any:  # noqa: ANN401 - whatever the implementation reads text with
+        """The model's tokenizer, with Hugging Face's `encode` and `decode`."""
 
     @property
     def fingerprint(self) -> ModelFingerprint:

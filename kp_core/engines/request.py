@@ -16,7 +16,7 @@ from kp_core.errors import SamplingError
 from kp_core.pack import KnowledgePack
 from kp_core.prompt import Prompt
 from kp_core.resolve import Message, PackView
-from kp_core.steering import Scope, Steering
+from kp_core.steering import AskedSteering, Scope
 from kp_core.template import Placement
 from kp_core.tools import Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
@@ -70,12 +70,17 @@ class Request(TypedDict, total=False):
     """Packs, or handles that `view` resolves, to place at the head of the system message."""
     placement: Placement
     """`"in_place"` (default): a pack stands where its handle stood. `"system"`: all packs go to the system head."""
+    absorb: bool
+    """`True`: tool exchanges that brought nothing but packs shrink to the latest call and one short line, so that a
+    prompt stays as long as it was however often an agent searched. Placed in place, their packs stand at the end of the
+    message that the calls answer."""
     composer: Composer
     """What packs' KV may stand for; exact by default."""
     foreign: Literal["error", "rebuild"]
     """What to do with a pack of another model: refuse (default), or use its text and recompute."""
-    steering: Steering | tuple[Steering, float] | None
-    """What to add to cached values, scaled already or with its alpha."""
+    steering: AskedSteering | None
+    """What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is the default
+    strength, which is lower beside packs."""
     scope: Scope | None
     """What is steered; without it the packs, or the system head where there are none."""
     tools: Sequence[Tool | Mapping[str, Any]]

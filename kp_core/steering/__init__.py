@@ -2,11 +2,14 @@
 
 from kp_core.steering.calibrate import Calibrated, Calibration, CalibrationRow, Task, calibrate, repetition
 from kp_core.steering.file import load_steering, save_steering
-from kp_core.steering.plan import Block, Part, Scope, as_steering, plan_blocks
-from kp_core.steering.presets import preset, preset_names
-from kp_core.steering.value import LayerRange, Method, Pair, Side, Steering, SteeringWarning, resolve_layers
+from kp_core.steering.layers import LayerRange, resolve_layers
+from kp_core.steering.likeness import likeness
+from kp_core.steering.plan import AskedSteering, Block, Part, Scope, as_steering, plan_blocks
+from kp_core.steering.presets import preset, preset_about, preset_names
+from kp_core.steering.value import Method, Pair, Side, Steering, SteeringWarning
 
 __all__ = [
+    "AskedSteering",
     "Block",
     "Calibrated",
     "Calibration",
@@ -22,9 +25,11 @@ __all__ = [
     "Task",
     "as_steering",
     "calibrate",
+    "likeness",
     "load_steering",
     "plan_blocks",
     "preset",
+    "preset_about",
     "preset_names",
     "repetition",
     "resolve_layers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -19,9 +20,6 @@ from kp_core.steering.value import Steering
 __all__ = ["Calibrated", "Calibration", "CalibrationRow", "Task", "calibrate", "repetition"]
 
 ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
-_WITH_KNOWLEDGE = 0.7
-"""Alpha for packs whose accuracy was not measured (arXiv 2604.03270, section 4.7)."""
-
 Score: TypeAlias = Callable[[str], float]
 
 
@@ -71,7 +69,7 @@ class CalibrationRow:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a sweep found; `steering` is the calibrated one, which warns beyond its cliff.
+    """What a sweep found; `steering` is the calibrated one: it knows its default strengths and warns beyond its cliff.
 
     `low` and `high` are the alphas between which text stayed coherent; an end of the sweep where it never fell apart.
     """
@@ -95,7 +93,7 @@ class Calibration:
         """
         plain = next(row.accuracy for row in self.rows if row.alpha == 0)
         if plain is None:
-            return min(_WITH_KNOWLEDGE, self.high)
+            return min(replace(self.steering, recommended=None).default_alpha(with_knowledge=True), self.high)
         kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - self.tolerance]
         return max(kept, key=lambda row: (row.effect, -abs(row.alpha))).alpha
 
@@ -177,8 +175,11 @@ def calibrate(  # noqa: PLR0913 - what is measured, and how
     gap at a coherence of `least_coherence` or more, measured against that of alpha 0, as small models ramble by
     themselves.
 
-    Raises `SteeringError` for no tasks, no alphas or an alpha that is not finite; otherwise as `engine.generate`.
+    Raises `SteeringError` for no tasks, no alphas, an alpha or a score that is not finite; otherwise as
+    `engine.generate`.
     """
+    if isinstance(tasks, str):
+        raise SteeringError(f"Got the tasks {tasks!r}; expected a list of them: [{tasks!r}].")
     asked = [Task(task) if isinstance(task, str) else task for task in tasks]
     if not asked or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
         raise SteeringError(f"Got {len(asked)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
@@ -236,12 +237,19 @@ def _row(  # noqa: PLR0913 - one argument per column
     return CalibrationRow(
         alpha=alpha,
         strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
-        effect=_mean([score(text) for text in texts]),
+        effect=_mean([_scored(score, text) for text in texts]),
         coherence=_mean([is_coherent(text, seen) for text, seen in zip(texts, perplexities, strict=True)]),
         repetition=_mean([repetition(text) for text in texts]),
         perplexity=_geometric_mean(perplexities),
         accuracy=_mean(right) if right else None,
     )
+
+
+def _scored(score: Score, text: str) -> float:
+    found = score(text)
+    if not isinstance(found, Real) or not math.isfinite(found):
+        raise SteeringError(f"The score gave {found!r} for the answer {text[:40]!r}; expected a finite number.")
+    return float(found)
 
 
 def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence: float) -> Calibration:
@@ -257,7 +265,9 @@ def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence:
         rows[first].alpha if first > 0 else -math.inf,
         rows[last].alpha if last + 1 < len(rows) else math.inf,
     )
-    return Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, replace(steering, coherent=bounds))
+    found = Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, steering)
+    chosen = found.recommended, found.recommended_with_knowledge
+    return replace(found, steering=replace(steering, coherent=bounds, recommended=chosen))
 
 
 def _mean(numbers: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ __all__ = ["load_steering", "save_steering"]
 
 _FORMAT, _VERSION = "knowledge-pack-steering", "1"
 _METADATA = {"format", "version", "digest", "steering"}
-_FIELDS = {"coherent", "fingerprint", "method", "provenance", "scales", "tensors"}
+_FIELDS = {"coherent", "fingerprint", "method", "provenance", "recommended", "scales", "tensors"}
 _LARGEST_FILE = 1 << 30  # A steering has some thousand numbers; a file of gigabytes is something else.
 
 
@@ -34,6 +34,7 @@ def save_steering(steering: Steering, path: str | Path) -> Path:
             "fingerprint": steering.fingerprint.to_dict(),
             "method": steering.method,
             "provenance": dict(steering.provenance),
+            "recommended": None if steering.recommended is None else list(steering.recommended),
             "scales": {str(layer): scale for layer, scale in steering.scales.items()},
             "tensors": {name: _digest(tensor) for name, tensor in tensors.items()},
         },
@@ -94,6 +95,7 @@ def _parse(data: bytes) -> Steering:
         deltas["key"],
         {int(layer): _number(scale) for layer, scale in mapping(content["scales"], "scales").items()},
         _bounds(content["coherent"]),
+        _pair(content["recommended"], "recommended"),
         {name: string(about, name) for name, about in mapping(content["provenance"], "provenance").items()},
     )
 
@@ -111,10 +113,21 @@ def _finite(bound: float) -> float | None:
 def _bounds(value: object) -> tuple[float, float] | None:
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != 2:
-        raise PackCorruptError(f"Got {value!r} under 'coherent'; expected two numbers.")
-    low, high = value
+    low, high = _two(value, "coherent")
     return -math.inf if low is None else _number(low), math.inf if high is None else _number(high)
+
+
+def _pair(value: object, name: str) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    first, second = _two(value, name)
+    return _number(first), _number(second)
+
+
+def _two(value: object, name: str) -> list[object]:
+    if not isinstance(value, list) or len(value) != 2:
+        raise PackCorruptError(f"Got {value!r} under {name!r}; expected two numbers.")
+    return value
 
 
 def _number(value: object) -> float:

@@ -12,11 +12,14 @@ from kp_core.errors import SteeringError
 from kp_core.prompt import Prompt
 from kp_core.steering.value import Steering
 
-__all__ = ["Block", "Part", "Scope", "as_steering", "plan_blocks"]
+__all__ = ["AskedSteering", "Block", "Part", "Scope", "as_steering", "plan_blocks"]
 
 Scope: TypeAlias = Literal["pack", "system", "prompt", "last_token"]
 """What is steered: the packs; the head of the prompt (all before the first message that is not the system's); the whole
 prompt; or the last token of it that the first token of the answer can see in the cache."""
+
+AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
+"""A steering as it is, or with its alpha; with `None`, at the default strength (`Steering.default_alpha`)."""
 
 _SCOPES = ("pack", "system", "prompt", "last_token")
 
@@ -50,12 +53,15 @@ class Block:
         return -1 - int.from_bytes(blake2b("\0".join(names).encode(), digest_size=16).digest(), "little")
 
 
-def as_steering(steering: Steering | tuple[Steering, float] | None) -> Steering | None:
-    """The steering a request asks for, scaled; `None` for none and for one that changes nothing."""
+def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False) -> Steering | None:
+    """The steering a request asks for, scaled; `None` for none and for one that changes nothing.
+
+    An alpha of `None` is the default one, with or without knowledge. Raises `SteeringError` for what is no steering.
+    """
     if isinstance(steering, tuple):
         if len(steering) != 2 or not isinstance(steering[0], Steering):
             raise SteeringError(f"Got the steering {steering!r}; expected a Steering, or (Steering, alpha).")
-        steering = steering[0] * steering[1]
+        steering = steering[0].at_alpha(steering[1], with_knowledge=with_knowledge)
     if steering is not None and not isinstance(steering, Steering):
         raise SteeringError(
             f"Got a steering of type {type(steering).__name__}; expected a Steering, or (Steering, alpha). Make one "
@@ -68,15 +74,16 @@ def plan_blocks(
     prompt: Prompt,
     steering: Steering | None,
     scope: Scope | None,
-    chunk_tokens: int,
+    chunks: Sequence[tuple[int, int]],
     *,
     answering: bool = True,
 ) -> tuple[Block, ...]:
     """The blocks to steer in `prompt`, in order: those of its steered packs, and what `steering` and `scope` ask for.
 
     Without `scope` packs are steered where there are some, else the system head. Parts of one message form one block:
-    all are computed, then all are altered. When `answering`, the last token of the prompt belongs to no block: it is
-    computed behind the altered KV, which is how the first token of the answer comes to see it.
+    all are computed, then all are altered. A block begins at one of `chunks`, the canonical chunks of the prompt. When
+    `answering`, the last token of the prompt belongs to no block: it is computed behind the altered KV, which is how
+    the first token of the answer comes to see it.
 
     Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
     key deltas on more than one position.
@@ -92,7 +99,6 @@ def plan_blocks(
             )
     if not parts:
         return ()
-    chunks = prompt.chunks(chunk_tokens)
     groups: dict[int, list[Part]] = {}
     for part in parts:
         groups.setdefault(bisect.bisect_right(prompt.breaks, part.start), []).append(part)

@@ -8,22 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
+from numbers import Real
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kp_core.errors import FingerprintMismatchError, SteeringError
+from kp_core.errors import SteeringError, SteeringMismatchError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.resolve import Message
 
-__all__ = ["LayerRange", "Method", "Pair", "Side", "Steering", "SteeringWarning", "resolve_layers"]
+__all__ = ["Method", "Pair", "Side", "Steering", "SteeringWarning"]
 
 Method: TypeAlias = Literal["mean", "last_token"]
-LayerRange: TypeAlias = tuple[float, float] | range | Sequence[int]
-"""Layers as fractions of the depth `(1/3, 2/3)`, as a `range`, or as indices `[10, 11, 12]`."""
-
 Side: TypeAlias = str | Sequence[Message]
 """One side of a contrastive pair: a conversation, or the text of one user message."""
 
@@ -31,6 +29,8 @@ Pair: TypeAlias = tuple[Side, Side]
 """What the model is to be steered to, and what away from."""
 
 Deltas: TypeAlias = Mapping[int, Tensor]
+
+_WITH_KNOWLEDGE = 0.7  # Arxiv 2604.03270, section 4.7.
 
 
 class SteeringWarning(UserWarning):
@@ -48,7 +48,8 @@ class Steering:
 
     `scales` maps layers to the mean norm of a cached value vector (all heads of one token) seen while the pairs were
     read; `strength` is measured in it. `coherent` holds the alphas of this steering between which text was measured to
-    stay coherent (infinite where no cliff was found), and follows multiplication. `provenance` is for people.
+    stay coherent (infinite where no cliff was found), `recommended` those that a calibration chose: alone, and beside
+    packs. Both follow multiplication. `provenance` is for people.
 
     `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that do not
     form one steering.
@@ -60,6 +61,7 @@ class Steering:
     keys: Deltas = field(default_factory=dict)
     scales: Mapping[int, float] = field(default_factory=dict)
     coherent: tuple[float, float] | None = None
+    recommended: tuple[float, float] | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +78,9 @@ class Steering:
             raise SteeringError("Got a steering without layers; expected a delta for at least one layer.")
         object.__setattr__(self, "scales", MappingProxyType(dict(sorted(self.scales.items()))))
         object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
+        if self.recommended is not None:
+            for alpha in self.recommended:
+                _finite(alpha, "a recommended alpha")
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -114,6 +119,23 @@ class Steering:
             raise SteeringError("This steering carries no scale of the cached values; give `alpha` instead.")
         return sum(norm / scales[layer] for layer, norm in norms.items()) / len(norms)
 
+    def default_alpha(self, *, with_knowledge: bool) -> float:
+        """The alpha to use where none is given: what `calibrate` recommends for this model, alone or beside packs.
+
+        For a steering that was not calibrated: 0.7 beside packs (arXiv 2604.03270, section 4.7), else 1.
+        """
+        if self.recommended is not None:
+            return self.recommended[with_knowledge]
+        return _WITH_KNOWLEDGE if with_knowledge else 1.0
+
+    def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Steering:
+        """This steering times `alpha`, `None` being the default; raises `SteeringError` unless it is finite."""
+        if alpha is None:
+            alpha = self.default_alpha(with_knowledge=with_knowledge)
+        if isinstance(alpha, bool) or not isinstance(alpha, Real):
+            raise SteeringError(f"Got alpha={alpha!r}; expected a finite number, or None for the default strength.")
+        return self * float(alpha)
+
     def at_strength(self, strength: float) -> Steering:
         """The same direction with that `strength`; a negative one turns it round.
 
@@ -127,13 +149,17 @@ class Steering:
 
     def scaled(self, *, c_v: float = 1.0, c_k: float = 1.0) -> Steering:
         """Values times `c_v`, keys times `c_k` (the coefficients of arXiv 2507.08799); raises when not finite."""
-        bounds = None
+        bounds = chosen = None
         if self.coherent is not None and c_v:
             first, last = sorted(bound / c_v for bound in self.coherent)
             bounds = first, last
+        if self.recommended is not None and c_v:
+            alone, beside = self.recommended
+            chosen = alone / c_v, beside / c_v
         return replace(
             self,
             coherent=bounds,
+            recommended=chosen,
             values={layer: delta * _finite(c_v, "c_v") for layer, delta in self.values.items()},
             keys={layer: delta * _finite(c_k, "c_k") for layer, delta in self.keys.items()},
         )
@@ -144,6 +170,7 @@ class Steering:
         return replace(
             self,
             coherent=None,
+            recommended=None,
             values={layer: delta for layer, delta in self.values.items() if layer in kept},
             keys={layer: delta for layer, delta in self.keys.items() if layer in kept},
         )
@@ -165,10 +192,10 @@ class Steering:
         }
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `FingerprintMismatchError`, naming each differing field, unless this steering is of that model."""
+        """Raise `SteeringMismatchError`, naming each differing field, unless this steering is of that model."""
         differences = self.fingerprint.diff(fingerprint)
         if differences:
-            raise FingerprintMismatchError(
+            raise SteeringMismatchError(
                 "The steering",
                 differences,
                 "steering",
@@ -205,6 +232,7 @@ class Steering:
                 for layer in {*self.scales, *other.scales}
             },
             coherent=None,
+            recommended=None,
             provenance=self.provenance if self.provenance == other.provenance else {"made": "a sum of steerings"},
         )
 
@@ -233,27 +261,7 @@ class Steering:
         return hash(self.id)
 
     def __repr__(self) -> str:
-        return f"Steering({self.method}, layers {self.layers[0]}-{self.layers[-1]}, id {self.id[:8]})"
-
-
-def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
-    """The layers of a model of `count` that a range names: by default the middle third (arXiv 2604.03270, section 4.5).
-
-    A pair of floats is read as fractions of the depth; everything else as indices. Raises `SteeringError` for what
-    names no layer of the model.
-    """
-    chosen: Sequence[float] = (1 / 3, 2 / 3) if layers is None else tuple(layers)
-    advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
-    if len(chosen) == 2 and any(isinstance(bound, float) for bound in chosen):
-        start, stop = chosen
-        if not 0 <= start < stop <= 1:
-            raise SteeringError(f"Got the layers {layers!r}; {advice}")
-        first = min(round(start * count), count - 1)
-        return tuple(range(first, max(round(stop * count), first + 1)))
-    indices = {index for index in chosen if type(index) is int and 0 <= index < count}
-    if not chosen or len(indices) != len(chosen):
-        raise SteeringError(f"Got the layers {layers!r} of a model of {count} layers; {advice}")
-    return tuple(sorted(indices))
+        return f"Steering({self.method}, layers {self.layers[0]}-{self.layers[-1]}, id {self.id})"
 
 
 @torch.inference_mode()

@@ -40,13 +40,13 @@ class AnswerReader:
         return self._run()
 
     def finish(self) -> list[Delta]:
-        """What was held back; the answer is over. A call that is not complete is no call."""
+        """What was held back; the answer is over. A call that is not complete is no call, and no text either."""
         deltas = self._run()
         rest, self._buffer = self._buffer, ""
         if self._step == self._reasoning:
             return [*deltas, *self._think(rest)]
         if self._step in (self._begin, self._text):
-            return [*deltas, *self._say(rest)]
+            return [*deltas, *self._say(_without_begun(rest, self._form.trigger if self._form is not None else ""))]
         return deltas
 
     def _run(self) -> list[Delta]:
@@ -200,6 +200,12 @@ def _held(text: str, marks: tuple[str, ...], *, blanks: bool) -> int:
         longest = max(longest, next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0))
     rest = text[: len(text) - longest]
     return longest + (len(rest) - len(rest.rstrip()) if blanks else 0)
+
+
+def _without_begun(text: str, trigger: str) -> str:
+    """`text` without the part of `trigger` at its end, where that is long enough to be nothing else."""
+    begun = _held(text, (trigger,), blanks=False)
+    return text[: len(text) - begun].rstrip() if 2 * begun > len(trigger) else text
 
 
 def _may_be_head(lead: str) -> bool:

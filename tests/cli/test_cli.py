@@ -274,7 +274,9 @@ def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None
 
 def test_completion_is_there_for_shells() -> None:
     assert app.info.name == "kp"
-    command = [sys.executable, "-m", "kp_core.cli", "--show-completion", "bash"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"SHELL": "/bin/bash"})  # noqa: S603
-    assert "complete" in done.stdout
+    # As bash asks when Tab is pressed behind `kp in`.
+    asked = {"_KP_COMPLETE": "complete_bash", "COMP_WORDS": "kp in", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "kp in"}
+    command = [sys.executable, "-m", "kp_core.cli"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | asked)  # noqa: S603
+    assert done.stdout.split() == ["inspect"]
     assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md", ".pdf", ".html", ".htm"}

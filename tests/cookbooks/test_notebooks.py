@@ -14,6 +14,7 @@ def test_there_are_notebooks():
     assert len(NOTEBOOKS) >= 4
 
 
+@pytest.mark.timeout(1800)  # Minutes on two cores that nobody else uses.
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_a_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
@@ -21,7 +22,7 @@ def test_a_notebook_runs(path, tmp_path):
     # Notebooks read what stands beside their folder, and write where they run.
     (tmp_path / "demo").symlink_to(FOLDER / "demo")
     (tmp_path / "here").mkdir()
-    NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path / "here")}}).execute()
+    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(tmp_path / "here")}}).execute()
     assert any("image/png" in output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
     # The same cells print; what they print may hold seconds.
     assert [bool(_printed(cell)) for cell in notebook.cells] == [bool(printed) for printed in stored]

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import PackStore, Sampling, bundled_model, load_engine
+from kp_core.engines.hf.loading import name_of
 from kp_core.errors import (
     ContextOverflowError,
     FingerprintMismatchError,
@@ -374,3 +375,9 @@ def test_what_the_model_says_holds_no_handles(smol):
     pieces = [text.push(token) for token in smol.tokenizer(said)["input_ids"]]
     pieces.append(text.flush())
     assert "".join(pieces) == text.text == "See  and kp:x, kept."
+
+
+def test_an_engine_has_a_name(smol):
+    assert smol.name == "SmolLM2-135M-Instruct"
+    assert name_of("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert name_of(bundled_model()) == bundled_model().name

@@ -6,12 +6,13 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 from kp_core import load_engine
-from kp_core.errors import FingerprintMismatchError, PackError, SteeringError
+from kp_core.errors import FingerprintMismatchError, PackError, SteeringError, SteeringMismatchError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.packfile import encode_pack
 from kp_core.prefix import PrefixTree
@@ -104,7 +105,7 @@ def test_packs_of_several_messages_are_steered_one_after_the_other(architecture)
     from kp_core import PackView
 
     handles = {letter: f"kp:law/{letter * 21}" for letter in "ab"}
-    view = PackView(Both({"a": first.steer(a), "b": second.steer(b)}), ("default", "law"))
+    view = PackView(Both({"a": first.steer(a, 1), "b": second.steer(b, 1)}), ("default", "law"))
     messages = [
         {"role": "user", "content": f"{handles['a']} Who?"},
         {"role": "assistant", "content": "the er"},
@@ -210,6 +211,10 @@ def test_layers_that_are_none_of_the_model_are_refused(layers):
         ("formal", {}, "expected pairs"),
         (["formal"], {}, "for pair 0"),
         ([("a", "b"), ("a", "b", "c")], {}, "for pair 1"),
+        ([(1, 2)], {}, "for pair 0"),
+        ([7], {}, "for pair 0"),
+        (iter([]), {}, "expected pairs"),
+        (PAIRS, {"layers": 1}, "expected two fractions"),
         ([("The formal", " ")], {}, "Pair 0 has an empty side"),
         ([([], "b")], {}, "Pair 0 has an empty side"),
         ([("a", "b"), ("the same", "the same")], {}, "pair 1 are the same"),
@@ -235,16 +240,17 @@ def test_what_cannot_be_applied_is_refused_at_the_call():
         ({"steering": (steering,)}, SteeringError, r"\(Steering, alpha\)"),
         ({"steering": (steering, float("nan"))}, SteeringError, "alpha=nan"),
         ({"steering": (steering, float("inf"))}, SteeringError, "alpha=inf"),
+        ({"steering": (steering, "strong")}, SteeringError, "None for the default strength"),
         ({"steering": steering, "scope": "all"}, SteeringError, "expected one of pack"),
         ({"steering": steering, "scope": "pack"}, SteeringError, "without packs"),
         ({"steering": last, "scope": "system"}, SteeringError, "RoPE rotates keys"),
         ({"packs": [pack.steer(steering)], "steering": steering, "scope": "system"}, SteeringError, "adds up"),
-        ({"steering": steering_of(other)}, FingerprintMismatchError, "config: steering has"),
+        ({"steering": steering_of(other)}, SteeringMismatchError, "config: steering has"),
         ({"steering": 0 * steering, "scope": "all"}, SteeringError, "expected one of pack"),
     ]:
         with pytest.raises(error, match=says):
             engine.stream("Who?", **request)
-    with pytest.raises(FingerprintMismatchError, match="make_steering"):
+    with pytest.raises(SteeringMismatchError, match="make_steering"):
         pack.steer(steering_of(other))
     foreign = other.build_pack("A fact of the an.", inside="system").steer(steering_of(other))
     with pytest.raises(FingerprintMismatchError, match="steering has"):
@@ -258,6 +264,12 @@ def test_what_cannot_be_applied_is_refused_at_the_call():
         engine.stream("Who?", packs=[recovered.steer(steering_of(other))])
     with pytest.raises(SteeringError, match="alpha=nan"):
         pack.steer(steering, float("nan"))
+    with pytest.raises(SteeringError, match="alpha='strong'"):
+        pack.steer(steering, "strong")
+    for wrong in (PAIRS, None, "formal"):
+        with pytest.raises(SteeringError, match=r"expected a Steering\. Make one"):
+            pack.steer(wrong)
+    assert pack.steer(steering, np.float32(0.5)).steering == 0.5 * steering
     wide = replace(steering, values={0: torch.ones(2, 99)})
     with pytest.raises(SteeringError, match=r"shape \(2, 99\)"):
         engine.generate("Who?", steering=wide)
@@ -340,14 +352,35 @@ def test_a_steering_beyond_its_cliff_warns():
     assert (steering + steering).coherent is None
 
 
+def test_the_default_strength_is_lower_beside_knowledge_and_what_was_calibrated_where_it_was():
+    engine, steering = tiny_engine(), steering_of(tiny_engine())
+    pack = engine.build_pack("A fact of the an.", inside="system")
+    calibrated = replace(steering, recommended=(2.0, 0.25))
+    for asked, alone, beside in ((steering, 1, 0.7), (calibrated, 2, 0.25), (2 * calibrated, 1, 0.125)):
+        for packs, alpha in (((), alone), ([pack], beside)):
+            found = engine.generate("Who?", packs=packs, steering=(asked, None), max_tokens=4)
+            explicit = engine.generate("Who?", packs=packs, steering=(asked, alpha), max_tokens=4)
+            assert torch.equal(found.first_logits, explicit.first_logits)
+            assert found.token_ids == explicit.token_ids
+        assert pack.steer(asked).steering == beside * asked
+    assert (-calibrated).recommended == (-2, -0.25)
+    assert (calibrated + steering).recommended is None
+    assert (0 * calibrated).recommended is None
+    assert calibrated.restrict([1]).recommended is None
+    assert calibrated == steering
+    with pytest.raises(SteeringError, match="recommended alpha"):
+        replace(steering, recommended=(1.0, math.nan))
+
+
 @pytest.mark.parametrize("method", ["mean", "last_token"])
 def test_a_saved_steering_comes_back_the_same(tmp_path, method):
-    steering = replace(steering_of(tiny_engine(), method), coherent=(-math.inf, 1.5), provenance={"name": "förmal"})
+    measured = {"coherent": (-math.inf, 1.5), "recommended": (1.5, 0.3), "provenance": {"name": "förmal"}}
+    steering = replace(steering_of(tiny_engine(), method), **measured)
     path = save_steering(steering, tmp_path / "new" / "formal.steering")
     back = load_steering(path)
     assert back == steering
     assert back.id == steering.id
-    for field in ("method", "scales", "coherent", "provenance", "fingerprint"):
+    for field in ("method", "scales", "coherent", "recommended", "provenance", "fingerprint"):
         assert getattr(back, field) == getattr(steering, field), field
     assert back.strength == steering.strength
     assert [entry.name for entry in path.parent.iterdir()] == ["formal.steering"]

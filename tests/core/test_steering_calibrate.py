@@ -65,6 +65,7 @@ def test_the_coherent_range_ends_where_text_repeats_itself():
     assert [row.strength for row in found.rows] == pytest.approx([4, 2, 1, 0, 0.5, 1, 2, 4])
     assert found.rows[0].effect == 9
     assert found.steering.coherent == (-2, 2)
+    assert found.steering.recommended == (2, 1)
     assert found.steering == steering_of(tiny_engine())
 
 
@@ -99,6 +100,16 @@ def test_every_task_is_asked_as_given():
 def test_a_sweep_of_nothing_is_refused(tasks, alphas):
     with pytest.raises(SteeringError, match="expected tasks and finite numbers"):
         sweep(Spoken(), tasks=tasks, alphas=alphas)
+
+
+def test_tasks_and_scores_that_are_none_are_refused():
+    with pytest.raises(SteeringError, match=r"expected a list of them: \['Who\?'\]"):
+        sweep(Spoken(), tasks="Who?")
+    for wrong in (None, math.nan, "much"):
+        with pytest.raises(SteeringError, match="expected a finite number"):
+            calibrate(
+                Spoken(), steering_of(tiny_engine()), ["Who?"], lambda _, it=wrong: it, alphas=[1], progress=False
+            )
 
 
 def test_it_runs_on_an_engine_and_the_calibrated_steering_warns_beyond_its_cliff():

@@ -1,6 +1,8 @@
 """The benchmark and the cookbook of steering, from beginning to end on a tiny model."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -14,26 +16,62 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     from benchmarks import steering
 
     monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
-    data = tmp_path / "questions.jsonl"
-    facts = [{"title": "Veyl", "text": "It lies on Orrelay."}]
-    data.write_text(json.dumps({"question": "Where is Veyl?", "answer": "Orrelay", "gold_facts": facts}))
-    arguments = "--questions 2 --tokens 6 --alphas 1 --alpha 1 --dual-alphas 0 1 --repeats 1"
-    out = tmp_path / "figures.json"
-    figures = steering.main(
-        ["--data", str(data), "--json", str(out), "--plot", str(tmp_path / "sweep"), *arguments.split()]
-    )
+    arguments = "--questions 2 --tokens 6 --alphas 1 --alpha 1 --repeats 1"
+    out, plots, answers = tmp_path / "figures.json", tmp_path / "plots", tmp_path / "answers.jsonl"
+    told = ["--json", str(out), "--plots", str(plots), "--answers", str(answers), *arguments.split()]
+    figures = steering.main(told)
     assert json.loads(out.read_text()) == figures
     assert set(steering.SECTIONS) <= set(figures)
     assert figures["speed"]["tokens_added"] == 0
     assert [row["alpha"] for row in figures["alpha"]["rows"]] == [0, 1]
-    assert set(figures["layers"]) == {"first", "middle", "last", "all"}
-    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".jsonl", ".png", ".svg"}
+    assert set(figures["layers"]) == {"alpha", "first", "middle", "last", "all"}
+    assert set(figures["composition"]["kept"]) == {"both", "both, apart", "instructed: both"}
+    names = ("alpha", "layers", "composition", "pairs", "cache")
+    assert {path.name for path in plots.iterdir()} == {
+        f"steering-{name}.{suffix}" for name in names for suffix in ("png", "svg")
+    }
     assert "Tokens added by steering: 0" in capsys.readouterr().out
+    # What was answered is not asked again.
+    held = answers.read_text()
+    monkeypatch.setattr(tiny_engine(), "generate", None)
+    again = steering.main([*told, "--only", "alpha", "layers", "composition", "pairs", "cache"])
+    assert all(again[name] == figures[name] for name in names)
+    assert answers.read_text() == held
+
+
+def test_the_benchmark_of_both_channels_counts_what_was_said(tmp_path, monkeypatch):
+    pytest.importorskip("textstat")
+    from benchmarks import dual
+
+    monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
+    data, out, answers = (tmp_path / name for name in ("questions.jsonl", "figures.json", "answers.jsonl"))
+    facts = [{"title": "Veyl", "text": "It lies on Orrelay."}]
+    rows = [{"question": f"Where is Veyl {n}?", "answer": "Orrelay", "gold_facts": facts} for n in range(2)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told = ["--data", str(data), "--json", str(out), "--answers", str(answers), "--tokens", "4", "--others"]
+    told += ["--steered", "system:0.7", "pack:0"]
+    assert dual.main([*told, "--skip", "1"])["questions"] == 1
+    assert dual.main(told)["questions"] == 2
+    names = {"pack", "system:0.7", "pack:0", "nothing", "steering", "instruction", "pack and instruction"}
+    said = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert sorted((row["question"], row["condition"]) for row in said) == sorted(
+        (n, name) for n in (0, 1) for name in names
+    )
+    for row in said:
+        if row["question"] == 1:
+            row["text"] = "Orrelay it is" if row["condition"] == "system:0.7" else "No idea"
+    answers.write_text("".join(json.dumps(row) + "\n" for row in said if row["question"] == 1))
+    figures = dual.main([*told, "--skip", "1"])
+    assert json.loads(out.read_text()) == figures
+    assert figures["questions"] == 1
+    assert (figures["pack"]["em"]["mean"], figures["system:0.7"]["em"]["mean"]) == (0, 1)
+    assert figures["system:0.7"]["words"]["difference"] == 1
+    assert (figures["pack:0"]["changed"], figures["system:0.7"]["changed"]) == (0, 1)
 
 
 def test_formality_and_brevity_order_texts():
     pytest.importorskip("textstat")
-    from benchmarks.steering import brevity, formality
+    from benchmarks.scores import brevity, formality
 
     casual = "hey dude I'm like gonna go, ok? it's cool!"
     plain = "The sun is a star. It gives light to the planets."
@@ -44,11 +82,24 @@ def test_formality_and_brevity_order_texts():
     assert brevity("one") == 0 > brevity("one two") > brevity(plain)
 
 
+def test_the_code_of_the_page_runs(monkeypatch):
+    pytest.importorskip("langchain_core")
+    pytest.importorskip("llama_index.core")
+    monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
+    page = (Path(__file__).parents[2] / "docs" / "steering.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    names = {}
+    for block in blocks:
+        exec(compile(block, "steering.md", "exec"), names)  # noqa: S102 - our own page
+    assert names["pack"].steering == 0.7 * names["formal"]
+
+
 def test_the_cookbook_tells_its_story(capsys, monkeypatch):
     monkeypatch.setattr("kp_core.load_engine", lambda **_: tiny_engine())
     cookbook(["--tokens", "6"])
     said = capsys.readouterr().out
-    assert [line[2] for line in said.splitlines() if line.startswith("# ")] == list("12345")
+    assert [line[2] for line in said.splitlines() if line.startswith("# ")] == list("123456")
     assert "comes back the same: True" in said
     answers = dict(line.split(": ", 1) for line in said.splitlines() if line.startswith(("plain", "steered there")))
     assert answers["plain"] == answers["steered there and back"]

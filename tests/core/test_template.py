@@ -1,4 +1,5 @@
 import logging
+from itertools import pairwise
 
 import pytest
 
@@ -175,6 +176,98 @@ def test_system_placement_moves_packs_and_keeps_handles():
     assert [check.as_text for check in made.verify(prompt)] == ["", ""]
 
 
+def exchange(number, result):
+    call = {"id": f"call0000{number}", "function": {"name": "search", "arguments": {"page": number}}}
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result, "name": "search", "tool_call_id": f"call0000{number}"},
+    ]
+
+
+def test_absorbed_exchanges_leave_one_call_and_their_packs():
+    made = template("tools")
+    asked = {"role": "user", "content": "Who?"}
+    searches = [*exchange(1, HANDLE), *exchange(2, f"{OTHER}\n\n{HANDLE}")]
+    prompt = made.render([asked, *searches], view=Packs().view(), absorb=True)
+    assert made.text(prompt) == (
+        "<|im_start|>user\nWho?\n\n<found>\nOrla Venn keeps the light.\nIt burns blue oil.\n</found><|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>{"name": "search", "arguments": {"page": 2}}</tool_call><|im_end|>\n'
+        "<|im_start|>tool\n(In memory, with the results of all earlier calls.)<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [check.as_text for check in made.verify(prompt)] == ["", ""]
+    # Nothing that stands before a new pack moves.
+    before = made.render([asked, *searches[:2]], view=Packs().view(), absorb=True)
+    [own] = before.spans
+    assert before.token_ids[: own.stop] == prompt.token_ids[: own.stop]
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_absorbing_keeps_the_prompt_at_its_length(kind):
+    made = template(kind, merges=7)
+    texts = {f"kp:a/{letter * 21}": f"Fact {letter} says it." for letter in "abcdefghi"}
+    view, asked = Packs(**texts).view(), {"role": "user", "content": "Who?"}
+    for placement in ("in_place", "system"):
+        sent = []
+        for count in range(1, 10):
+            searches = [m for n, handle in enumerate(list(texts)[:count]) for m in exchange(n, handle)]
+            prompt = made.render([asked, *searches], view=view, absorb=True, placement=placement)
+            assert len(prompt.spans) == count
+            made.verify(prompt)
+            sent.append(len(prompt) - prompt.pack_tokens)
+        assert max(sent) <= 1.05 * min(sent)
+
+
+def test_only_what_packs_hold_is_absorbed():
+    made, view = template("tools"), Packs().view()
+    asked = {"role": "user", "content": "Who?"}
+    for kept in ("It rains.", f"Found: {HANDLE}", FOREIGN, ""):
+        messages = [asked, *exchange(1, kept)]
+        assert made.render(messages, view=view, absorb=True) == made.render(messages, view=view)
+    # A call without its result is under way, and stays.
+    messages = [asked, *exchange(1, HANDLE), *exchange(2, OTHER)[:1]]
+    rendered = made.text(made.render(messages, view=view, absorb=True))
+    assert '"page": 1' in rendered
+    assert '"page": 2' in rendered
+    # A role that is not trusted absorbs nothing.
+    distrusted = Packs().view(trusted_roles={"system"})
+    messages = [asked, *exchange(1, HANDLE)]
+    assert made.render(messages, view=distrusted, absorb=True) == made.render(messages, view=distrusted)
+
+
+def test_parallel_calls_are_absorbed_together():
+    made, view = template("tools"), Packs().view()
+    asked = {"role": "user", "content": "Who?"}
+    (first, found), (second, also) = exchange(1, HANDLE), exchange(2, OTHER)
+    both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
+    prompt = made.render([asked, both, found, also], view=view, absorb=True)
+    assert [span.handle for span in prompt.spans] == [HANDLE, OTHER]
+    assert made.text(prompt).count("(In memory") == 2
+    mixed = [asked, both, found, {**also, "content": "Nothing was found."}]
+    assert made.render(mixed, view=view, absorb=True) == made.render(mixed, view=view)
+
+
+def test_every_turn_keeps_its_own_findings():
+    made, view = template("tools"), Packs().view()
+    first = [{"role": "user", "content": "Who?"}, *exchange(1, HANDLE), {"role": "assistant", "content": "Orla."}]
+    then = [{"role": "user", "content": "Oil?"}, *exchange(2, f"{HANDLE} {OTHER}")]
+    before = made.render(first, view=view, absorb=True, add_generation_prompt=False)
+    prompt = made.render([*first, *then], view=view, absorb=True)
+    # What was said stays where it was, and a pack stands where it was found first.
+    assert prompt.token_ids[: len(before)] == before.token_ids
+    assert [span.handle for span in prompt.spans] == [HANDLE, OTHER]
+    # Packs that the caller places are not placed again.
+    packs = [PackRef(handle, Packs().peek(handle)) for handle in (OTHER, HANDLE)]
+    placed = made.render([*first, *then], view=view, packs=packs, absorb=True)
+    assert [span.handle for span in placed.spans] == [OTHER, HANDLE]
+    assert "<found>" not in made.text(placed)
+
+
+def test_findings_without_a_question_are_memory():
+    made, view = template("tools"), Packs().view()
+    rendered = made.text(made.render(exchange(1, HANDLE), view=view, absorb=True))
+    assert rendered.startswith("<|im_start|>system\nOrla Venn keeps the light.\n<|im_end|>")
+
+
 def test_prompt_is_as_long_with_ten_packs_as_with_one():
     made = template("plain")
     texts = {f"kp:a/{letter * 21}": f"Fact {letter}." for letter in "abcdefghij"}
@@ -207,6 +300,21 @@ def test_chunks_depend_on_what_stands_before_only():
     assert [c for c in short.chunks(8) if c[1] <= stop] == [c for c in long.chunks(8) if c[1] <= stop]
     assert all(b - a <= 8 for a, b in long.chunks(8))
     assert [a for a, _ in long.chunks(8)][1:] == [b for _, b in long.chunks(8)][:-1]
+
+
+def test_text_between_packs_is_one_chunk_with_the_pack_behind_it():
+    made, view = template("plain"), Packs().view()
+    together = made.render(f"{HANDLE} and {OTHER} and more", view=view)
+    first, second = together.spans
+    edges = [0, first.start, first.stop, second.stop, len(together)]
+    assert together.chunks(1000) == tuple(pairwise(edges))
+    # Where a pack's own KV may stand, it is a chunk of its own, and so is a pack in another message.
+    edges.insert(3, second.start)
+    assert together.chunks(1000, lambda *_: True) == tuple(pairwise(edges))
+    apart = made.render(
+        [{"role": role, "content": text} for role, text in (("system", HANDLE), ("user", OTHER))], view=view
+    )
+    assert apart.spans[1].start in [start for start, _ in apart.chunks(1000)]
 
 
 def test_roles_and_namespaces_that_may_not_stay_text(caplog):

@@ -87,6 +87,20 @@ def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(model, pages, smol):
     assert [m.content for m in state["messages"] if isinstance(m, ToolMessage)] == pages
 
 
+def test_a_model_absorbs_without_a_middleware(smol, store, pages):
+    model = ChatKnowledgePacks(engine=smol, store=store, banks=["book"], absorb=True, max_tokens=1)
+    messages = [HumanMessage("Read.")]
+    sent = []
+    for number, page in enumerate(pages[:3]):
+        call = {"name": "read_next_page", "args": {"page": number}, "id": f"call0000{number}"}
+        messages += [AIMessage("", tool_calls=[call]), ToolMessage(page, tool_call_id=call["id"], name=call["name"])]
+        usage = model.invoke(messages).response_metadata["kp"]
+        assert usage["prompt_tokens"] == model.get_num_tokens_from_messages(messages)
+        sent.append(usage["prompt_tokens"])
+    assert usage["pack_tokens"] > 2 * 20
+    assert len(set(sent)) == 1
+
+
 def test_the_text_agent_grows(model):
     steps = Steps(6)
     ask(create_agent(model, [reader(PAGES)], middleware=[steps]), "Read the whole book.")

@@ -183,6 +183,8 @@ def test_names():
     assert (chat.model, chat.model_name, chat.stop) == ("some/model", "some/model", ["x"])
     assert chat._get_ls_params()["ls_stop"] == ["x"]
     assert ChatKnowledgePacks().model_name == "SmolLM2-135M-Instruct"
+    # An engine made of a model object calls it what its configuration does.
+    assert ChatKnowledgePacks(engine=tiny_engine()).model_name == "llama"
 
 
 def test_conversations_with_tool_messages_render(tiny):

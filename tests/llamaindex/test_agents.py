@@ -11,7 +11,7 @@ from llama_index.core.tools import RetrieverTool
 from llama_index.core.workflow import Context, JsonSerializer
 from workflows.context.state_store import UnserializableKeyWarning
 
-from kp_core import PackStore, find_handles, load_engine
+from kp_core import Handle, PackStore, find_handles, load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM
 from tests.llamaindex.conftest import QUESTION
@@ -136,40 +136,78 @@ async def test_retriever_tools_send_handles(tiny_index):
     assert raws[1]["usage"]["pack_tokens"] > 100
 
 
-async def test_twenty_steps(tmp_path):
+class Searching(KnowledgePackLLM):
+    """Searches so many times and then answers, as a random model would not by itself."""
+
+    searches: int
+
+    def _prepare_chat_with_tools(self, tools, chat_history, **settings):
+        done = sum(message.role == "tool" for message in chat_history)
+        choice = "search" if done < self.searches else "none"
+        return super()._prepare_chat_with_tools(tools, chat_history=chat_history, **settings, tool_choice=choice)
+
+
+@pytest.fixture(scope="module")
+def long_engine():
+    """A tiny model with room for twenty steps."""
     model = tiny_model("llama")
     model.config.max_position_embeddings = 16384
-    engine = load_engine(model, tokenizer=tiny_tokenizer(CHATML))
-    store = PackStore(tmp_path / "packs")
-    shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 10 for number in range(20)]
-    handles = [str(store.put(engine.build_pack(text, lazy=True))) for text in shelf]
+    return load_engine(model, tokenizer=tiny_tokenizer(CHATML))
+
+
+async def read_everything(engine, store, handles, **settings):
+    """The usage of each step of an agent that reads one handle a step and then answers, and what its memory holds."""
     asked = iter(handles)
 
     def search(page: int) -> str:
         """Search the library."""
         return next(asked)
 
-    class Searching(KnowledgePackLLM):
-        """Searches at every step, as a random model would not by itself."""
-
-        def _prepare_chat_with_tools(self, *args, **settings):
-            return super()._prepare_chat_with_tools(*args, **{**settings, "tool_choice": "search"})
-
-    llm = Searching(engine=engine, store=store, namespaces=["default"], max_tokens=120)
+    llm = Searching(
+        engine=engine, store=store, namespaces=["default"], max_tokens=80, searches=len(handles), **settings
+    )
     agent = FunctionAgent(tools=[search], llm=llm, allow_parallel_tool_calls=False)
-    with pytest.raises(Exception, match="Max iterations"):
-        await (handler := agent.run("Read everything.", max_iterations=20))
+    memory = ChatMemoryBuffer.from_defaults(token_limit=100_000)
+    handler = agent.run("Read everything.", memory=memory, max_iterations=len(handles) + 2)
     usages = [
         event.raw["usage"] async for event in handler.stream_events() if isinstance(event, AgentStream) and event.raw
     ]
-    assert len(usages) == 20
+    await handler
+    return usages, memory.get_all()
+
+
+@pytest.mark.parametrize(("placement", "steps"), [("in_place", 20), ("system", 6)])
+async def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(long_engine, store, placement, steps):
+    shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 4 for number in range(steps)]
+    packs = [long_engine.build_pack(text, inside="system", lazy=True) for text in shelf]
+    handles = [str(store.put(pack)) for pack in packs]
+    long_engine.clear_cache()
+    usages, messages = await read_everything(long_engine, store, handles, absorb=True, placement=placement)
+    assert len(usages) == steps + 1
+    sent = [usage["prompt_tokens"] for usage in usages[1:]]
+    assert max(sent) <= 1.05 * min(sent)
+    for step in range(2, steps + 1):
+        usage, before = usages[step], usages[step - 1]
+        assert usage["pack_tokens"] == sum(len(pack.token_ids) for pack in packs[:step])
+        read = usage["pack_tokens"] - before["pack_tokens"]
+        # In place, only the latest call and its frame stand behind the new pack; at the head, all that is sent does.
+        behind = before["completion_tokens"] + 120 if placement == "in_place" else usage["prompt_tokens"]
+        assert usage["computed_tokens"] <= read + behind
+    # The agent's own messages are not touched: every handle is there, and the store has its text.
+    found = [str(handle) for message in messages for _, _, handle in find_handles(message.content or "")]
+    assert found == handles
+    assert [store.get(Handle.parse(handle)).text.strip() for handle in found] == [text.strip() for text in shelf]
+
+
+async def test_without_absorbing_a_prompt_grows_by_its_calls(long_engine, store):
+    shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 4 for number in range(6)]
+    handles = [str(store.put(long_engine.build_pack(text, lazy=True))) for text in shelf]
+    usages, _ = await read_everything(long_engine, store, handles)
     totals = [usage["prompt_tokens"] + usage["pack_tokens"] for usage in usages]
-    for number in range(1, 20):
+    for number in range(1, 6):
         sent = usages[number]["prompt_tokens"] - usages[number - 1]["prompt_tokens"]
-        own_call = usages[number - 1]["completion_tokens"]
-        new = totals[number] - totals[number - 1]
         # A step sends the call that was made and the frame of its result; what was found is not sent.
-        assert sent < own_call + 80
-        assert usages[number]["pack_tokens"] - usages[number - 1]["pack_tokens"] > 250
+        assert 0 < sent < usages[number - 1]["completion_tokens"] + 80
+        assert usages[number]["pack_tokens"] - usages[number - 1]["pack_tokens"] > 100
         # What was read at earlier steps is not computed again.
-        assert usages[number]["computed_tokens"] <= new
+        assert usages[number]["computed_tokens"] <= totals[number] - totals[number - 1]

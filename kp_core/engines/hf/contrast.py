@@ -59,7 +59,7 @@ class Contrast:
         `layers` is by default the middle third. Raises `SteeringError` for pairs that are empty, one-sided or alike
         once rendered, for layers the model lacks, for a method that does not exist, and for `c_k` with `"mean"`.
         """
-        if isinstance(pairs, str) or not pairs:
+        if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
             raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
         if method not in ("mean", "last_token"):
             raise SteeringError(f"Got the method {method!r}; expected 'mean' or 'last_token'.")
@@ -97,7 +97,9 @@ class Contrast:
         return made.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
 
     def _prompts(self, pair: Pair, index: int, method: Method) -> tuple[Prompt, Prompt]:
-        if isinstance(pair, str) or len(pair) != 2:
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
+        if not all(isinstance(side, Sequence) for side in pair):
             raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
         if any(not side or (isinstance(side, str) and not side.strip()) for side in pair):
             raise SteeringError(f"Pair {index} has an empty side; {_ADVICE}")

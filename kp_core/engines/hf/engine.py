@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import threading
 import time
@@ -22,7 +21,7 @@ from kp_core.engines.hf.answering import Answerer, usage_of
 from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
 from kp_core.engines.hf.contrast import Contrast
-from kp_core.engines.hf.loading import load, take_fingerprint
+from kp_core.engines.hf.loading import load, memory_bytes, name_of, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.prefill import Prefilled, Prefiller
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
@@ -79,12 +78,13 @@ class HFEngine:
         cache_bytes: int | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self.name = name_of(model)
         loaded, self.tokenizer = load(bundled_model() if model is None else model, tokenizer, device, dtype)
         self._template = ChatTemplate(self.tokenizer, template_options)
         self._model = CausalModel(loaded)
         shape = self._model.shape
         self._prefiller = Prefiller(
-            self._model, _memory(shape.device) // 8 if cache_bytes is None else cache_bytes, chunk_tokens
+            self._model, memory_bytes(shape.device) // 8 if cache_bytes is None else cache_bytes, chunk_tokens
         )
         eos = getattr(self.tokenizer, "eos_token_id", None)
         ends = self._model.end_tokens | ({eos} if isinstance(eos, int) else set())
@@ -239,8 +239,9 @@ class HFEngine:
         """The answer to a conversation (a string is one user message).
 
         Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
-        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`) and for a steering of one,
-        `SteeringError` for a steering that the prompt has no place for, `SamplingError`.
+        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`) and, as its kind
+        `SteeringMismatchError`, for a steering of one, `SteeringError` for one that the prompt has no place for,
+        `SamplingError`.
         """
         return self.stream(messages, **request).result()
 
@@ -275,6 +276,7 @@ class HFEngine:
             view=None if view is None else checked_view(view, checked),
             packs=explicit_packs(request.get("packs", ()), view, checked),
             placement=request.get("placement", "in_place"),
+            absorb=request.get("absorb", False),
             shape=AnswerShape.of(request),
             thinking=request.get("thinking"),
         )
@@ -286,8 +288,9 @@ class HFEngine:
 
     def _blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""
-        steering, chunk_tokens = as_steering(request.get("steering")), self._prefiller.chunk_tokens
-        blocks = plan_blocks(prompt, steering, request.get("scope"), chunk_tokens, answering=answering)
+        steering = as_steering(request.get("steering"), with_knowledge=bool(prompt.spans))
+        chunks = prompt.chunks(self._prefiller.chunk_tokens, request.get("composer", _EXACT).wants)
+        blocks = plan_blocks(prompt, steering, request.get("scope"), chunks, answering=answering)
         for block in blocks:
             for part in block.parts:
                 part.steering.check(self.fingerprint)
@@ -313,9 +316,3 @@ class HFEngine:
             cancel=limit,
             blocks=self._blocks(prompt, request),
         )
-
-
-def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

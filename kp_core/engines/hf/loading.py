@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.hf.model import CausalModel, refuse_unsupported, rope_parameters
 from kp_core.errors import ModelError
 from kp_core.fingerprint import ModelFingerprint
 from kp_core.template import ChatTemplate
 
-__all__ = ["load", "take_fingerprint"]
+__all__ = ["load", "memory_bytes", "name_of", "take_fingerprint"]
 
 
 def load(
@@ -46,6 +48,22 @@ def load(
             "folder with config.json, weights and tokenizer."
         ) from error
     return loaded.to(where), found
+
+
+def name_of(model: str | Path | PreTrainedModel | None) -> str:
+    """What people call a model: its id, the last part of its folder, or what its configuration has of either."""
+    if isinstance(model, PreTrainedModel):
+        return name_of(model.name_or_path or str(model.config.model_type))
+    if model is None:
+        return BUNDLED_MODEL
+    return Path(model).resolve().name if Path(model).is_dir() else str(model)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory where `device` keeps its tensors, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def take_fingerprint(model: CausalModel, tokenizer: Any, template: ChatTemplate, chunk_tokens: int) -> ModelFingerprint:  # noqa: ANN401

@@ -103,7 +103,7 @@ class Prefiller:
             return self._start_plain(prompt, capacity, sources, logits=logits)
 
     def _start_plain(self, prompt: Prompt, capacity: int, sources: _Sources, *, logits: bool) -> Prefilled:
-        chunks = prompt.chunks(self.chunk_tokens)
+        chunks = prompt.chunks(self.chunk_tokens, sources.composer.wants)
         run = self._at(sources.match(prompt, chunks, {}, logits=logits), prompt, capacity)
         try:
             packs = _PackKV(prompt, self.chunk_tokens, sources, self.model.shape.device) if sources.reuse else None
@@ -119,7 +119,7 @@ class Prefiller:
     def _start_steered(
         self, prompt: Prompt, capacity: int, blocks: Sequence[Block], sources: _Sources, *, logits: bool
     ) -> Prefilled:
-        edges, at = steered_edges(prompt.chunks(self.chunk_tokens), blocks)
+        edges, at = steered_edges(prompt.chunks(self.chunk_tokens, sources.composer.wants), blocks)
         labels = {edge: block.label for edge, block in at.items()}
         path, first = sources.match(prompt, edges, labels, logits=logits), blocks[0]
         kv, computed = None, 0
@@ -248,13 +248,14 @@ class _PackKV:
         return None
 
     def _load(self, span: Span) -> KVTensors | None:
-        pack, head = span.pack, self._prompt.head(span, self._chunk_tokens)
-        if not (self._fits(span, pack) and self._sources.composer.wants(pack, head)):
+        wants = self._sources.composer.wants
+        pack, head = span.pack, self._prompt.head(span, self._chunk_tokens, wants)
+        if not (self._fits(span, pack) and wants(pack, head)):
             return None
         if pack.kv is None and self._sources.packs is not None and find_handles(span.handle):
             pack = self._sources.packs.get(Handle.parse(span.handle))
         # What came from the source may have been replaced since it was looked at.
-        if pack.kv is None or not (self._fits(span, pack) and self._sources.composer.wants(pack, head)):
+        if pack.kv is None or not (self._fits(span, pack) and wants(pack, head)):
             logger.info("Pack %s has no KV for this place; it is computed from its text.", span.handle)
             return None
         return self._sources.composer.place(pack, head).to(self._device)

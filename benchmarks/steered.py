@@ -1,0 +1,109 @@
+"""What the sections of `benchmarks.steering` share: the questions, and one engine that remembers its answers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import track
+
+from benchmarks import common
+from benchmarks.remembered import Remembered
+from benchmarks.scores import formality
+from kp_core import SentenceTransformerEmbedder, Steering
+from kp_core.steering import Calibration, Task, calibrate, likeness, preset
+
+if TYPE_CHECKING:
+    from kp_core.engines.hf import HFEngine
+
+__all__ = ["QUESTIONS", "Bench", "share", "without"]
+
+QUESTIONS = (
+    "What is the sun?",
+    "Why do people sleep?",
+    "How do I learn to swim?",
+    "What should I eat for breakfast?",
+    "Tell me about dogs.",
+    "Why is the sea salty?",
+    "How can I save money?",
+    "What is music good for?",
+    "What makes a good friend?",
+    "How does a bicycle stay upright?",
+    "What is a volcano?",
+    "How do I make tea?",
+    "Why do leaves change colour?",
+    "What should I pack for a trip?",
+    "Tell me about the moon.",
+    "How do birds find their way?",
+    "What is a library for?",
+    "Why should I exercise?",
+    "How do I write a letter?",
+    "What happens in winter?",
+)
+
+
+class Bench:
+    """One engine, the questions, and what the sections share."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.engine: HFEngine = common.load_engine(arguments)
+        self.known = Remembered(self.engine, arguments.answers)
+        self.questions = QUESTIONS[: arguments.questions]
+        self.formal = self.engine.make_steering(preset("formal"))
+        self._embedder = SentenceTransformerEmbedder()
+
+    def answers(self, steering: Steering | None = None, system: str | None = None, **request: Any) -> list[str]:  # noqa: ANN401
+        """Greedy answers to the questions."""
+        head = [] if system is None else [{"role": "system", "content": system}]
+        return [
+            self.known.generate(
+                [*head, {"role": "user", "content": question}],
+                steering=steering,
+                max_tokens=self.arguments.tokens,
+                **request,
+            ).text
+            for question in track(self.questions, "Answering", transient=True)
+        ]
+
+    def effect(self, texts: Sequence[str], score: Callable[[str], float] = formality) -> float:
+        """Mean score less that of the unsteered answers."""
+        return common.mean(map(score, texts)) - common.mean(map(score, self.plain))
+
+    def likeness(self, name: str) -> Callable[[str], float]:
+        """`kp_core.steering.likeness` to the pairs of a preset."""
+        return likeness(preset(name), self._embedder)
+
+    @cached_property
+    def plain(self) -> list[str]:
+        """The unsteered answers."""
+        return self.answers()
+
+    @cached_property
+    def sweep(self) -> Calibration:
+        """The alpha sweep."""
+        tasks = [Task([{"role": "user", "content": question}]) for question in self.questions]
+        return calibrate(
+            self.known, self.formal, tasks, formality, alphas=self.arguments.alphas, max_tokens=self.arguments.tokens
+        )
+
+    @cached_property
+    def alpha(self) -> float:
+        """The alpha to use: asked for, or what the sweep recommends."""
+        return self.sweep.recommended if self.arguments.alpha is None else float(self.arguments.alpha)
+
+
+def share(part: float, whole: float) -> float:
+    """What share of `whole` a part is; 0 of nothing."""
+    return part / whole if whole else 0.0
+
+
+def without(steering: Steering, other: Steering) -> Steering:
+    """`steering` without its part along `other`."""
+    return steering - other * (steering.cosine(other) * _norm(steering) / _norm(other))
+
+
+def _norm(steering: Steering) -> float:
+    return sum(norm**2 for norm in steering.norms.values()) ** 0.5

@@ -1,0 +1,296 @@
+"""`kp steer`: steerings from pairs of texts, how much of each a model takes, and what lies in their files."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from kp_core import SentenceTransformerEmbedder, load_engine
+from kp_core.cli.shared import JsonFlag, console, print_json
+from kp_core.errors import SteeringError
+from kp_core.steering import (
+    Calibration,
+    LayerRange,
+    Method,
+    Pair,
+    Steering,
+    Task,
+    calibrate,
+    likeness,
+    load_steering,
+    preset,
+    preset_about,
+    preset_names,
+    save_steering,
+)
+
+__all__ = ["steer"]
+
+_QUESTIONS = (
+    "What is the sun?",
+    "Why do people sleep?",
+    "How do I learn to swim?",
+    "What should I eat for breakfast?",
+    "Tell me about dogs.",
+    "Why is the sea salty?",
+    "How can I save money?",
+    "What makes a good friend?",
+)
+_ROW = 'expected {"question": "...", "facts": "...", "expected": "..."}, of which only the first is needed.'
+
+steer = typer.Typer(
+    name="steer",
+    no_args_is_help=True,
+    help="Change how a model speaks, without a word in the prompt: make, measure and look at steerings.",
+)
+
+_File = Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp steer make` writes it.")]
+_Model = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M.")
+]
+_Dtype = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; a steering fits the dtype it was made in.")
+]
+
+
+@steer.command("list")
+def list_presets(*, as_json: JsonFlag = False) -> None:
+    """The presets that come with the package."""
+    found = [{"name": name, "about": preset_about(name), "pairs": len(preset(name))} for name in preset_names()]
+    if as_json:
+        print_json({"presets": found})
+        return
+    table = Table("preset", "towards, and away from", "pairs")
+    for row in found:
+        table.add_row(str(row["name"]), str(row["about"]), str(row["pairs"]))
+    console().print(table)
+
+
+@steer.command()
+def make(  # noqa: PLR0913 - one parameter per option
+    pairs: Annotated[str, typer.Argument(metavar="PAIRS", help="A preset, or a JSON file of pairs.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the steering goes.")],
+    *,
+    method: Annotated[
+        str, typer.Option(help="mean (values), or last_token (keys and values at one position).")
+    ] = "mean",
+    layers: Annotated[
+        str | None, typer.Option(metavar="RANGE", help="0.33-0.67 of the depth, or 10-19. Default: the middle third.")
+    ] = None,
+    model: _Model = None,
+    dtype: _Dtype = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a steering from pairs of texts: towards the first of each, away from the second."""
+    read, chosen, kind = read_pairs(pairs), _layers(layers), _method(method)
+    engine = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
+    made = engine.make_steering(read, method=kind, layers=chosen, progress=not as_json)
+    made = replace(made, provenance={**made.provenance, "pairs": pairs})
+    save_steering(made, out)
+    _show({"file": str(out), **_about(made)}, as_json=as_json)
+
+
+@steer.command("calibrate")
+def measure(  # noqa: PLR0913 - one parameter per option
+    file: _File,
+    *,
+    pairs: Annotated[
+        str | None, typer.Option(metavar="PAIRS", help="Score answers by these pairs. Default: those it was made from.")
+    ] = None,
+    questions: Annotated[
+        Path | None, typer.Option(metavar="JSONL", help="Questions, with facts and expected answers where there are.")
+    ] = None,
+    alphas: Annotated[
+        str, typer.Option(help="Strengths to try, with commas between.")
+    ] = "-2,-1,-0.5,0.5,0.7,1,1.5,2,3",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
+    plot: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw the sweep: .png or .svg.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where it goes. Default: back to FILE.")] = None,
+    model: _Model = None,
+    dtype: _Dtype = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Find the strengths that a model takes, and keep them with the steering as its defaults.
+
+    The effect is how like the answers are to the first sides of the pairs (1) or to the second (-1), by embedding.
+    """
+    steering = load_steering(file)
+    read, strengths = read_pairs(pairs or steering.provenance.get("pairs", "")), _numbers(alphas)
+    rows = [{"question": question} for question in _QUESTIONS] if questions is None else _rows(questions)
+    engine = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
+    steering.check(engine.fingerprint)
+    tasks = [
+        Task(
+            row["question"],
+            [engine.build_pack(row["facts"], inside="system")] if "facts" in row else (),
+            row.get("expected"),
+        )
+        for row in rows
+    ]
+    found = calibrate(
+        *(engine, steering, tasks, likeness(read, SentenceTransformerEmbedder())),
+        alphas=strengths,
+        max_tokens=max_tokens,
+        progress=not as_json,
+    )
+    save_steering(found.steering, out or file)
+    if plot is not None:
+        found.plot(plot)
+    _show_calibration(found, out or file, as_json=as_json)
+
+
+@steer.command()
+def show(
+    file: _File,
+    *,
+    other: Annotated[Path | None, typer.Option("--with", metavar="FILE", help="Compare with another one.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What a steering is made of, how strong it is, and what it was calibrated to."""
+    steering = load_steering(file)
+    about = {"file": str(file), **_about(steering)}
+    if other is not None:
+        second = load_steering(other)
+        second.check(steering.fingerprint)
+        by_layer = {str(layer): cosine for layer, cosine in steering.layer_cosines(second).items()}
+        about["cosine"] = {"with": str(other), "all": steering.cosine(second), "by_layer": by_layer}
+    _show(about, as_json=as_json)
+
+
+def read_pairs(name: str) -> Sequence[Pair]:
+    """The pairs of a preset, or of a JSON file: `[["positive", "negative"], ...]`, alone or under `pairs`.
+
+    Raises `SteeringError` for a name that is neither, and for a file of another form.
+    """
+    if name in preset_names():
+        return preset(name)
+    path = Path(name)
+    if not name or not path.is_file():
+        near = difflib.get_close_matches(name, preset_names(), n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise SteeringError(
+            f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}.{hint}"
+        )
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SteeringError(f"{path} is not JSON ({error}); expected a list of [positive, negative].") from error
+    rows = found.get("pairs") if isinstance(found, dict) else found
+    if not isinstance(rows, list):
+        raise SteeringError(f"{path} holds no list of pairs; expected [[positive, negative], ...].")
+    return [tuple(row) if isinstance(row, list) else row for row in rows]
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise SteeringError(f"{path}, line {number}: is not JSON ({error}); {_ROW}") from error
+        if not isinstance(row, dict) or "question" not in row or not all(isinstance(it, str) for it in row.values()):
+            raise SteeringError(f"{path}, line {number}: got {line[:60]}; {_ROW}")
+        rows.append(row)
+    if not rows:
+        raise SteeringError(f"{path} holds no questions; {_ROW}")
+    return rows
+
+
+def _layers(text: str | None) -> LayerRange | None:
+    if text is None:
+        return None
+    start, dash, stop = text.partition("-")
+    try:
+        if "." in text:
+            return float(start), float(stop)
+        return range(int(start), int(stop if dash else start) + 1)
+    except ValueError as error:
+        raise typer.BadParameter(f"Got --layers {text}; expected 0.33-0.67 or 10-19.") from error
+
+
+def _method(name: str) -> Method:
+    methods: dict[str, Method] = {"mean": "mean", "last_token": "last_token"}
+    if name not in methods:
+        raise typer.BadParameter(f"Got --method {name}; expected {', '.join(methods)}.")
+    return methods[name]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(map(math.isfinite, numbers)):
+        raise typer.BadParameter(f"Got --alphas {text}; expected finite numbers with commas between.")
+    return numbers
+
+
+def _about(steering: Steering) -> dict[str, Any]:
+    return {
+        "id": steering.id,
+        "method": steering.method,
+        "model": steering.fingerprint.id,
+        "dtype": steering.fingerprint.dtype,
+        "layers": list(steering.layers),
+        "strength": steering.strength if steering.scales and steering.values else None,
+        "norms": {str(layer): norm for layer, norm in steering.norms.items()},
+        "keys": bool(steering.keys),
+        # JSON knows no infinity: no cliff was found there.
+        "coherent": steering.coherent and [bound if math.isfinite(bound) else None for bound in steering.coherent],
+        "recommended": {
+            "alone": steering.default_alpha(with_knowledge=False),
+            "with_knowledge": steering.default_alpha(with_knowledge=True),
+            "calibrated": steering.recommended is not None,
+        },
+        "made": dict(steering.provenance),
+    }
+
+
+def _show(about: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(about)
+        return
+    table = Table(show_header=False)
+    layers, default = about["layers"], about["recommended"]
+    rows = {
+        "file": about["file"],
+        "made": f"{about['made'].get('made', 'unknown')} ({about['made'].get('pairs', 'of unknown pairs')})",
+        "id": about["id"],
+        "for": f"model {about['model'][:16]} in {about['dtype']}",
+        "layers": f"{layers[0]} to {layers[-1]} ({len(layers)}), values{' and keys' if about['keys'] else ''}",
+        "strength": "unknown" if about["strength"] is None else f"{about['strength']:.3f} of the cached values' norm",
+        "coherent": _range(about["coherent"]),
+        "default alpha": f"{default['alone']:g} alone, {default['with_knowledge']:g} with knowledge"
+        + ("" if default["calibrated"] else " (not calibrated)"),
+    }
+    if "cosine" in about:
+        rows["cosine"] = f"{about['cosine']['all']:.3f} with {about['cosine']['with']}"
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    console().print(table)
+
+
+def _range(bounds: list[float | None] | None) -> str:
+    if bounds is None:
+        return "not calibrated"
+    low, high = bounds
+    return f"from {'any' if low is None else f'{low:g}'} to {'any' if high is None else f'{high:g}'}"
+
+
+def _show_calibration(found: Calibration, file: Path, *, as_json: bool) -> None:
+    if as_json:
+        print_json({"file": str(file), **found.to_dict()})
+    else:
+        out = console()
+        out.print(found.table(), soft_wrap=True)
+        out.print(f"Kept in {file}.", soft_wrap=True)

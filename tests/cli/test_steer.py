@@ -1,0 +1,183 @@
+"""`kp steer`, as a new user would try it: on good and on broken input."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kp_core.cli.app import run
+from kp_core.steering import load_steering, preset_names
+from tests.conftest import tiny_engine
+
+Kp = Callable[..., tuple[int, str, str]]
+PAIRS = [["I should be obliged for a reply.", "write back ok"], ["It is most regrettable.", "that sucks"]]
+
+
+@pytest.fixture
+def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kp]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "pairs.json").write_text(json.dumps(PAIRS))
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(["steer", *arguments])
+        said = capfd.readouterr()
+        return code, said.out, said.err
+
+    yield call
+    logging.getLogger("kp_core").setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of random weights in place of the bundled one: these tests are about the commands."""
+    monkeypatch.setattr("kp_core.cli.steer.load_engine", lambda *_, **__: tiny_engine())
+
+
+def as_json(result: tuple[int, str, str]) -> dict[str, Any]:
+    assert result[0] == 0, result
+    found: dict[str, Any] = json.loads(result[1])
+    return found
+
+
+def test_list_names_every_preset(kp: Kp) -> None:
+    code, out, _ = kp("list")
+    assert code == 0
+    assert all(name in out for name in preset_names())
+    rows = as_json(kp("list", "--json"))["presets"]
+    assert [row["name"] for row in rows] == list(preset_names())
+    assert all(row["pairs"] >= 24 and row["about"] for row in rows)
+    assert kp("--help")[0] == 0
+
+
+def test_make_show_calibrate(kp: Kp, tiny: None, tmp_path: Path) -> None:
+    made = as_json(kp("make", "pairs.json", "-o", "new/formal.steering", "--layers", "0-1", "--json"))
+    steering = load_steering(tmp_path / "new/formal.steering")
+    assert made["id"] == steering.id
+    assert made["layers"] == [0, 1]
+    assert made["coherent"] is None
+    assert made["recommended"] == {"alone": 1, "with_knowledge": 0.7, "calibrated": False}
+    code, out, _ = kp("show", "new/formal.steering")
+    assert code == 0
+    assert "1 alone, 0.7 with knowledge (not calibrated)" in out
+    assert "of the cached values' norm" in out
+    rows = [{"question": "Who?"}, {"question": "Where is it?", "facts": "It is the er.", "expected": "er"}]
+    (tmp_path / "questions.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    told = ("new/formal.steering", "--questions", "questions.jsonl", "--alphas=-1,1", "--max-tokens", "4")
+    found = as_json(kp("calibrate", *told, "--out", "fit.steering", "--plot", "sweep.png", "--json"))
+    assert [row["alpha"] for row in found["rows"]] == [-1, 0, 1]
+    assert all(row["accuracy"] in (0, 1) for row in found["rows"])
+    fit = load_steering(tmp_path / "fit.steering")
+    assert fit == steering
+    assert fit.recommended == (found["recommended"], found["recommended_with_knowledge"])
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert as_json(kp("show", "fit.steering", "--json"))["recommended"]["calibrated"]
+    assert load_steering(tmp_path / "new/formal.steering").recommended is None
+    code, out, _ = kp("calibrate", "new/formal.steering", "--alphas", "1", "--max-tokens", "2")
+    assert code == 0
+    assert "Kept in new/formal.steering." in out
+    assert load_steering(tmp_path / "new/formal.steering").recommended is not None
+
+
+def test_two_steerings_are_compared(kp: Kp, tiny: None) -> None:
+    assert kp("make", "pairs.json", "-o", "a")[0] == 0
+    assert kp("make", "pairs.json", "-o", "keys", "--method", "last_token", "--layers", "0.0-1.0")[0] == 0
+    about = as_json(kp("show", "a", "--with", "a", "--json"))["cosine"]
+    assert about["all"] == pytest.approx(1)
+    assert set(about["by_layer"]) == {"1"}
+    code, out, _ = kp("show", "keys", "--with", "a")
+    assert code == 0
+    assert "values and keys" in out
+    assert "with a" in out
+
+
+def test_the_bundled_model_is_the_default(kp: Kp) -> None:
+    about = as_json(kp("make", "pairs.json", "-o", "s", "--dtype", "float32", "--json"))
+    assert about["layers"] == list(range(10, 20))
+    assert about["dtype"] == "float32"
+
+
+def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kp_core.cli.asking.load_engine", lambda *_, **__: tiny_engine())
+    (tmp_path / "facts.jsonl").write_text('{"text": "The bird on the flag is a heron."}')
+    assert run(["build", "bank", "facts.jsonl", "--no-chroma"]) == 0
+    assert kp("make", "pairs.json", "-o", "s", "--layers", "0-1")[0] == 0
+    told, steering = (
+        ["ask", "bank", "Which bird?", "-k", "1", "--max-tokens", "6", "--json"],
+        load_steering(tmp_path / "s"),
+    )
+    asked: list[Any] = []
+    stream = tiny_engine().stream
+
+    def heard(messages: Any, **request: Any) -> Any:
+        asked.append(request["steering"])
+        return stream(messages, **request)
+
+    monkeypatch.setattr(tiny_engine(), "stream", heard)
+    for options in ([], ["--steering", "s"], ["--steering", "s", "--alpha", "-20"]):
+        assert run([*told, *options]) == 0
+    assert asked == [None, (steering, None), (steering, -20)]
+    assert run([*told, "--alpha", "1"]) == 2
+    assert run([*told, "--steering", "s", "--compare"]) == 2
+    assert run([*told, "--steering", "facts.jsonl"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["mak"], 2, "Did you mean 'make'?"),
+        (["make", "pairs.json"], 2, "Missing option"),
+        (["make", "fromal", "-o", "s"], 1, "Did you mean formal?"),
+        (["make", "broken.json", "-o", "s"], 1, "broken.json is not JSON"),
+        (["make", "number.json", "-o", "s"], 1, "holds no list of pairs"),
+        (["make", "empty.json", "-o", "s"], 1, "expected pairs of (positive, negative)"),
+        (["make", "onesided.json", "-o", "s"], 1, "Pair 0 has an empty side"),
+        (["make", "three.json", "-o", "s"], 1, "for pair 0"),
+        (["make", "same.json", "-o", "s"], 1, "Both sides of pair 0 are the same prompt"),
+        (["make", "numbers.json", "-o", "s"], 1, "for pair 0"),
+        (["make", "pairs.json", "-o", "s", "--layers", "0-99"], 1, "model of 2 layers"),
+        (["make", "pairs.json", "-o", "s", "--layers", "top"], 2, "expected 0.33-0.67 or 10-19"),
+        (["make", "pairs.json", "-o", "s", "--method", "median"], 2, "mean, last_token"),
+        (["show", "nothing"], 1, "nothing"),
+        (["show", "pairs.json"], 1, "no intact steering"),
+        (["calibrate", "pairs.json"], 1, "no intact steering"),
+        (["calibrate", "good", "--alphas", "1,x"], 2, "finite numbers with commas"),
+        (["calibrate", "good", "--alphas", "1,nan"], 2, "finite numbers"),
+        (["calibrate", "good", "--questions", "broken.json"], 1, "line 1: is not JSON"),
+        (["calibrate", "good", "--questions", "pairs.json"], 1, 'expected {"question"'),
+        (["calibrate", "good", "--questions", "none.jsonl"], 1, "none.jsonl holds no questions"),
+        (["calibrate", "good", "--pairs", "fromal"], 1, "expected a JSON file"),
+        (["calibrate", "foreign"], 1, "The steering was not made by this model"),
+    ],
+)
+def test_errors_are_one_line_and_say_what_to_do(
+    kp: Kp, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+) -> None:
+    for name, text in {
+        "broken.json": "[",
+        "number.json": '{"pairs": 7}',
+        "empty.json": "[]",
+        "onesided.json": '[["a", " "]]',
+        "three.json": '[["a", "b", "c"]]',
+        "same.json": '[["a", "a"]]',
+        "numbers.json": "[[1, 2]]",
+        "none.jsonl": "\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    assert kp("make", "pairs.json", "-o", "good")[0] == 0
+    if "foreign" in arguments:
+        with monkeypatch.context() as patch:
+            patch.setattr("kp_core.cli.steer.load_engine", lambda *_, **__: tiny_engine("qwen3"))
+            assert kp("make", "pairs.json", "-o", "foreign")[0] == 0
+    got, out, err = kp(*arguments)
+    assert got == code, err
+    assert words in " ".join(err.split())
+    assert "Traceback" not in err + out
+    if code == 1:
+        assert len(err.strip().splitlines()) == 1
+        assert json.loads(kp(*arguments, "--json")[1])["message"] in err

@@ -1,0 +1,32 @@
+"""The benchmarks of agents and grammars, small, with the real model."""
+
+import json
+
+import pytest
+
+from benchmarks import agent, common, grammar
+
+
+def run(benchmark, tmp_path, *arguments):
+    out = tmp_path / "figures.json"
+    figures = benchmark.main([*arguments, "--dtype", "float32", "--json", str(out)])
+    assert json.loads(out.read_text()) == json.loads(json.dumps(figures))
+    return figures
+
+
+def test_agent(tmp_path, capsys):
+    data = common.data_folder() / "wiki_passages.jsonl"
+    if not data.exists():
+        pytest.skip(f"{data} is absent; set KP_DATA to the folder that holds it")
+    steps = run(agent, tmp_path, "--data", str(data), "--steps", "3")["steps"]
+    sent = {name: [step["prompt_tokens"] for step in found] for name, found in steps.items()}
+    assert sent["text"] == sent["none"] == sorted(set(sent["text"]))
+    assert sent["packs"][1] == sent["packs"][2]
+    assert [step["computed_tokens"] for step in steps["none"]] == sent["none"]
+    assert "longest to shortest: 1.000" in capsys.readouterr().out
+
+
+def test_grammar(tmp_path):
+    figures = run(grammar, tmp_path, "--limit", "2", "--tokens", "48", "--repeats", "1")
+    assert (figures["n"], figures["failed"], figures["failures"]) == (2, 0, [])
+    assert all(seconds > 0 for seconds in figures["seconds_per_token"].values())

@@ -1,0 +1,40 @@
+"""The benchmarks of LlamaIndex on a few rows and checks, with the real model."""
+
+import pytest
+
+from benchmarks import conformance, llamaindex
+from tests.core.test_benchmarks import data, run
+
+
+def test_llamaindex(tmp_path, capsys):
+    arguments = ("--limit", "2", "--tokens", "3", "--steps", "3", "--dtype", "float32")
+    figures = run(llamaindex, tmp_path, "--data", data("hotpotqa_gold.jsonl"), *arguments)
+    assert list(figures) == ["dtype", "questions", "agent"]
+    questions = figures["questions"]
+    assert (questions["n"], questions["differ"]) == (2, 0)
+    assert questions["sent"]["packs"] < questions["sent"]["text"]
+    agent = figures["agent"]
+    assert list(agent) == ["packs", "handles", "text", "text, no cache"]
+    sent = {name: [step["prompt_tokens"] for step in steps] for name, steps in agent.items()}
+    assert sent["packs"][1] == sent["packs"][2]
+    assert sent["handles"][1] < sent["handles"][2] < sent["text"][2]
+    assert sent["text"] == sent["text, no cache"]
+    assert [step["computed_tokens"] for step in agent["text, no cache"]] == sent["text"]
+    assert agent["packs"][2]["computed_tokens"] < sent["packs"][2] + agent["packs"][2]["pack_tokens"]
+    assert all(step["ttft_s"] > 0 for steps in agent.values() for step in steps)
+    assert "from step 2 on: 1.000" in capsys.readouterr().out
+
+
+def test_conformance(tmp_path, capsys):
+    arguments = ("--llm", "KnowledgePackLLM", "--tokens", "8", "--dtype", "float32", "--only", "chat answers")
+    figures = run(conformance, tmp_path, *arguments)
+    assert figures == {"dtype": "float32", "checks": 4, "problems": {"KnowledgePackLLM": {}}}
+    assert "│ answers │      4 │" in capsys.readouterr().out
+
+
+def test_conformance_of_the_baseline(tmp_path, capsys):
+    pytest.importorskip("llama_index.llms.huggingface", reason="llama-index-llms-huggingface is not installed")
+    arguments = ("--llm", "HuggingFaceLLM", "--tokens", "8", "--dtype", "float32", "--only", " stops at")
+    problems = run(conformance, tmp_path, *arguments)["problems"]["HuggingFaceLLM"]
+    assert "chat stops at stop strings" in problems
+    assert "HuggingFaceLLM: chat stops at stop strings: " in capsys.readouterr().out
