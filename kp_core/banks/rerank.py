@@ -5,6 +5,7 @@ Each is a `kp_core.banks.Reranker`. Scores stay the cosines they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class LexicalReranker:
             raise MissingDependencyError(
                 'Lexical search needs bm25s: `pip install "knowledge-packs[lexical]"`.'
             ) from error
+        # It sets itself to DEBUG, and would say every index it builds.
+        logging.getLogger("bm25s").setLevel(logging.WARNING)
         self._bm25s: Any = bm25s
 
     def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:

@@ -52,6 +52,8 @@ def _top(
         logging.getLogger("kp_core").setLevel(logging.DEBUG)
     else:
         warnings.simplefilter("ignore")
+        # What is wrong with a file, we say in one sentence.
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
