@@ -140,7 +140,7 @@ def measure(
             raise RuntimeError("a bank that was built is calibrated")
         yield seconds | {
             "banks": bank.banks,
-            "sketched": about.probes / about.banks,
+            "sketched": about.probes_of(bank.banks) / bank.banks,
             "scored": min(1.0, about.shortlist / count),
             "bytes_per_fact_beyond": (sum(bank.sizes.values()) - texts) / count - embedder.dimensions,
         }

@@ -27,6 +27,8 @@ _COMMON = 0.7
 # So many facts are scored at least, and one of so many: fewer save no time, and questions are harder than facts that
 # serve as such.
 _ALWAYS_SCORED, _SCORED_OF = 512, 200
+# Part of the banks above which going through all sketches is faster than collecting those of the nearest banks.
+_CHOSEN = 1 / 8
 # Ties at the border are settled among more than the k asked for.
 _PER_HIT = 8
 
@@ -51,8 +53,9 @@ class Calibration:
     facts: int
 
     def probes_of(self, banks: int) -> int:
-        """`probes` for a bank that has since grown or shrunk to `banks`: the same share of them."""
-        return min(banks, max(1, math.ceil(self.probes * banks / self.banks)))
+        """How many of the `banks` there are now to search: the same share; all where choosing takes longer."""
+        share = self.probes / self.banks
+        return banks if share > _CHOSEN else max(1, math.ceil(share * banks))
 
 
 class Index:

@@ -49,16 +49,8 @@ def verify(
     """
     # What opening logs, this says in its own words.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    bank, store = is_bank(path), path / "packs" if is_bank(path) else path
-    if path.is_file():
-        read_one(path)
-    elif not bank and not is_store(store):
-        raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
-    found, left = _check_bank(path, repair=repair) if bank else ([], [])
-    if is_store(store):
-        wrong = _verify_store(store)
-        found += wrong
-        left += _repair_store(store) if repair else wrong
+    store = path / "packs" if is_bank(path) else path
+    found, left = _check_files(path, store, repair=repair)
     check = _TemplateCheck()
     if template and is_store(store) and next(iter(PackStore(store)), None):
         check = _check_template(load_engine(model), PackStore(store))
@@ -141,6 +133,24 @@ def _difference(engine: Engine, store: PackStore, handle: Handle, pack: Knowledg
         if any(placed.token_ids[span.start : span.stop] == pack.token_ids for span in placed.spans):
             return None
     return "its tokens are those of its text at no place of the template; it is computed anew wherever it is used."
+
+
+def _check_files(path: Path, store: Path, *, repair: bool) -> tuple[list[str], list[str]]:
+    """What is wrong with a bank, a store or a pack file, and what of it is left after the repair."""
+    if path.is_file():
+        try:
+            read_one(path)
+        except PackError as error:
+            return [str(error)], [str(error)]
+        return [], []
+    if not is_bank(path) and not is_store(store):
+        raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
+    found, left = _check_bank(path, repair=repair) if is_bank(path) else ([], [])
+    if is_store(store):
+        wrong = _verify_store(store)
+        found += wrong
+        left += _repair_store(store) if repair else wrong
+    return found, left
 
 
 def _check_bank(path: Path, *, repair: bool) -> tuple[list[str], list[str]]:

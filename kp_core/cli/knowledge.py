@@ -22,6 +22,7 @@ from kp_core.cli.shared import (
     LexicalFlag,
     Where,
     console,
+    counted,
     filter_of,
     open_bank,
     print_json,
@@ -256,10 +257,10 @@ def _tell(bank: ChromaFactBank, report: Added, skipped: list[SourceError], *, as
             out.print(f"  {near.id} ≈ {near.earlier} ({near.score:.3f})")
         if len(report.near_duplicates) > _SHOWN:
             out.print("  … all of them with --json")
-    out.print(f"Now {len(bank)} facts in {bank.banks} banks.")
+    out.print(f"Now {counted(len(bank), 'fact')} in {counted(bank.banks, 'bank')}.")
     if about:
         out.print(
-            f"A search looks at {about.probes_of(bank.banks)} banks and finds {about.recall:.1%} "
+            f"A search looks at {counted(about.probes_of(bank.banks), 'bank')} and finds {about.recall:.1%} "
             f"of the {about.k} nearest (asked for: {about.target:.1%})."
         )
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from kp_core.banks import ChromaFactBank, Filter
 from kp_core.banks.layout import BankFile
 from kp_core.embed import SentenceTransformerEmbedder
-from kp_core.errors import BankError
+from kp_core.errors import BankError, PackError
 from kp_core.pack import KnowledgePack
 from kp_core.packfile import read_pack
 
@@ -31,6 +31,7 @@ __all__ = [
     "Where",
     "WrongError",
     "console",
+    "counted",
     "filter_of",
     "is_bank",
     "is_store",
@@ -106,9 +107,17 @@ def is_store(path: Path) -> bool:
 
 
 def read_one(path: Path) -> KnowledgePack:
-    """The pack in a file."""
-    with io.FileIO(path) as file:
-        return read_pack(file)
+    """The pack in a file; raises `PackError`, naming it, for what is none."""
+    try:
+        with io.FileIO(path) as file:
+            return read_pack(file)
+    except PackError as error:
+        raise PackError(f"{path} is no pack file, or damaged: {error}") from error
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 fact`, `2 facts`."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def open_bank(path: Path, embedder: str | None = None, *, new: bool = False, **options: Any) -> ChromaFactBank:  # noqa: ANN401
