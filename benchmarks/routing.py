@@ -10,10 +10,12 @@ Ways:
 - probed: as many banks as the bank's calibration says, of which sketches choose what is scored.
 - all banks: every stored vector scored, which shows what rounding to a byte per dimension costs.
 - chroma: Chroma's own HNSW index, with its defaults, on the same vectors.
+- with BM25: the first 50 of probed, put into another order by `LexicalReranker`.
 
-Recall@k is the share of the k nearest facts of exact search over the embedder's own floats. Latencies are of one query
-whose vector is at hand. `scored` is the share of facts whose vectors are read in full, `sketched` the share of which
-one bit per dimension is read.
+Recall@k is the share of the k nearest facts of exact search over the embedder's own floats; gold@k how many of the
+paragraphs that the answer needs are among the first k, of as many as there can be. Latencies are of one query whose
+vector is at hand. `scored` is the share of facts whose vectors are read in full, `sketched` the share of which one bit
+per dimension is read.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,14 +35,17 @@ from rich.progress import track
 from benchmarks import common
 from benchmarks.synthetic import synthetic
 from kp_core import ChromaFactBank, Fact, SentenceTransformerEmbedder, bundled_embedder
+from kp_core.banks import LexicalReranker
 
 __all__ = ["main", "run"]
 
 _KS = (1, 2, 5)
+_MOST = max(_KS)
+_MEANING = ("one bank", "probed", "all banks", "chroma")
 _SYNTHETIC = (100, 1000, 5000)
 
 Floats = NDArray[np.float32]
-Search = Callable[[Floats, int], list[str]]
+Search = Callable[[str, Floats], list[str]]
 
 
 class Remembering:
@@ -56,75 +62,92 @@ class Remembering:
         return self.vectors[[self._rows[text] for text in texts]]
 
 
-def knowledge(data: Path, limit: int | None) -> tuple[list[str], list[str]]:
-    """Texts and questions."""
-    texts, questions = dict[str, None](), list[str]()
+def knowledge(data: Path, limit: int | None) -> tuple[list[str], list[str], list[set[str]]]:
+    """Texts, questions, and the texts that each question needs."""
+    texts, questions, gold = dict[str, None](), list[str](), list[set[str]]()
     for name in ("hotpotqa_gold.jsonl", "hotpotqa_distractor.jsonl"):
         for example in common.read_examples(data.parent / name, limit):
             questions.append(example.question)
             texts.update(dict.fromkeys(map(str, example.paragraphs)))
+            gold.append({str(paragraph) for paragraph in example.paragraphs if paragraph.is_supporting})
     texts.update(dict.fromkeys(map(str, common.read_passages(data, limit))))
-    return list(texts), questions
+    return list(texts), questions, gold
 
 
 def ways(bank: ChromaFactBank) -> dict[str, Search]:
-    """The searches that are compared: from a question's vector to texts."""
+    """The searches that are compared: from a question and its vector to texts."""
 
     def found(probes: int | None) -> Search:
-        return lambda query, k: [hit.fact.text for hit in bank.search_vector(query, k, probes=probes)]
+        return lambda _, query: [hit.fact.text for hit in bank.search_vector(query, _MOST, probes=probes)]
 
     texts = {fact.id: fact.text for fact in bank.facts()}
-    collection = _collection(bank.path)
+    collection, lexical = _collection(bank.path), LexicalReranker()
 
-    def chroma(query: Floats, k: int) -> list[str]:
-        answer = collection.query(query_embeddings=[query], n_results=k, include=["distances"])
+    def chroma(_: str, query: Floats) -> list[str]:
+        answer = collection.query(query_embeddings=[query], n_results=_MOST, include=["distances"])
         return [texts[fact_id] for fact_id in answer["ids"][0]]
 
-    return {"one bank": found(1), "probed": found(None), "all banks": found(bank.banks), "chroma": chroma}
+    def with_words(question: str, query: Floats) -> list[str]:
+        hits = lexical(question, bank.search_vector(query, lexical.depth))
+        return [hit.fact.text for hit in hits[:_MOST]]
+
+    each = (found(1), found(None), found(bank.banks), chroma)
+    return {**dict(zip(_MEANING, each, strict=True)), "with BM25": with_words}
 
 
-def compare(texts: Sequence[str], queries: Floats, vectors: Floats, bank: ChromaFactBank) -> dict[str, Any]:
-    """Recall and latency of each way."""
-    nearest = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, : max(_KS)]
-    rows = {text: row for row, text in enumerate(texts)}
+def compare(
+    questions: Sequence[str],
+    queries: Floats,
+    gold: Sequence[set[str]],
+    nearest: Sequence[list[str]],
+    bank: ChromaFactBank,
+) -> dict[str, Any]:
+    """Recall, gold and latency of each way; `nearest` are the texts that exact search finds."""
     figures: dict[str, Any] = {}
     for name, search in ways(bank).items():
-        search(queries[0], max(_KS))
-        recall: dict[int, list[float]] = {k: [] for k in _KS}
+        search(questions[0], queries[0])
+        shares: dict[str, list[float]] = defaultdict(list)
         seconds: list[float] = []
-        for query, truth in track(list(zip(queries, nearest, strict=True)), name, transient=True):
+        asked = list(zip(questions, queries, gold, nearest, strict=True))
+        for question, query, needed, truth in track(asked, name, transient=True):
             began = time.perf_counter()
-            found = search(query, max(_KS))
+            found = search(question, query)
             seconds.append(time.perf_counter() - began)
             for k in _KS:
-                recall[k].append(len({rows[text] for text in found[:k]} & set(truth[:k].tolist())) / k)
-        figures[name] = {
-            **{f"recall@{k}": common.mean(recall[k]) for k in _KS},
+                if name in _MEANING:
+                    shares[f"recall@{k}"].append(len(set(found[:k]) & set(truth[:k])) / k)
+                shares[f"gold@{k}"].append(len(set(found[:k]) & needed) / min(k, len(needed)))
+        figures[name] = {part: common.mean(values) for part, values in shares.items()} | {
             "p50_ms": 1e3 * float(np.quantile(seconds, 0.5)),
             "p99_ms": 1e3 * float(np.quantile(seconds, 0.99)),
         }
     return figures
 
 
-def route_synthetic(embedder: SentenceTransformerEmbedder, count: int, folder: Path) -> dict[str, float]:
+def route_synthetic(embedder: SentenceTransformerEmbedder, counts: Sequence[int], folder: Path) -> dict[str, Any]:
     """The share of questions about synthetic facts whose fact comes first: from one bank, probed, and from all."""
-    texts, questions = synthetic(count)
-    with ChromaFactBank(folder, embedder, mirror=False) as bank:
-        bank.build(map(Fact, texts))
-        queries = embedder.embed(questions)
-        return {
-            name: common.mean(
-                bank.search_vector(query, 1, probes=probes)[0].fact.text == text
-                for query, text in zip(queries, texts, strict=True)
-            )
-            for name, probes in (("one bank", 1), ("probed", None), ("all banks", bank.banks))
-        }
+    texts, questions = synthetic(max(counts, default=0))
+    if not texts:
+        return {}
+    remembering, queries = Remembering(embedder, texts), embedder.embed(questions)
+    figures = {}
+    for count in counts:
+        with ChromaFactBank(folder / f"synthetic-{count}", remembering, mirror=False) as bank:
+            bank.build(map(Fact, texts[:count]))
+            figures[str(count)] = {
+                name: common.mean(
+                    bank.search_vector(query, 1, probes=probes)[0].fact.text == text
+                    for query, text in zip(queries[:count], texts[:count], strict=True)
+                )
+                for name, probes in (("one bank", 1), ("probed", None), ("all banks", bank.banks))
+            }
+    return figures
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures, as the JSON file holds them."""
     embedder = SentenceTransformerEmbedder(arguments.embedder or bundled_embedder())
-    texts, questions = knowledge(arguments.data, arguments.limit)
+    texts, questions, gold = knowledge(arguments.data, arguments.limit)
     remembering = Remembering(embedder, texts)
     queries = np.stack([embedder.embed_query(question) for question in track(questions, "Questions", transient=True)])
     with tempfile.TemporaryDirectory() as folder:
@@ -134,21 +157,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             bank.build(map(Fact, texts))
             built = time.perf_counter() - began
             sizes, about, banks = bank.sizes, bank.calibration, bank.banks
+        order = np.argsort(-(queries @ remembering.vectors.T), axis=1, kind="stable")[:, :_MOST]
+        nearest = [[texts[row] for row in rows] for rows in order.tolist()]
         with ChromaFactBank(path, remembering, mirror=False) as bank:
-            figures = compare(texts, queries, remembering.vectors, bank)
-        rounds = {
-            str(count): route_synthetic(embedder, count, Path(folder) / f"synthetic-{count}")
-            for count in _SYNTHETIC
-            if count <= arguments.synthetic
-        }
+            figures = compare(questions, queries, gold, nearest, bank)
+        counts = [count for count in _SYNTHETIC if count <= arguments.synthetic]
+        rounds = route_synthetic(embedder, counts, Path(folder))
     if about is None:
         raise RuntimeError("a bank that was built is calibrated")
     return {
         "facts": len(texts),
         "questions": len(questions),
         "banks": banks,
-        "probes": about.probes,
-        "sketched": about.probes / banks,
+        "probes": about.probes_of(banks),
+        "sketched": about.probes_of(banks) / banks,
         "scored": min(1.0, about.shortlist / len(texts)),
         "calibrated_recall": about.recall,
         "build_s": built,
@@ -164,14 +186,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = common.argument_parser(__doc__, "wiki_passages.jsonl")
     parser.add_argument("--embedder", metavar="MODEL", help="default: the bundled all-MiniLM-L6-v2")
     parser.add_argument(
-        "--synthetic", type=int, default=max(_SYNTHETIC), metavar="N", help="up to so many synthetic facts"
+        "--synthetic", type=int, default=max(_SYNTHETIC), metavar="N", help="up to so many synthetic facts; 0 for none"
     )
     figures = run(parser.parse_args(argv))
     parts = ", ".join(f"{name} {size:.0f}" for name, size in figures["bytes_per_fact"].items())
+    columns = list(figures["ways"]["probed"])
     common.show_table(
         f"Routing: {figures['questions']} questions, {figures['facts']} facts in {figures['banks']} banks",
-        ("way", *(f"recall@{k}" for k in _KS), "p50 ms", "p99 ms"),
-        [(name, *each.values()) for name, each in figures["ways"].items()],
+        ("way", *(column.replace("_", " ") for column in columns)),
+        [(name, *(each.get(column, "-") for column in columns)) for name, each in figures["ways"].items()],
         (
             (
                 f"Probed: {figures['probes']} banks, {figures['sketched']:.1%} of the facts sketched, "

@@ -140,7 +140,7 @@ def measure(
             raise RuntimeError("a bank that was built is calibrated")
         yield seconds | {
             "banks": bank.banks,
-            "sketched": about.probes / about.banks,
+            "sketched": about.probes_of(bank.banks) / bank.banks,
             "scored": min(1.0, about.shortlist / count),
             "bytes_per_fact_beyond": (sum(bank.sizes.values()) - texts) / count - embedder.dimensions,
         }
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
     import sklearn.cluster  # noqa: F401 - seconds that are no part of the first build
 
     model = SentenceTransformerEmbedder(bundled_embedder())
-    texts, questions = routing.knowledge(arguments.data, arguments.limit)
+    texts, questions, _ = routing.knowledge(arguments.data, arguments.limit)
     real = model.embed(texts)
     queries = np.stack([model.embed_query(question) for question in questions])
     embedder = AtHand(texts, blurred(real, max(arguments.facts) + _ADDED))

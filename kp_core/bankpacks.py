@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from kp_core.banks import Fact, FactBank, Filter, Hit
+from kp_core.banks import Fact, FactBank, Filter, Hit, Reranker
 from kp_core.engines.base import Engine
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
@@ -118,7 +118,7 @@ class BankPacks:
         """Whether KV is stored."""
         return self.kv == "stored" or (self.kv == "auto" and self.rates.stores)
 
-    def search(
+    def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
         question: str,
         k: int = 4,
@@ -126,12 +126,13 @@ class BankPacks:
         probes: int | None = None,
         where: Filter | None = None,
         namespace: str | None = None,
+        rerank: Reranker | None = None,
     ) -> list[Found]:
         """The `k` units with the best facts, best first, each with a pack in the store; raises as `FactBank.search`."""
         asked = k if self.unit == "fact" else _FACTS_PER_UNIT * k
         while True:
             best: dict[object, Hit] = {}
-            hits = self.bank.search(question, asked, probes=probes, where=where, namespace=namespace)
+            hits = self.bank.search(question, asked, probes=probes, where=where, namespace=namespace, rerank=rerank)
             for hit in hits:
                 best.setdefault(self._key(hit.fact, hit.bank), hit)
             if len(best) >= k or len(hits) < asked:

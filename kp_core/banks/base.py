@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from kp_core.errors import BankError
 
-__all__ = ["Added", "Fact", "FactBank", "Filter", "Hit", "NearDuplicate", "Value", "content_id"]
+__all__ = ["Added", "Fact", "FactBank", "Filter", "Hit", "NearDuplicate", "Reranker", "Value", "content_id"]
 
 _DIGEST_BYTES = 16
 _DEFAULT_NAMESPACE = "default"
@@ -111,6 +111,18 @@ class Added:
 
 
 @runtime_checkable
+class Reranker(Protocol):
+    """A second look at what a search found, which puts it into a better order; see `kp_core.banks.rerank`."""
+
+    @property
+    def depth(self) -> int:
+        """How many hits it wants to see, where fewer are asked for."""
+
+    def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
+        """All of `hits`, which come nearest first, best first."""
+
+
+@runtime_checkable
 class FactBank(Protocol):
     """Finds facts for a question: routes to the nearest banks (clusters of about `bank_size` facts), ranks in them.
 
@@ -164,7 +176,7 @@ class FactBank(Protocol):
     def route(self, question: str) -> int:
         """The bank whose centroid has the highest cosine to `question`; of equals the lowest number."""
 
-    def search(
+    def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
         question: str,
         k: int = 4,
@@ -172,13 +184,15 @@ class FactBank(Protocol):
         probes: int | None = None,
         where: Filter | None = None,
         namespace: str | None = None,
+        rerank: Reranker | None = None,
     ) -> list[Hit]:
         """The `k` best facts of the `probes` banks nearest to `question`, best first, equals by id.
 
         `probes=None` takes as many as the bank's calibration says; `probes=bank.banks` searches everything. `where` and
         `namespace` say which facts count (see `kp_core.banks.filters`); banks that hold none of them are passed over.
         Where those banks hold fewer than `k` facts, further banks, nearest first, are ranked with them until there are
-        `k`; so the result is shorter only when there are fewer than `k` facts.
+        `k`; so the result is shorter only when there are fewer than `k` facts. With `rerank` the best `rerank.depth`
+        are found so, and put into its order, of which the first `k` count.
 
         Raises `BankError` for a blank question, for `k` or `probes` below 1, and for a filter that makes no sense.
         """

@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from kp_core.banks.layout import lock_folder
 from kp_core.banks.rows import Vectors
-from kp_core.errors import BankError, MissingDependencyError
+from kp_core.errors import BankError, BankLockedError, MissingDependencyError
 
-__all__ = ["ChromaMirror", "Entries", "Entry"]
+__all__ = ["ChromaMirror", "Entries", "Entry", "problem_beside"]
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,23 @@ class ChromaMirror:
                 for place in np.flatnonzero(right).tolist():
                     missing.pop(ids[place], None)
         return missing, extra
+
+
+def problem_beside(folder: Path, vectors: Callable[[NDArray[np.intp]], Vectors], entries: Entries) -> str | None:
+    """As `ChromaMirror.problem`, for one who only reads the bank; `None` also where there is no Chroma, or a writer."""
+    if not any(folder.glob("chroma-*")):
+        return None
+    # Chroma is for one process at a time, so also looking takes the lock.
+    try:
+        lock = lock_folder(folder, 0)
+    except BankLockedError:
+        return None
+    with lock:
+        mirror = ChromaMirror(folder, vectors, entries, mends=False)
+        try:
+            return mirror.problem(entries)
+        finally:
+            mirror.close()
 
 
 class _DamagedError(Exception):

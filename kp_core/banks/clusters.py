@@ -17,11 +17,10 @@ from kp_core.errors import MissingDependencyError
 
 __all__ = ["Banks", "cluster"]
 
-# Where k-means starts decides where it ends; of this many starts the tightest clustering is kept.
-_STARTS = 4
-# More facts than this are divided first: the time of k-means over all of them grows with the square of their number.
-_AT_ONCE = 2048
-_BLOCK = 8192
+# Where k-means starts decides where it ends; of so many starts over few facts the tightest clustering is kept.
+_STARTS, _FEW = 4, 1024
+# Of more facts than this, k-means over all of them would take minutes: they are divided first, into about so many each.
+_AT_ONCE, _PART = 8192, 4096
 _SAMPLE = 32_768
 # A bank is split above this many times its size and merged below this part of it.
 _SPLIT, _MERGE = 2, 4
@@ -40,11 +39,12 @@ def cluster(rows: Rows, which: NDArray[np.intp], bank_size: int, random_state: i
     banks = math.ceil(len(which) / bank_size)
     with _one_thread():
         if len(which) <= _AT_ONCE:
-            return _compact(_k_means(rows.vectors(which), banks, random_state, _STARTS))
+            starts = _STARTS if len(which) <= _FEW else 1
+            return _compact(_k_means(rows.vectors(which), banks, random_state, starts))
         draw = np.random.default_rng(random_state)
         sample = rows.vectors(which[np.sort(draw.choice(len(which), min(len(which), _SAMPLE), replace=False))])
-        centres = _means(sample, _compact(_k_means(sample, math.isqrt(banks), random_state, 1)))
-        blocks = [which[at : at + _BLOCK] for at in range(0, len(which), _BLOCK)]
+        centres = _means(sample, _compact(_k_means(sample, math.ceil(len(which) / _PART), random_state, 1)))
+        blocks = [which[at : at + _AT_ONCE] for at in range(0, len(which), _AT_ONCE)]
         nearest = np.concatenate([np.argmax(rows.vectors(block) @ centres.T, axis=1) for block in blocks])
         labels, made = np.zeros(len(which), np.int32), 0
         for part in tqdm(range(len(centres)), "Clustering", unit="part", delay=1, disable=None):

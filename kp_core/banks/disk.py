@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kp_core.banks.base import Fact
 from kp_core.banks.checking import problems
-from kp_core.banks.chroma import ChromaMirror, Entry
+from kp_core.banks.chroma import ChromaMirror, Entry, problem_beside
 from kp_core.banks.journal import Change, Journal
 from kp_core.banks.layout import (
     BankFile,
@@ -30,7 +30,7 @@ from kp_core.banks.loading import load
 from kp_core.banks.routing import RoutedBank
 from kp_core.banks.rows import ByteRows, Rows, Vectors
 from kp_core.embed import Embedder
-from kp_core.errors import BankError, BankLockedError
+from kp_core.errors import BankError
 
 __all__ = ["ChromaFactBank"]
 
@@ -280,19 +280,7 @@ class ChromaFactBank(RoutedBank):
     def _chroma_problem(self) -> str | None:
         if self._mirror:
             return self._mirror.problem(self._all_entries())
-        if not self.read_only or not any(self.path.glob("chroma-*")):
-            return None
-        # Chroma is for one process at a time, so also looking takes the lock.
-        try:
-            lock = lock_folder(self.path, 0)
-        except BankLockedError:
-            return None
-        with lock:
-            mirror = ChromaMirror(self.path, self._vectors_of, self._all_entries(), mends=False)
-            try:
-                return mirror.problem(self._all_entries())
-            finally:
-                mirror.close()
+        return problem_beside(self.path, self._vectors_of, self._all_entries()) if self.read_only else None
 
     def _check_open(self) -> None:
         if self._closed:

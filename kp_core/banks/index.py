@@ -24,8 +24,11 @@ _BLOCK = 8192
 _ALIKE = 1e-3
 # Part of its bank's centroid that a fact is asked for without: how hard questions are taken to be.
 _COMMON = 0.7
-# So many facts are scored at least: fewer save no time, and questions are harder than facts that serve as such.
-_ALWAYS_SCORED = 512
+# So many facts are scored at least, and one of so many: fewer save no time, and questions are harder than facts that
+# serve as such.
+_ALWAYS_SCORED, _SCORED_OF = 512, 200
+# Part of the banks above which going through all sketches is faster than collecting those of the nearest banks.
+_CHOSEN = 1 / 8
 # Ties at the border are settled among more than the k asked for.
 _PER_HIT = 8
 
@@ -50,8 +53,9 @@ class Calibration:
     facts: int
 
     def probes_of(self, banks: int) -> int:
-        """`probes` for a bank that has since grown or shrunk to `banks`: the same share of them."""
-        return min(banks, max(1, math.ceil(self.probes * banks / self.banks)))
+        """How many of the `banks` there are now to search: the same share; all where choosing takes longer."""
+        share = self.probes / self.banks
+        return banks if share > _CHOSEN else max(1, math.ceil(share * banks))
 
 
 class Index:
@@ -134,7 +138,8 @@ class Index:
         # Which banks hold the answer depends on the kind of question: the harder one decides. Sketches know no banks.
         kinds = (slice(0, len(sample)), slice(len(sample), None))
         probes = max(int(np.quantile(bank_ranks[kind], kept, method="higher")) for kind in kinds)
-        shortlist = max(_ALWAYS_SCORED, int(np.quantile(sketch_ranks[kinds[0]], kept, method="higher")))
+        least = max(_ALWAYS_SCORED, len(alive) // _SCORED_OF)
+        shortlist = max(least, int(np.quantile(sketch_ranks[kinds[0]], kept, method="higher")))
         recall = float(((bank_ranks <= probes) & (sketch_ranks <= shortlist))[kinds[0]].mean())
         return Calibration(target, recall, probes, shortlist, k, len(sample), len(self.banks), len(alive))
 

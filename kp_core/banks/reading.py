@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.banks.base import Fact, Filter, Hit
+from kp_core.banks.base import Fact, Filter, Hit, Reranker
 from kp_core.banks.index import Calibration, Index
 from kp_core.banks.rows import Rows, Vectors
 from kp_core.banks.table import FactTable
@@ -111,7 +111,7 @@ class SearchedBank(ABC):
         with self._lock:
             return [int(bank) for bank in self._built().banks.order(query)]
 
-    def search(
+    def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
         question: str,
         k: int = 4,
@@ -119,12 +119,15 @@ class SearchedBank(ABC):
         probes: int | None = None,
         where: Filter | None = None,
         namespace: str | None = None,
+        rerank: Reranker | None = None,
     ) -> list[Hit]:
         """See `FactBank.search`."""
         for name, value in (("k", k), ("probes", 1 if probes is None else probes)):
             if value < 1:
                 raise BankError(f"Got {name}={value}; expected at least 1.")
-        return self.search_vector(self._query(question), k, probes=probes, where=where, namespace=namespace)
+        wanted = k if rerank is None else max(k, rerank.depth)
+        hits = self.search_vector(self._query(question), wanted, probes=probes, where=where, namespace=namespace)
+        return hits if rerank is None or len(hits) < 2 else rerank(question, hits)[:k]
 
     def search_vector(
         self,

@@ -70,7 +70,7 @@ class FactTable:
             if fact.id in ids or fact.id in self._rows:
                 raise BankError(
                     f"Got the id {fact.id!r} for two texts; the second is {fact.text[:60]!r}. Ids are unique: to "
-                    f"replace the first text, call `update`."
+                    f"replace the first text, call `update` (in the shell, `kp add --replace`)."
                 )
             ids.add(fact.id)
             texts.add(text)

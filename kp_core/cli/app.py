@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli import asking, doctor, knowledge, looking, steer
+from kp_core.cli import asking, checking, doctor, knowledge, looking, steer
 from kp_core.cli.shared import ERRORS, WrongError
 from kp_core.errors import KnowledgePackError
 
@@ -36,7 +36,7 @@ app.command()(knowledge.search)
 app.command()(asking.ask)
 app.command()(asking.chat)
 app.command()(looking.inspect)
-app.command()(looking.verify)
+app.command()(checking.verify)
 app.command()(doctor.doctor)
 app.add_typer(steer.steer)
 
@@ -52,6 +52,8 @@ def _top(
         logging.getLogger("kp_core").setLevel(logging.DEBUG)
     else:
         warnings.simplefilter("ignore")
+        # What is wrong with a file, we say in one sentence.
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

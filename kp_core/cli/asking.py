@@ -14,7 +14,18 @@ from rich.panel import Panel
 
 from kp_core import Generation, Message, PackStore, load_engine
 from kp_core.bankpacks import KV, BankPacks, Found, Unit
-from kp_core.cli.shared import BankPath, JsonFlag, Where, console, filter_of, open_bank, print_json
+from kp_core.banks import LexicalReranker
+from kp_core.cli.shared import (
+    BankPath,
+    JsonFlag,
+    LexicalFlag,
+    ModelName,
+    Where,
+    console,
+    filter_of,
+    open_bank,
+    print_json,
+)
 from kp_core.engines.base import Engine
 from kp_core.steering import AskedSteering, load_steering
 
@@ -22,9 +33,6 @@ __all__ = ["ask", "chat"]
 
 _INSTRUCTION = "Answer the question with a few words, using the facts."
 
-_Model = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M.")
-]
 _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the best of this machine.")]
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 _UnitOption = Annotated[str, typer.Option("--unit", help="What a pack holds: fact, bank or document.")]
@@ -48,7 +56,8 @@ def ask(  # noqa: PLR0913 - one parameter per option
     kv: _KVOption = "lazy",
     where: Where = None,
     namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
-    model: _Model = None,
+    lexical: LexicalFlag = False,
+    model: ModelName = None,
     dtype: _Dtype = None,
     max_tokens: _MaxTokens = 64,
     steering: _SteeringOption = None,
@@ -60,7 +69,8 @@ def ask(  # noqa: PLR0913 - one parameter per option
         raise typer.BadParameter("--compare shows that packs and text say the same; --steering steers packs, not text.")
     with ExitStack() as stack:
         asker = _Asker(stack, bank, model, dtype, unit, kv, _steering(steering, alpha))
-        found = asker.packs.search(question, k, where=filter_of(where), namespace=namespace)
+        rerank = LexicalReranker() if lexical else None
+        found = asker.packs.search(question, k, where=filter_of(where), namespace=namespace, rerank=rerank)
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
         live = not (as_json or compare)
         answers = {way: asker.answer(question, found, way, max_tokens, live=live) for way in ways}
@@ -100,7 +110,7 @@ def chat(  # noqa: PLR0913 - one parameter per option
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
     unit: _UnitOption = "fact",
     kv: _KVOption = "lazy",
-    model: _Model = None,
+    model: ModelName = None,
     dtype: _Dtype = None,
     max_tokens: _MaxTokens = 128,
     steering: _SteeringOption = None,

@@ -14,8 +14,19 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kp_core.banks import Added, ChromaFactBank, Fact, Hit
-from kp_core.cli.shared import BankPath, EmbedderName, JsonFlag, Where, console, filter_of, open_bank, print_json
+from kp_core.banks import Added, ChromaFactBank, Fact, Hit, LexicalReranker
+from kp_core.cli.shared import (
+    BankPath,
+    EmbedderName,
+    JsonFlag,
+    LexicalFlag,
+    Where,
+    console,
+    counted,
+    filter_of,
+    open_bank,
+    print_json,
+)
 from kp_core.errors import BankError, SourceError
 from kp_core.sources import OnError, read_facts
 from kp_core.store import PackStore
@@ -28,14 +39,16 @@ _SHOWN = 5
 _Namespace = Annotated[str | None, typer.Option(help="Namespace of the facts.")]
 _OnError = Annotated[str, typer.Option(help="What to do with rows that make no fact: `raise` or `skip`.")]
 _Ttl = Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")]
-_MaxChars = Annotated[int, typer.Option(help="Longest paragraph of text and Markdown, in characters.")]
+_MaxChars = Annotated[int, typer.Option(help="Longest paragraph of text, Markdown, PDF and HTML, in characters.")]
 _Chroma = Annotated[bool, typer.Option("--chroma/--no-chroma", help="Keep the vectors in Chroma too.")]
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 
 
 def build(  # noqa: PLR0913 - one parameter per option
     bank: BankPath,
-    sources: Annotated[list[Path], typer.Argument(metavar="FILE...", help="JSON lines, CSV, text, Markdown, folders.")],
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="JSON lines, CSV, text, Markdown, PDF, HTML, folders.")
+    ],
     *,
     embedder: EmbedderName = None,
     bank_size: Annotated[int, typer.Option(min=1, help="Facts per bank, about.")] = 20,
@@ -141,11 +154,13 @@ def search(  # noqa: PLR0913 - one parameter per option
     probes: Annotated[int | None, typer.Option(min=1, help="Banks to look at; default: as calibrated.")] = None,
     where: Where = None,
     namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
+    lexical: LexicalFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the facts nearest to a question: handle, text, score, bank, and why."""
     with open_bank(bank, read_only=True) as opened:
-        hits = opened.search(question, k, probes=probes, where=filter_of(where), namespace=namespace)
+        rerank = LexicalReranker() if lexical else None
+        hits = opened.search(question, k, probes=probes, where=filter_of(where), namespace=namespace, rerank=rerank)
         order = opened.ranks(question)
         calibrated = opened.calibration.probes_of(opened.banks) if opened.calibration else opened.banks
         looked_at = min(opened.banks, probes or calibrated)
@@ -242,10 +257,10 @@ def _tell(bank: ChromaFactBank, report: Added, skipped: list[SourceError], *, as
             out.print(f"  {near.id} ≈ {near.earlier} ({near.score:.3f})")
         if len(report.near_duplicates) > _SHOWN:
             out.print("  … all of them with --json")
-    out.print(f"Now {len(bank)} facts in {bank.banks} banks.")
+    out.print(f"Now {counted(len(bank), 'fact')} in {counted(bank.banks, 'bank')}.")
     if about:
         out.print(
-            f"A search looks at {about.probes_of(bank.banks)} banks and finds {about.recall:.1%} "
+            f"A search looks at {counted(about.probes_of(bank.banks), 'bank')} and finds {about.recall:.1%} "
             f"of the {about.k} nearest (asked for: {about.target:.1%})."
         )
 

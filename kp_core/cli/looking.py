@@ -1,10 +1,8 @@
-"""`kp inspect`, `kp verify`: what a bank, a store of packs or a pack file holds, and whether it can be trusted."""
+"""`kp inspect`: what a bank, a store of packs or a pack file holds."""
 
 from __future__ import annotations
 
-import io
-import logging
-import warnings
+import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -14,26 +12,38 @@ import numpy as np
 import typer
 from rich.table import Table
 
-from kp_core import PackStore
+from kp_core import PackStore, load_engine
+from kp_core.bankpacks import measure_rates
 from kp_core.banks import ChromaFactBank
 from kp_core.cli.plot import plot_banks
-from kp_core.cli.shared import JsonFlag, WrongError, console, is_bank, open_bank, print_json
-from kp_core.errors import BankError, PackError
+from kp_core.cli.shared import (
+    JsonFlag,
+    ModelName,
+    TargetPath,
+    console,
+    is_bank,
+    is_store,
+    open_bank,
+    print_json,
+    read_one,
+)
+from kp_core.errors import BankError
 from kp_core.pack import KnowledgePack
 from kp_core.packdir import PackDirectory
-from kp_core.packfile import read_pack
 
-__all__ = ["inspect", "verify"]
-
-_Target = Annotated[Path, typer.Argument(metavar="PATH", help="A bank, a store of packs, or a pack file.")]
+__all__ = ["inspect"]
 
 
 def inspect(
-    path: _Target,
+    path: TargetPath,
     *,
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw the banks of a bank in two dimensions.")
     ] = None,
+    rates: Annotated[
+        bool, typer.Option("--rates", help="Measure whether this machine reads KV faster than it computes it.")
+    ] = False,
+    model: ModelName = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Sizes, calibration, fingerprints: what is in there."""
@@ -47,66 +57,19 @@ def inspect(
             about["packs"] = _store(path / "packs")
     elif plot is not None:
         raise typer.BadParameter("--plot goes with a bank.")
-    elif _is_store(path):
+    elif is_store(path):
         about = _store(path)
     elif path.is_file():
-        about = _pack(_read(path)) | {"file_bytes": path.stat().st_size}
+        about = _pack(read_one(path)) | {"file_bytes": path.stat().st_size}
     else:
         raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
+    if rates:
+        with tempfile.TemporaryDirectory(dir=path if path.is_dir() else path.parent) as place:
+            about["rates"] = measure_rates(load_engine(model), Path(place)).to_dict()
     if as_json:
         print_json(about)
     else:
         _show(about)
-
-
-def verify(
-    path: _Target,
-    *,
-    repair: Annotated[bool, typer.Option("--repair", help="Put right what is wrong.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
-    """Check journal, vectors, banks, Chroma and packs against their digests; exit code 3 when something is wrong."""
-    # What opening logs, this says in its own words.
-    logging.getLogger("kp_core").setLevel(logging.ERROR)
-    bank, store = is_bank(path), path / "packs" if is_bank(path) else path
-    if path.is_file():
-        _read(path)
-    elif not bank and not _is_store(store):
-        raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
-    found, left = _check_bank(path, repair=repair) if bank else ([], [])
-    if _is_store(store):
-        wrong = _verify_store(store)
-        found += wrong
-        left += _repair_store(store) if repair else wrong
-    if as_json:
-        print_json({"path": str(path), "wrong": found, "repaired": repair and bool(found), "left": left})
-    else:
-        out = console()
-        for line in found:
-            out.print(f"[red]✗[/red] {line}", soft_wrap=True)
-        if repair and found and not left:
-            out.print("All of it was put right.")
-        elif not found:
-            out.print("Nothing is wrong.")
-        elif not repair:
-            out.print(f"`kp verify {path} --repair` puts it right.")
-    if left:
-        raise WrongError
-
-
-def _is_store(path: Path) -> bool:
-    return (path / "packs").is_dir() and (path / "secret").exists()
-
-
-def _check_bank(path: Path, *, repair: bool) -> tuple[list[str], list[str]]:
-    """What is wrong with a bank, and what of it is left after the repair."""
-    with open_bank(path, read_only=True) as bank:
-        found = bank.verify()
-    if not repair or not found:
-        return found, list(found)
-    with open_bank(path) as bank:
-        bank.verify(repair=True)
-        return found, bank.verify()
 
 
 def _bank(bank: ChromaFactBank) -> dict[str, Any]:
@@ -163,34 +126,6 @@ def _pack(pack: KnowledgePack) -> dict[str, Any]:
         "fingerprint": pack.fingerprint.to_dict(),
         "provenance": dict(pack.provenance),
     }
-
-
-def _read(path: Path) -> KnowledgePack:
-    with io.FileIO(path) as file:
-        return read_pack(file)
-
-
-def _verify_store(path: Path) -> list[str]:
-    directory, found = PackDirectory(path), list[str]()
-    for handle in directory.handles(None):
-        try:
-            directory.read(handle)
-        except (PackError, FileNotFoundError) as error:
-            found.append(f"The pack {handle}: {error}")
-    return found
-
-
-def _repair_store(path: Path) -> list[str]:
-    """Damaged packs come back lazy, from their text; what has no text is named."""
-    store, left = PackStore(path), list[str]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for handle in store:
-            try:
-                store.get(handle)
-            except PackError as error:
-                left.append(f"The pack {handle}: {error}")
-    return left
 
 
 def _show(about: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import sys
 from collections.abc import Mapping
@@ -15,20 +16,28 @@ from rich.console import Console
 from kp_core.banks import ChromaFactBank, Filter
 from kp_core.banks.layout import BankFile
 from kp_core.embed import SentenceTransformerEmbedder
-from kp_core.errors import BankError
+from kp_core.errors import BankError, PackError
+from kp_core.pack import KnowledgePack
+from kp_core.packfile import read_pack
 
 __all__ = [
     "ERRORS",
     "BankPath",
     "EmbedderName",
     "JsonFlag",
+    "LexicalFlag",
+    "ModelName",
+    "TargetPath",
     "Where",
     "WrongError",
     "console",
+    "counted",
     "filter_of",
     "is_bank",
+    "is_store",
     "open_bank",
     "print_json",
+    "read_one",
 ]
 
 ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
@@ -37,6 +46,10 @@ ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 _BUNDLED = "all-MiniLM-L6-v2"
 
 BankPath = Annotated[Path, typer.Argument(metavar="BANK", help="The folder of the bank.")]
+TargetPath = Annotated[Path, typer.Argument(metavar="PATH", help="A bank, a store of packs, or a pack file.")]
+ModelName = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M.")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 EmbedderName = Annotated[
     str | None,
@@ -47,6 +60,11 @@ EmbedderName = Annotated[
 Where = Annotated[
     str | None,
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
+]
+
+
+LexicalFlag = Annotated[
+    bool, typer.Option("--lexical", help="Let words count beside meaning: names, numbers, codes (BM25).")
 ]
 
 
@@ -81,6 +99,25 @@ def filter_of(where: str | None) -> Filter | None:
 def is_bank(path: Path) -> bool:
     """Whether a bank lies in this folder."""
     return (path / "facts.jsonl").exists()
+
+
+def is_store(path: Path) -> bool:
+    """Whether packs are kept in this folder."""
+    return (path / "packs").is_dir() and (path / "secret").exists()
+
+
+def read_one(path: Path) -> KnowledgePack:
+    """The pack in a file; raises `PackError`, naming it, for what is none."""
+    try:
+        with io.FileIO(path) as file:
+            return read_pack(file)
+    except PackError as error:
+        raise PackError(f"{path} is no pack file, or damaged: {error}") from error
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 fact`, `2 facts`."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
 
 
 def open_bank(path: Path, embedder: str | None = None, *, new: bool = False, **options: Any) -> ChromaFactBank:  # noqa: ANN401

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,8 @@ def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     assert kp("remove", "bank", "--where", '{"year": 1987}')[1] == "Facts removed: 2; left: 2.\n"
     hits = as_json(kp("search", "bank", "x", "--where", '{"year": {"$lt": 1900}}', "--json"))["hits"]
     assert [hit["id"] for hit in hits] == ["mill"]
+    hits = as_json(kp("search", "bank", "The heron flag", "--lexical", "-k", "1", "--json"))["hits"]
+    assert [hit["id"] for hit in hits] == ["bird"]
 
 
 def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Path) -> None:
@@ -114,9 +117,10 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["remove", "bank", "mil"], 0, ""),
         (["remove", "bank", "b"], 1, "2 facts begin so"),
         (["remove", "bank", "mlil"], 1, "Did you mean 'mill'?"),
-        (["inspect", "facts.jsonl"], 1, "kp:"),
         (["inspect", "nothing"], 1, "neither a bank"),
         (["verify", "nothing"], 1, "neither a bank"),
+        (["inspect", "facts.jsonl"], 1, "facts.jsonl is no pack file, or damaged"),
+        (["verify", "facts.jsonl"], 3, ""),
         (["ask", "bank", "x", "--unit", "page"], 2, "fact, bank, document"),
         (["ask", "bank", "x", "--model", "./nothing"], 1, "kp:"),
     ],
@@ -158,6 +162,12 @@ def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path) -> None:
     [hit] = as_json(kp("search", "bank", "Which bird is on the flag?", "-k", "1", "--json"))["hits"]
     assert hit["handle"] == about["sources"][0]["handle"]
     assert as_json(kp("inspect", "bank", "--json"))["packs"]["packs"] == 2
+    # The same tokenizer and template, whatever the dtype; as text and by handle each prompt is the same, byte for byte.
+    verified = as_json(kp("verify", "bank", "--json"))
+    assert (verified["wrong"], verified["template"]) == ([], {"checked": 2, "foreign": 0})
+    rates = as_json(kp("inspect", "bank", "--rates", "--json"))["rates"]
+    assert rates["read_tokens_per_s"] > 0
+    assert rates["stores"] == (rates["read_tokens_per_s"] > rates["prefill_tokens_per_s"])
 
 
 def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +203,22 @@ def test_verify_finds_and_repairs(kp: Kp, bank: Path) -> None:
     assert len(json.loads(out)["wrong"]) == 2
     assert json.loads(out)["left"] == []
     assert kp("verify", "bank")[0] == 0
+
+
+def test_verify_finds_packs_whose_tokens_are_not_those_of_their_text(kp: Kp, tmp_path: Path) -> None:
+    from kp_core import PackStore, load_engine
+
+    engine, store = load_engine(), PackStore(tmp_path / "store")
+    good, other = engine.build_packs(["The mill has four sails.", "A heron stands."], lazy=True, progress=False)
+    store.put(good)
+    store.put(replace(other, token_ids=good.token_ids))
+    store.put(replace(good, text="Another model's.", fingerprint=replace(good.fingerprint, chat_template="another")))
+    code, out, _ = kp("verify", "store", "--json")
+    found = json.loads(out)
+    assert (code, found["template"]) == (3, {"checked": 2, "foreign": 1})
+    assert len(found["wrong"]) == 1
+    assert "at no place of the template" in found["wrong"][0]
+    assert kp("verify", "store", "--no-template")[0] == 0
 
 
 def test_verify_looks_at_chroma_and_packs(kp: Kp, bank: Path) -> None:
@@ -254,4 +280,4 @@ def test_completion_is_there_for_shells() -> None:
     command = [sys.executable, "-m", "kp_core.cli"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | asked)  # noqa: S603
     assert done.stdout.split() == ["inspect"]
-    assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md"}
+    assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md", ".pdf", ".html", ".htm"}

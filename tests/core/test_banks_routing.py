@@ -66,6 +66,14 @@ def test_calibrated_probes_reach_the_target_on_other_questions(target: float) ->
     assert np.mean(shares) >= target
 
 
+def test_where_most_banks_are_asked_for_all_are_searched() -> None:
+    def of(probes: int, banks: int) -> Calibration:
+        return Calibration(0.99, 1.0, probes, 512, 5, 256, banks, 20 * banks)
+
+    assert [of(3, 100).probes_of(banks) for banks in (1, 100, 150, 200)] == [1, 3, 5, 6]
+    assert [of(50, 100).probes_of(banks) for banks in (1, 100, 150)] == [1, 100, 150]
+
+
 def test_a_higher_target_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of(FloatRows(), topics(2000))
     low, high = (index.calibrate(target, 5, 0) for target in (0.8, 0.999))
@@ -118,6 +126,7 @@ def test_sketches_differ_in_as_many_bits_as_signs_do() -> None:
 
 def test_large_banks_are_divided_before_they_are_clustered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kp_core.banks.clusters._AT_ONCE", 500)
+    monkeypatch.setattr("kp_core.banks.clusters._PART", 300)
     rows = FloatRows()
     rows.append(topics(3000))
     labels = cluster(rows, np.arange(3000), 20, 0)

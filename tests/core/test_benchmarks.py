@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from benchmarks import accumulation, common, equivalence, ttft
+from benchmarks import accumulation, common, equivalence, kills, routing, scale, ttft
+from benchmarks.synthetic import synthetic
 
 
 def data(name: str) -> str:
@@ -129,3 +132,60 @@ def test_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows[0]["prompt_tokens"]["pack"] == rows[1]["prompt_tokens"]["pack"]
     assert rows[1]["computed_tokens"]["pack"] < rows[1]["pack_tokens"]
     assert "computed at most once: 1 of 1" in capsys.readouterr().out
+
+
+def test_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data("hotpotqa_gold.jsonl")
+    data("hotpotqa_distractor.jsonl")
+    arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "6", "--synthetic", "100")
+    figures = run(routing, tmp_path, *arguments)
+    assert list(figures["ways"]) == ["one bank", "probed", "all banks", "chroma", "with BM25"]
+    for name, way in figures["ways"].items():
+        recall = [] if name == "with BM25" else [f"recall@{k}" for k in (1, 2, 5)]
+        assert sorted(way) == sorted([*recall, "gold@1", "gold@2", "gold@5", "p50_ms", "p99_ms"])
+        assert all(0 <= value <= 1 for part, value in way.items() if "@" in part)
+    assert figures["questions"] == 12
+    # So few facts are all scored.
+    assert figures["ways"]["probed"]["recall@2"] == figures["ways"]["all banks"]["recall@2"] >= 0.9
+    assert figures["synthetic"]["100"]["probed"] == 1.0
+    assert figures["bytes_per_fact"]["vectors"] == 384 + 4
+    assert "with BM25" in capsys.readouterr().out
+
+
+def test_scale(tmp_path: Path) -> None:
+    data("hotpotqa_gold.jsonl")
+    arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "5", "--facts", "60", "200", "--without", "chroma")
+    small, large = run(scale, tmp_path, *arguments)["scale"]
+    assert (small["facts"], large["facts"], large["banks"]) == (60, 200, 10)
+    assert list(small) == list(large)
+    for figures in (small, large):
+        assert figures["probed: recall@2"] >= 0.9
+        assert 0 < figures["bytes_per_fact_beyond"] < 100
+        assert all(figures[name] > 0 for name in ("build_s", "open_s", "add_1000_s", "rebuild_s", "probed: p50 ms"))
+
+
+def test_copies_are_as_near_to_each_other_as_paragraphs_are() -> None:
+    real = np.linalg.qr(np.random.default_rng(0).standard_normal((64, 64)))[0][:40].astype(np.float32)
+    vectors = scale.blurred(real, 100)
+    assert np.array_equal(vectors[:40], real)
+    assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
+    cosines = np.einsum("fd,fd->f", vectors[40:80], real)
+    assert 0.5 < np.median(cosines) < 0.9
+    assert scale.nearest(vectors, vectors[[3, 70]], 2)[1][0] == 70
+    assert np.array_equal(scale.blurred(real, 10), real[:10])
+
+
+def test_kills(tmp_path: Path) -> None:
+    figures = run(kills, tmp_path, "--kills", "1")
+    assert (figures["kills"], figures["lost"], figures["unclean"]) == (1, 0, 0)
+
+
+def test_synthetic_facts_are_told_apart_by_two_of_three_words() -> None:
+    facts, questions = synthetic(600)
+    assert len(set(facts)) == len(set(questions)) == 600
+    assert synthetic(50)[0] == facts[:50]
+    hospitals = [question.removeprefix("How many beds has the ") for question in questions if "hospital" in question]
+    parts = [question.removesuffix("?").replace(" hospital in", "").split() for question in hospitals]
+    assert len(parts) > 20
+    for one, other in itertools.combinations(parts, 2):
+        assert sum(mine == theirs for mine, theirs in zip(one, other, strict=True)) <= 1

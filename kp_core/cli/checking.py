@@ -1,0 +1,187 @@
+"""`kp verify`: whether a bank, a store of packs or a pack file can be trusted."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kp_core import PackStore, load_engine
+from kp_core.cli.shared import (
+    JsonFlag,
+    ModelName,
+    TargetPath,
+    WrongError,
+    console,
+    is_bank,
+    is_store,
+    open_bank,
+    print_json,
+    read_one,
+)
+from kp_core.engines.base import Engine
+from kp_core.errors import BankError, KnowledgePackError, PackError
+from kp_core.handle import Handle
+from kp_core.pack import KnowledgePack
+from kp_core.packdir import PackDirectory
+
+__all__ = ["verify"]
+
+_QUESTION = "What is known about this?"
+
+
+def verify(
+    path: TargetPath,
+    *,
+    repair: Annotated[bool, typer.Option("--repair", help="Put right what is wrong.")] = False,
+    template: Annotated[
+        bool, typer.Option("--template/--no-template", help="Check packs against the model's chat template, too.")
+    ] = True,
+    model: ModelName = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Check journal, vectors, banks, Chroma and packs against their digests, and that a prompt with a pack's handle is
+    byte for byte that with its text; exit code 3 when something is wrong.
+    """
+    # What opening logs, this says in its own words.
+    logging.getLogger("kp_core").setLevel(logging.ERROR)
+    store = path / "packs" if is_bank(path) else path
+    found, left = _check_files(path, store, repair=repair)
+    check = _TemplateCheck()
+    if template and is_store(store) and next(iter(PackStore(store)), None):
+        check = _check_template(load_engine(model), PackStore(store))
+        found += check.wrong
+        left += check.wrong
+    if as_json:
+        packs = {"checked": check.checked, "foreign": check.foreign}
+        print_json(
+            {"path": str(path), "wrong": found, "repaired": repair and bool(found), "left": left, "template": packs}
+        )
+    else:
+        _tell(path, found, left, check, repair=repair)
+    if left:
+        raise WrongError
+
+
+def _tell(path: Path, found: list[str], left: list[str], check: _TemplateCheck, *, repair: bool) -> None:
+    out = console()
+    if check.checked:
+        out.print(f"Packs that a prompt was rendered with, by handle and by text: {check.checked}.")
+    if check.foreign:
+        out.print(f"Packs of another model, whose template was not checked: {check.foreign}; name it with --model.")
+    for line in found:
+        out.print(f"[red]✗[/red] {line}", soft_wrap=True)
+    if repair and found and not left:
+        out.print("All of it was put right.")
+    elif repair and left:
+        out.print(f"Left: {len(left)}.")
+    elif not found:
+        out.print("Nothing is wrong.")
+    else:
+        out.print(f"`kp verify {path} --repair` puts right what can be.")
+
+
+@dataclass
+class _TemplateCheck:
+    """How many packs were looked at, how many are another model's, and what is wrong, a sentence each."""
+
+    checked: int = 0
+    foreign: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def _check_template(engine: Engine, store: PackStore) -> _TemplateCheck:
+    """Render a question behind the handle of each pack and behind its text: the same bytes, the same tokens.
+
+    Packs made with another tokenizer or chat template are counted, not judged.
+    """
+    found = _TemplateCheck()
+    own = engine.fingerprint
+    for handle in store:
+        pack = store.peek(handle)
+        if pack is None:
+            continue
+        made = pack.fingerprint
+        if (made.tokenizer, made.chat_template) != (own.tokenizer, own.chat_template):
+            found.foreign += 1
+            continue
+        found.checked += 1
+        try:
+            reason = _difference(engine, store, handle, pack)
+        except KnowledgePackError as error:
+            reason = str(error)
+        if reason:
+            found.wrong.append(f"The pack {handle}: {reason}")
+    return found
+
+
+def _difference(engine: Engine, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
+    template, view = engine.template, store.view(handle.namespace)
+    prompt = template.render(f"{handle}\n\n{_QUESTION}", view=view)
+    twin = template.render(f"{pack.text}\n\n{_QUESTION}")
+    if prompt.rendered.encode() != twin.rendered.encode():
+        return "a prompt with its handle is rendered otherwise than one with its text."
+    if prompt.token_ids != twin.token_ids:
+        return "a prompt with its handle has other tokens than one with its text."
+    # One made for the system message ends otherwise than it would in a user's.
+    for placed in (prompt, template.render(f"{handle}\n\n{_QUESTION}", view=view, placement="system")):
+        template.verify(placed)
+        if any(placed.token_ids[span.start : span.stop] == pack.token_ids for span in placed.spans):
+            return None
+    return "its tokens are those of its text at no place of the template; it is computed anew wherever it is used."
+
+
+def _check_files(path: Path, store: Path, *, repair: bool) -> tuple[list[str], list[str]]:
+    """What is wrong with a bank, a store or a pack file, and what of it is left after the repair."""
+    if path.is_file():
+        try:
+            read_one(path)
+        except PackError as error:
+            return [str(error)], [str(error)]
+        return [], []
+    if not is_bank(path) and not is_store(store):
+        raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
+    found, left = _check_bank(path, repair=repair) if is_bank(path) else ([], [])
+    if is_store(store):
+        wrong = _verify_store(store)
+        found += wrong
+        left += _repair_store(store) if repair else wrong
+    return found, left
+
+
+def _check_bank(path: Path, *, repair: bool) -> tuple[list[str], list[str]]:
+    """What is wrong with a bank, and what of it is left after the repair."""
+    with open_bank(path, read_only=True) as bank:
+        found = bank.verify()
+    if not repair or not found:
+        return found, list(found)
+    with open_bank(path) as bank:
+        bank.verify(repair=True)
+        return found, bank.verify()
+
+
+def _verify_store(path: Path) -> list[str]:
+    directory, found = PackDirectory(path), list[str]()
+    for handle in directory.handles(None):
+        try:
+            directory.read(handle)
+        except (PackError, FileNotFoundError) as error:
+            found.append(f"The pack {handle}: {error}")
+    return found
+
+
+def _repair_store(path: Path) -> list[str]:
+    """Damaged packs come back lazy, from their text; what has no text is named."""
+    store, left = PackStore(path), list[str]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for handle in store:
+            try:
+                store.get(handle)
+            except PackError as error:
+                left.append(f"The pack {handle}: {error}")
+    return left
