@@ -14,6 +14,8 @@ is measured three ways: formality as in `benchmarks.scores`, the number of words
 the pairs (`kp_core.steering.likeness`, all-MiniLM-L6-v2). Differences are paired, with the 95 % interval of a bootstrap
 over questions.
 
+With `--batch 1` the engine answers, one by one; by default `benchmarks.batched` does, many at a time.
+
 Answers are kept in `--answers`, so that a run that was interrupted goes on, and several may share the work (`--skip`).
 """
 
@@ -30,9 +32,10 @@ import numpy as np
 from rich.progress import track
 from scipy.stats import bootstrap
 
-from benchmarks import common, plots
+from benchmarks import batched, common, plots
 from benchmarks.scores import INSTRUCTED, formality
 from kp_core import KnowledgePack, SentenceTransformerEmbedder, Steering
+from kp_core.resolve import PackRef
 from kp_core.steering import likeness, preset
 
 __all__ = ["main"]
@@ -89,21 +92,65 @@ class Answers:
 def answer(arguments: argparse.Namespace, examples: Sequence[common.Example], answers: Answers) -> None:
     """Ask what was not asked before."""
     conditions = _conditions(arguments)
-    missing = {
-        at: [condition for condition in conditions if (at, condition.name) not in answers.said]
+    missing = [
+        at
         for at in range(arguments.skip, len(examples))
-    }
-    missing = {at: left for at, left in missing.items() if left}
+        if any((at, condition.name) not in answers.said for condition in conditions)
+    ]
     if not missing:
         return
     engine = common.load_engine(arguments)
     direction = engine.make_steering(preset(arguments.preset))
-    for at, left in track(missing.items(), "Answering"):
+    if arguments.batch > 1:
+        _answer_batches(arguments, engine, direction, examples, missing, answers)
+    # What batches leave: conditions without facts, or with an instruction.
+    for at in track(missing, "Answering one by one"):
         # All conditions of a question share the prefill of its facts.
-        pack = engine.build_pack("\n".join(map(str, examples[at].paragraphs)), inside="system")
-        for condition in left:
-            answers.keep(at, condition.name, _say(arguments, engine, direction, examples[at], pack, condition))
+        pack = engine.build_pack(_facts(examples[at]), inside="system", lazy=True)
+        for condition in conditions:
+            if (at, condition.name) not in answers.said:
+                answers.keep(at, condition.name, _say(arguments, engine, direction, examples[at], pack, condition))
         engine.clear_cache()
+
+
+def _answer_batches(  # noqa: PLR0913
+    arguments: argparse.Namespace,
+    engine: Any,  # noqa: ANN401
+    direction: Steering,
+    examples: Sequence[common.Example],
+    missing: Sequence[int],
+    answers: Answers,
+) -> None:
+    """Every condition that steers facts, or leaves them plain, for `--batch` questions at a time."""
+    twin = common.Twin(arguments, engine.tokenizer)
+    prompts = {
+        at: engine.template.render(
+            ASK + examples[at].question,
+            packs=[PackRef("", engine.build_pack(_facts(examples[at]), inside="system", lazy=True))],
+        )
+        for at in missing
+    }
+    ordered = sorted(missing, key=lambda at: len(prompts[at]))
+    for first in track(range(0, len(ordered), arguments.batch), "Answering in batches"):
+        batch = ordered[first : first + arguments.batch]
+        for scope in ("system", "pack"):
+            wanted = {
+                condition.name: direction * condition.alpha if condition.alpha else None
+                for condition in (PLAIN, *map(steered, arguments.steered))
+                if (condition.scope or "system") == scope
+                and any((at, condition.name) not in answers.said for at in batch)
+            }
+            if not wanted:
+                continue
+            said = batched.answers(twin, [prompts[at] for at in batch], scope, wanted, arguments.tokens)
+            for name, texts in said.items():
+                for at, text in zip(batch, texts, strict=True):
+                    if (at, name) not in answers.said:
+                        answers.keep(at, name, text)
+
+
+def _facts(example: common.Example) -> str:
+    return "\n".join(map(str, example.paragraphs))
 
 
 def _say(  # noqa: PLR0913
@@ -180,6 +227,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--others", action="store_true", help="also without facts, and with an instruction")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="most tokens of an answer; default: 40")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="do not answer the first N rows")
+    parser.add_argument(
+        "--batch", type=int, default=20, metavar="N", help="questions at a time, in plain transformers; 1: the engine"
+    )
     parser.add_argument("--answers", type=Path, metavar="FILE", help="keep answers here, and go on from there")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw EM and formality, as PNG and as SVG")
     arguments = parser.parse_args(argv)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kp_core.steering import as_steering
+from benchmarks import batched, common
+from kp_core import Message, Steering
+from kp_core.steering import Scope, as_steering
 
 if TYPE_CHECKING:
     from kp_core.engines.hf import HFEngine
@@ -44,6 +47,35 @@ class Remembered:
         if key not in self._known:
             self._keep(key, self._engine.generate(messages, **request).text)
         return Said(self._known[key])
+
+    def ahead(
+        self,
+        twin: common.Twin,
+        asked: Sequence[list[Message]],
+        steerings: Sequence[Steering | None],
+        scope: Scope | None,
+        max_tokens: int,
+    ) -> None:
+        """Compute at a time what `generate` will be asked; `twin` is the same model in plain transformers."""
+        keys = {
+            number: [
+                self._key("generate", messages, {"steering": steering, "scope": scope, "max_tokens": max_tokens})
+                for messages in asked
+            ]
+            for number, steering in enumerate(steerings)
+        }
+        missing = {
+            str(number): steerings[number]
+            for number, known in keys.items()
+            if any(key not in self._known for key in known)
+        }
+        if missing:
+            prompts = [self._engine.template.render(messages) for messages in asked]
+            said = batched.answers(twin, prompts, scope or "system", missing, max_tokens)
+            for number, texts in said.items():
+                for key, text in zip(keys[int(number)], texts, strict=True):
+                    if key not in self._known:
+                        self._keep(key, text)
 
     def perplexity(self, messages: Any, answer: str, **request: Any) -> float:  # noqa: ANN401 - as the engine's
         """As the engine's."""

@@ -7,12 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import track
-
 from benchmarks import common
 from benchmarks.remembered import Remembered
 from benchmarks.scores import formality
-from kp_core import SentenceTransformerEmbedder, Steering
+from kp_core import Message, SentenceTransformerEmbedder, Steering
 from kp_core.steering import Calibration, Task, calibrate, likeness, preset
 
 if TYPE_CHECKING:
@@ -57,16 +55,20 @@ class Bench:
 
     def answers(self, steering: Steering | None = None, system: str | None = None, **request: Any) -> list[str]:  # noqa: ANN401
         """Greedy answers to the questions."""
-        head = [] if system is None else [{"role": "system", "content": system}]
+        asked, tokens = self._asked(system), self.arguments.tokens
+        self.known.ahead(self.twin, asked, [steering], request.get("scope"), tokens)
         return [
-            self.known.generate(
-                [*head, {"role": "user", "content": question}],
-                steering=steering,
-                max_tokens=self.arguments.tokens,
-                **request,
-            ).text
-            for question in track(self.questions, "Answering", transient=True)
+            self.known.generate(messages, steering=steering, max_tokens=tokens, **request).text for messages in asked
         ]
+
+    def _asked(self, system: str | None = None) -> list[list[Message]]:
+        head: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        return [[*head, {"role": "user", "content": question}] for question in self.questions]
+
+    @cached_property
+    def twin(self) -> common.Twin:
+        """The model in plain transformers, which answers many questions at a time."""
+        return common.Twin(self.arguments, self.engine.tokenizer)
 
     def effect(self, texts: Sequence[str], score: Callable[[str], float] = formality) -> float:
         """Mean score less that of the unsteered answers."""
@@ -84,10 +86,10 @@ class Bench:
     @cached_property
     def sweep(self) -> Calibration:
         """The alpha sweep."""
-        tasks = [Task([{"role": "user", "content": question}]) for question in self.questions]
-        return calibrate(
-            self.known, self.formal, tasks, formality, alphas=self.arguments.alphas, max_tokens=self.arguments.tokens
-        )
+        asked, alphas, tokens = self._asked(), self.arguments.alphas, self.arguments.tokens
+        self.known.ahead(self.twin, asked, [None, *(self.formal * alpha for alpha in alphas)], None, tokens)
+        tasks = [Task(messages) for messages in asked]
+        return calibrate(self.known, self.formal, tasks, formality, alphas=alphas, max_tokens=tokens)
 
     @cached_property
     def alpha(self) -> float:

@@ -80,10 +80,10 @@ def alpha_section(bench: Bench) -> dict[str, Any]:
             bench.arguments.plots,
             "steering-alpha",
             [row.alpha for row in found.rows],
-            {"formality": [row.effect for row in found.rows]},
+            {"formality": [row.effect for row in found.rows], "likeness": list(likes.values())},
             {"coherent": [row.coherence for row in found.rows]},
-            ("alpha", "formality", "share of answers"),
-            {"instruction in text": plain + figures["instruction_effect"]},
+            ("alpha", "formality, likeness to the formal pairs", "share of answers"),
+            {"formality with an instruction in text": plain + figures["instruction_effect"]},
         )
     return figures
 

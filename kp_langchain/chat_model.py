@@ -71,7 +71,7 @@ class ChatKnowledgePacks(BaseChatModel):
     steering: Any = Field(default=None, exclude=True, repr=False)
     """A `kp_core.Steering` as it is, or a pair of it and alpha; with an alpha of `None`, at its default strength."""
     scope: Literal["pack", "system", "prompt", "last_token"] | None = None
-    """What is steered; by default the packs where there are some, else the head of the system message."""
+    """What is steered; by default the system head with the packs in it, or packs alone where some stand elsewhere."""
     temperature: float | None = None
     """0 or `None` is greedy."""
     max_tokens: int | None = None

@@ -54,7 +54,8 @@ class LLMSettings(ToolCallingLLM):
         description="A `kp_core.Steering` as it is, or a pair of it and alpha; `None` is its default strength.",
     )
     scope: Literal["pack", "system", "prompt", "last_token"] | None = Field(
-        default=None, description="What is steered; by default packs where there are some, else the system head."
+        default=None,
+        description="What is steered; by default the system head with its packs, or packs that stand elsewhere.",
     )
     pack_budget: int | None = Field(
         default=None,

@@ -82,7 +82,7 @@ class Request(TypedDict, total=False):
     """What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is the default
     strength, which is lower beside packs."""
     scope: Scope | None
-    """What is steered; without it the packs, or the system head where there are none."""
+    """What is steered; without it the system head with the packs in it, or packs alone where some stand elsewhere."""
     tools: Sequence[Tool | Mapping[str, Any]]
     """What the model may call, each as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     tool_choice: ToolChoice

@@ -80,10 +80,10 @@ def plan_blocks(
 ) -> tuple[Block, ...]:
     """The blocks to steer in `prompt`, in order: those of its steered packs, and what `steering` and `scope` ask for.
 
-    Without `scope` packs are steered where there are some, else the system head. Parts of one message form one block:
-    all are computed, then all are altered. A block begins at one of `chunks`, the canonical chunks of the prompt. When
-    `answering`, the last token of the prompt belongs to no block: it is computed behind the altered KV, which is how
-    the first token of the answer comes to see it.
+    Without `scope` the system head is steered, packs in it included; the packs alone where some stand elsewhere or are
+    steered themselves. Parts of one message form one block: all are computed, then all are altered. A block begins at
+    one of `chunks`, the canonical chunks of the prompt. When `answering`, the last token of the prompt belongs to no
+    block: it is computed behind the altered KV, which is how the first token of the answer comes to see it.
 
     Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
     key deltas on more than one position.
@@ -107,11 +107,10 @@ def plan_blocks(
 
 def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: int) -> list[Part]:
     if steering is not None and scope is None:
-        scope = "pack" if prompt.spans else "system"
+        scope = "system" if _heads(prompt) else "pack"
     if steering is not None and scope == "pack" and not prompt.spans:
         raise SteeringError(
-            "Got scope='pack' for a prompt without packs. Leave the scope out to steer packs where there are some and "
-            "the system head elsewhere."
+            "Got scope='pack' for a prompt without packs. Leave the scope out to steer the system head."
         )
     own = []
     for span in prompt.spans:
@@ -130,6 +129,12 @@ def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: 
                 "scope='pack', which adds up, or the plain pack."
             )
     return sorted((wanted, *own), key=lambda part: part.start)
+
+
+def _heads(prompt: Prompt) -> bool:
+    """Whether all packs stand, plain, in the head of the prompt; steering all of it does more than packs alone."""
+    stop = prompt.breaks[0] if prompt.breaks else len(prompt)
+    return all(span.stop <= stop and span.pack.steering is None for span in prompt.spans)
 
 
 def _range(prompt: Prompt, scope: Scope | None, end: int) -> tuple[int, int]:

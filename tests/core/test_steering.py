@@ -126,7 +126,7 @@ def test_packs_of_one_message_are_computed_first_and_altered_together():
     engine = tiny_engine()
     packs = [engine.build_pack(text, inside="system") for text in ("The an of it.", "An er, the 42nd.")]
     steering = steering_of(engine)
-    found = engine.generate("Who?", packs=packs, steering=steering, max_tokens=4)
+    found = engine.generate("Who?", packs=packs, steering=steering, scope="pack", max_tokens=4)
     spans = [(span.start, span.stop) for span in found.prompt.spans]
     stop = spans[1][1]
     logits, tokens = by_hand(
@@ -139,6 +139,23 @@ def test_packs_of_one_message_are_computed_first_and_altered_together():
     assert spans[0][1] == spans[1][0]
     torch.testing.assert_close(found.first_logits, logits, atol=1e-4, rtol=1e-3)
     assert found.token_ids == tokens[: len(found.token_ids)]
+
+
+def test_without_a_scope_the_head_is_steered_with_its_packs_and_packs_alone_elsewhere():
+    engine = tiny_engine()
+    steering, half = steering_of(engine), 0.5 * steering_of(engine)
+    pack = engine.build_pack("A fact of the an.", inside="system")
+
+    def logits(messages=MESSAGES, **request):
+        return engine.prefill(messages, **request).logits
+
+    head = logits(packs=[pack], steering=steering)
+    assert torch.equal(head, logits(packs=[pack], steering=steering, scope="system"))
+    assert not torch.equal(head, logits(packs=[pack], steering=steering, scope="pack"))
+    # A pack with a steering of its own adds up with what is asked for.
+    assert torch.equal(
+        logits(packs=[pack.steer(half, 1)], steering=half), logits(packs=[pack], steering=steering, scope="pack")
+    )
 
 
 @matrix

@@ -8,6 +8,9 @@ import pytest
 
 from benchmarks import common
 from cookbooks.steering.__main__ import main as cookbook
+from kp_core.resolve import PackRef
+from kp_core.steering import preset
+from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 
 
@@ -16,6 +19,8 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     from benchmarks import steering
 
     monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
+    twin = tiny_twin()
+    monkeypatch.setattr(common, "Twin", lambda *_: twin)
     arguments = "--questions 2 --tokens 6 --alphas 1 --alpha 1 --repeats 1"
     out, plots, answers = tmp_path / "figures.json", tmp_path / "plots", tmp_path / "answers.jsonl"
     told = ["--json", str(out), "--plots", str(plots), "--answers", str(answers), *arguments.split()]
@@ -34,6 +39,7 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     # What was answered is not asked again.
     held = answers.read_text()
     monkeypatch.setattr(tiny_engine(), "generate", None)
+    monkeypatch.setattr("benchmarks.batched.answers", None)
     again = steering.main([*told, "--only", "alpha", "layers", "composition", "pairs", "cache"])
     assert all(again[name] == figures[name] for name in names)
     assert answers.read_text() == held
@@ -49,7 +55,7 @@ def test_the_benchmark_of_both_channels_counts_what_was_said(tmp_path, monkeypat
     rows = [{"question": f"Where is Veyl {n}?", "answer": "Orrelay", "gold_facts": facts} for n in range(2)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     told = ["--data", str(data), "--json", str(out), "--answers", str(answers), "--tokens", "4", "--others"]
-    told += ["--steered", "system:0.7", "pack:0"]
+    told += ["--steered", "system:0.7", "pack:0", "--batch", "1"]
     assert dual.main([*told, "--skip", "1"])["questions"] == 1
     assert dual.main(told)["questions"] == 2
     names = {"pack", "system:0.7", "pack:0", "nothing", "steering", "instruction", "pack and instruction"}
@@ -67,6 +73,38 @@ def test_the_benchmark_of_both_channels_counts_what_was_said(tmp_path, monkeypat
     assert (figures["pack"]["em"]["mean"], figures["system:0.7"]["em"]["mean"]) == (0, 1)
     assert figures["system:0.7"]["words"]["difference"] == 1
     assert (figures["pack:0"]["changed"], figures["system:0.7"]["changed"]) == (0, 1)
+
+
+def tiny_twin():
+    """Plain transformers with the weights of the tiny engine."""
+    twin = common.Twin.__new__(common.Twin)
+    twin.model, twin.tokenizer = tiny_model("llama"), tiny_tokenizer(merges=7)
+    twin.end_tokens = {twin.model.generation_config.eos_token_id, twin.tokenizer.eos_token_id}
+    return twin
+
+
+@pytest.mark.parametrize("scope", ["system", "pack", "last_token"])
+def test_many_at_a_time_are_answered_as_one_by_one(scope):
+    pytest.importorskip("textstat")
+    from benchmarks import batched
+
+    engine = tiny_engine()
+    method = "last_token" if scope == "last_token" else "mean"
+    pairs = preset("formal")[:2]
+    steering = engine.make_steering(pairs, method=method, layers=(0.0, 1.0), progress=False).at_strength(2)
+    asked = ["Who?", "Who is the 7th er of the 42 words?", "an, the"]
+    packs = [engine.build_pack("A fact of the an. " * length, inside="system") for length in (3, 1, 2)]
+    prompts = [engine.template.render(text, packs=[PackRef("", pack)]) for text, pack in zip(asked, packs, strict=True)]
+    steerings = {"plain": None, "steered": steering, "other way": -steering}
+    found = batched.answers(tiny_twin(), prompts, scope, steerings, 6)
+    assert len({tuple(texts) for texts in found.values()}) == 3
+    for name, texts in found.items():
+        one_by_one = [
+            engine.generate(text, packs=[pack], steering=steerings[name], scope=scope, max_tokens=6).token_ids
+            for text, pack in zip(asked, packs, strict=True)
+        ]
+        # The engine leaves out what is half a letter.
+        assert texts == [engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in one_by_one], name
 
 
 def test_formality_and_brevity_order_texts():

@@ -179,7 +179,7 @@ def test_a_steered_pack_is_a_new_one_and_cannot_be_stored_as_plain(architecture,
     assert altered.usage.pack_tokens == plain.usage.pack_tokens > 0
     assert len(altered.prompt) == len(plain.prompt)
     assert not torch.equal(plain.logits, altered.logits)
-    by_request = engine.prefill(question(), packs=[pack], steering=(steering, 1.5))
+    by_request = engine.prefill(question(), packs=[pack], steering=(steering, 1.5), scope="pack")
     assert torch.equal(by_request.logits, altered.logits)
     lazy = engine.prefill(question(), packs=[steered.without_kv()])
     assert torch.equal(lazy.logits, altered.logits)
