@@ -172,10 +172,10 @@ class ChatKnowledgePacks(BaseChatModel):
         )
         return int(len(prompt) - prompt.pack_tokens)
 
-    def resolves(self, handle: str) -> bool:
-        """Whether `handle` stands for a pack that this model may use."""
+    def resolves(self, handle: str, role: str = "system") -> bool:
+        """Whether `handle` stands for a pack that this model may use when a message of `role` brings it."""
         view = self._view()
-        return view is not None and view.resolve(Handle.parse(handle), "system") is not None
+        return view is not None and view.resolve(Handle.parse(handle), core_role(role)) is not None
 
     def bind_tools(
         self,

@@ -40,6 +40,8 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     of them with the model's `placement="system"`. The messages in the state are not touched: text and documents are
     still there.
 
+    What stands in `packs` counts as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use it.
+
     The agent's model must be a `ChatKnowledgePacks`; its `namespaces` say which handles count, others stay text.
     Raises `TypeError` for any other model.
     """
@@ -99,7 +101,7 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
         raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
     state: Any = request.state
     here = {handle for message in request.messages for handle in _handles(message)}
-    gone = [handle for handle in state.get("packs") or () if handle not in here and model.resolves(handle)]
+    gone = [handle for handle in state.get("packs") or () if handle not in here and model.resolves(handle, "tool")]
     settings = {**request.model_settings, "absorb": True}
     if gone:
         settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *gone)))

@@ -189,6 +189,15 @@ def test_knowledge_does_not_wake_the_summariser(model, pages):
     assert steps.usage[-1]["pack_tokens"] > 60
 
 
+def test_tools_that_are_not_trusted_bring_no_packs(model, pages):
+    steps = Steps(2)
+    wary = model.model_copy(update={"trusted_roles": frozenset({"system"})})
+    agent = create_agent(wary, [reader(pages)], middleware=[KnowledgePackMiddleware(), steps])
+    ask(agent, "Read two pages.")
+    agent.invoke({"messages": [HumanMessage("Go on.")], "packs": pages[:1]})
+    assert all(usage["pack_tokens"] == 0 for usage in steps.usage)
+
+
 def test_the_middleware_wants_our_model():
     agent = create_agent(FakeListChatModel(responses=["hi"]), [], middleware=[KnowledgePackMiddleware()])
     with pytest.raises(TypeError, match="needs a ChatKnowledgePacks"):
