@@ -103,7 +103,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["serch", "x"], 2, "Did you mean 'search'?"),
+        (["serch", "x"], 2, "Did you mean 'search'"),
         (["search", "bank"], 2, "Missing argument"),
         (["search", "banc", "x"], 1, "Did you mean bank?"),
         (["search", "bank", " "], 1, "blank question"),
