@@ -27,7 +27,7 @@ def test_words_move_the_fact_that_has_them_up_and_leave_scores_alone() -> None:
         "The trade of Bator is baker.", "The trade of Mazag is baker.", "The trade of Kelor is judge.", "Rain."
     )
     found = LexicalReranker()("What is the trade of Mazag?", hits)
-    assert texts_of(found)[0] == "Mazag's trade is baker."
+    assert texts_of(found)[0] == "The trade of Mazag is baker."
     assert sorted(hit.score for hit in found) == sorted(hit.score for hit in hits)
     assert sorted(texts_of(found)) == sorted(texts_of(hits))
 
