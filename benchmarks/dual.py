@@ -34,7 +34,7 @@ from scipy.stats import bootstrap
 
 from benchmarks import batched, common, plots
 from benchmarks.scores import INSTRUCTED, formality
-from kp_core import KnowledgePack, SentenceTransformerEmbedder, Steering
+from kp_core import KnowledgePack, Message, SentenceTransformerEmbedder, Steering
 from kp_core.resolve import PackRef
 from kp_core.steering import likeness, preset
 
@@ -103,7 +103,7 @@ def answer(arguments: argparse.Namespace, examples: Sequence[common.Example], an
     direction = engine.make_steering(preset(arguments.preset))
     if arguments.batch > 1:
         _answer_batches(arguments, engine, direction, examples, missing, answers)
-    # What batches leave: conditions without facts, or with an instruction.
+        return
     for at in track(missing, "Answering one by one"):
         # All conditions of a question share the prefill of its facts.
         pack = engine.build_pack(_facts(examples[at]), inside="system", lazy=True)
@@ -121,32 +121,40 @@ def _answer_batches(  # noqa: PLR0913
     missing: Sequence[int],
     answers: Answers,
 ) -> None:
-    """Every condition that steers facts, or leaves them plain, for `--batch` questions at a time."""
+    """Answer `--batch` questions of about the same length at a time, under all conditions that share their prompts."""
     twin = common.Twin(arguments, engine.tokenizer)
-    prompts = {
-        at: engine.template.render(
-            ASK + examples[at].question,
-            packs=[PackRef("", engine.build_pack(_facts(examples[at]), inside="system", lazy=True))],
-        )
-        for at in missing
-    }
-    ordered = sorted(missing, key=lambda at: len(prompts[at]))
+    packs = {at: PackRef("", engine.build_pack(_facts(examples[at]), inside="system", lazy=True)) for at in missing}
+    ordered = sorted(missing, key=lambda at: len(packs[at].pack.token_ids))
+    sharing: dict[tuple[bool, str | None, str], list[Condition]] = {}
+    for condition in _conditions(arguments):
+        asked = condition.with_pack, condition.instruction, condition.scope or "system"
+        sharing.setdefault(asked, []).append(condition)
     for first in track(range(0, len(ordered), arguments.batch), "Answering in batches"):
         batch = ordered[first : first + arguments.batch]
-        for scope in ("system", "pack"):
+        for (with_pack, _, scope), conditions in sharing.items():
             wanted = {
                 condition.name: direction * condition.alpha if condition.alpha else None
-                for condition in (PLAIN, *map(steered, arguments.steered))
-                if (condition.scope or "system") == scope
-                and any((at, condition.name) not in answers.said for at in batch)
+                for condition in conditions
+                if any((at, condition.name) not in answers.said for at in batch)
             }
             if not wanted:
                 continue
-            said = batched.answers(twin, [prompts[at] for at in batch], scope, wanted, arguments.tokens)
+            prompts = [
+                engine.template.render(_messages(examples[at], conditions[0]), packs=[packs[at]] if with_pack else [])
+                for at in batch
+            ]
+            said = batched.answers(twin, prompts, scope, wanted, arguments.tokens)
             for name, texts in said.items():
                 for at, text in zip(batch, texts, strict=True):
                     if (at, name) not in answers.said:
                         answers.keep(at, name, text)
+
+
+def _messages(example: common.Example, condition: Condition) -> list[Message]:
+    head: list[Message] = (
+        [] if condition.instruction is None else [{"role": "system", "content": condition.instruction}]
+    )
+    return [*head, {"role": "user", "content": ASK + example.question}]
 
 
 def _facts(example: common.Example) -> str:
@@ -161,9 +169,8 @@ def _say(  # noqa: PLR0913
     pack: KnowledgePack,
     condition: Condition,
 ) -> str:
-    head = [] if condition.instruction is None else [{"role": "system", "content": condition.instruction}]
     found = engine.generate(
-        [*head, {"role": "user", "content": ASK + example.question}],
+        _messages(example, condition),
         packs=[pack] if condition.with_pack else (),
         steering=(direction, condition.alpha),
         scope=condition.scope,

@@ -39,17 +39,57 @@ QUESTIONS = (
     "Why should I exercise?",
     "How do I write a letter?",
     "What happens in winter?",
+    "What is bread made of?",
+    "Why does ice float?",
+    "How do I grow tomatoes?",
+    "What should I read next?",
+    "Tell me about cats.",
+    "Why do we dream?",
+    "How can I make new friends?",
+    "What is money?",
+    "What makes a good teacher?",
+    "How does a lamp work?",
+    "What is a desert?",
+    "How do I clean a window?",
+    "Why is the sky blue?",
+    "What should I wear to a wedding?",
+    "Tell me about rivers.",
+    "How do bees make honey?",
+    "What is a museum for?",
+    "Why should I drink water?",
+    "How do I plan a party?",
+    "What happens in spring?",
+    "What is a bridge?",
+    "Why do dogs bark?",
+    "How do I learn a language?",
+    "What should I cook tonight?",
+    "Tell me about trains.",
+    "Why do we laugh?",
+    "How can I wake up early?",
+    "What is paint made of?",
+    "What makes a good story?",
+    "How does a clock work?",
+    "What is a forest?",
+    "How do I fix a flat tyre?",
+    "Why does the wind blow?",
+    "What should I give as a present?",
+    "Tell me about whales.",
+    "How do fish breathe?",
+    "What is a school for?",
+    "Why should I learn to cook?",
+    "How do I choose a phone?",
+    "What happens when it rains?",
 )
 
 
 class Bench:
     """One engine, the questions, and what the sections share."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(self, arguments: argparse.Namespace, questions: Sequence[str] = QUESTIONS) -> None:
         self.arguments = arguments
         self.engine: HFEngine = common.load_engine(arguments)
         self.known = Remembered(self.engine, arguments.answers)
-        self.questions = QUESTIONS[: arguments.questions]
+        self.questions = questions[: arguments.questions]
         self.formal = self.engine.make_steering(preset("formal"))
         self._embedder = SentenceTransformerEmbedder()
 

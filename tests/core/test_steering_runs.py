@@ -75,6 +75,34 @@ def test_the_benchmark_of_both_channels_counts_what_was_said(tmp_path, monkeypat
     assert (figures["pack:0"]["changed"], figures["system:0.7"]["changed"]) == (0, 1)
 
 
+def test_both_channels_are_answered_in_batches_as_one_by_one(tmp_path, monkeypatch):
+    pytest.importorskip("textstat")
+    from benchmarks import dual
+
+    monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
+    twin = tiny_twin()
+    monkeypatch.setattr(common, "Twin", lambda *_: twin)
+    data = tmp_path / "questions.jsonl"
+    rows = [
+        {
+            "question": f"Where is Veyl {n}?",
+            "answer": "Orrelay",
+            "gold_facts": [{"title": "Veyl", "text": "It is. " * n}],
+        }
+        for n in (3, 1, 2)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = {}
+    for batch in ("1", "2"):
+        answers = tmp_path / f"{batch}.jsonl"
+        told = ["--data", str(data), "--answers", str(answers), "--tokens", "4", "--others", "--batch", batch]
+        dual.main([*told, "--steered", "system:2", "pack:2"])
+        lines = [json.loads(line) for line in answers.read_text().splitlines()]
+        said[batch] = {(row["question"], row["condition"]): row["text"] for row in lines}
+    assert said["1"] == said["2"]
+    assert len(said["1"]) == 3 * 7
+
+
 def tiny_twin():
     """Plain transformers with the weights of the tiny engine."""
     twin = common.Twin.__new__(common.Twin)
@@ -118,6 +146,38 @@ def test_formality_and_brevity_order_texts():
     )
     assert 0 == formality("") < formality(casual) < formality(plain) < formality(formal) <= 1
     assert brevity("one") == 0 > brevity("one two") > brevity(plain)
+
+
+def test_programs_are_read_out_of_answers():
+    pytest.importorskip("textstat")
+    from benchmarks.scores import defensive, documented, program
+
+    bare = "def f(x):\n    return 1 / x"
+    assert program(f"Sure!\n```python\n{bare}\n```\nThis divides.") == program(bare) == bare
+    assert program(f"```\n{bare}\n\ndef g(y):\n    if y ==") == f"{bare}\n"
+    assert program("It divides.") is program("x = 1") is program("") is None
+    told = 'def f(x):\n    """One over x.\n\n    Twice."""\n    # Divides.\n    return 1 / x'
+    assert (documented(bare), documented(told), documented("It divides.")) == (0, 3 / 5, 0)
+    guarded = "def f(x):\n    assert isinstance(x, float)\n    if not x:\n        raise ValueError\n    return 1 / x"
+    assert (defensive(bare), defensive(guarded), defensive(f"{guarded}\n{bare}"), defensive("no")) == (0, 3, 1.5, 0)
+
+
+def test_the_benchmark_of_code_compares_both_with_each(tmp_path, monkeypatch):
+    pytest.importorskip("textstat")
+    from benchmarks import programs
+
+    monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
+    twin = tiny_twin()
+    monkeypatch.setattr(common, "Twin", lambda *_: twin)
+    out = tmp_path / "figures.json"
+    told = ["--json", str(out), "--plots", str(tmp_path), "--questions", "2", "--tokens", "6", "--strengths", "0.1"]
+    figures = programs.main(told)
+    assert json.loads(out.read_text()) == figures
+    assert set(figures["rows"]) == {
+        *("unsteered", "both", "both, in words"),
+        *(f"{name}, {way}" for name in ("documented", "defensive") for way in ("0.1", "0.24", "in words")),
+    }
+    assert (tmp_path / "steering-code.png").exists()
 
 
 def test_the_code_of_the_page_runs(monkeypatch):
