@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from kp_core.banks import Fact, FactBank, Filter, Hit, Reranker
+from kp_core.banks.rerank import hits_wanted
 from kp_core.engines.base import Engine
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
@@ -129,7 +130,8 @@ class BankPacks:
         rerank: Reranker | None = None,
     ) -> list[Found]:
         """The `k` units with the best facts, best first, each with a pack in the store; raises as `FactBank.search`."""
-        asked = k if self.unit == "fact" else _FACTS_PER_UNIT * k
+        # All that a reranker saw counts: a unit may have its first fact anywhere in it.
+        asked = k if self.unit == "fact" else hits_wanted(_FACTS_PER_UNIT * k, rerank)
         while True:
             best: dict[object, Hit] = {}
             hits = self.bank.search(question, asked, probes=probes, where=where, namespace=namespace, rerank=rerank)

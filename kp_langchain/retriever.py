@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Iterable
 from typing import Any, Literal, Self
@@ -24,7 +25,8 @@ from kp_core import (
     PackStore,
     SentenceTransformerEmbedder,
 )
-from kp_core.banks import Filter
+from kp_core.banks import Filter, Reranker
+from kp_core.banks.rerank import hits_wanted
 from kp_core.compiling import compile_facts, stored_handle
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
@@ -33,7 +35,7 @@ __all__ = ["KnowledgePackRetriever"]
 
 logger = logging.getLogger(__name__)
 
-_PER_CALL = ("k", "probes", "where", "score_threshold")
+_PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 _FACTS_PER_BANK = 4  # Facts looked at per bank wanted, at first.
 
 
@@ -48,8 +50,10 @@ class KnowledgePackRetriever(BaseRetriever):
     with the best facts.
 
     `probes` banks are searched; by default as many as the bank's calibration says. `where` keeps facts by metadata
-    (`{"year": {"$gte": 1900}}`, see `kp_core.banks.filters`), `score_threshold` by their cosine. `k`, `probes`, `where`
-    and `score_threshold` may also be given to `invoke`.
+    (`{"year": {"$gte": 1900}}`, see `kp_core.banks.filters`), `score_threshold` by their cosine. `rerank` puts what was
+    found into its order, e.g. `kp_core.banks.LexicalReranker()`: the first `k` of it that `score_threshold` keeps are
+    returned, a bank standing where its first fact does. Scores stay cosines. `k`, `probes`, `where`, `score_threshold`
+    and `rerank` may also be given to `invoke`.
 
     `inside` is the place that packs were compiled for (see `from_facts`). Raises `BankError` for a blank question, and
     for a bank that was not built.
@@ -64,6 +68,7 @@ class KnowledgePackRetriever(BaseRetriever):
     probes: int | None = Field(default=None, ge=1)
     where: dict[str, Any] | None = None
     score_threshold: float | None = None
+    rerank: Reranker | None = Field(default=None, exclude=True)
     content: Literal["handle", "text"] = "handle"
     unit: Literal["fact", "bank"] = "fact"
     inside: Any = Field(default="user", exclude=True)
@@ -119,8 +124,7 @@ class KnowledgePackRetriever(BaseRetriever):
         if unknown:
             raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}.")
         wanted = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        least = wanted.pop("score_threshold")
-        return [self._document(hit) for hit in self._hits(query, **wanted) if least is None or hit.score >= least]
+        return [self._document(hit) for hit in self._hits(query, **wanted)]
 
     async def _aget_relevant_documents(
         self,
@@ -131,15 +135,29 @@ class KnowledgePackRetriever(BaseRetriever):
     ) -> list[Document]:
         return await asyncio.to_thread(self._get_relevant_documents, query, **options)
 
-    def _hits(self, query: str, k: int, probes: int | None, where: Filter | None) -> list[Hit]:
+    def _hits(  # noqa: PLR0913 - what may be asked for
+        self,
+        query: str,
+        k: int,
+        probes: int | None,
+        where: Filter | None,
+        score_threshold: float | None,
+        rerank: Reranker | None,
+    ) -> list[Hit]:
+        least = -math.inf if score_threshold is None else score_threshold
+        asked = hits_wanted(k, rerank)
         if self.unit == "fact":
-            return self.bank.search(query, k, probes=probes, where=where)
-        asked = _FACTS_PER_BANK * k
+            hits = self.bank.search(query, asked, probes=probes, where=where, rerank=rerank)
+            return [hit for hit in hits if hit.score >= least][:k]
+        asked = max(_FACTS_PER_BANK * k, asked)
         while True:
             best: dict[int, Hit] = {}
-            for hit in self.bank.search(query, asked, probes=probes and max(k, probes), where=where):
+            hits = self.bank.search(query, asked, probes=probes and max(k, probes), where=where, rerank=rerank)
+            kept = [hit for hit in hits if hit.score >= least]
+            for hit in kept:
                 best.setdefault(hit.bank, hit)
-            if len(best) >= k or asked >= len(self.bank):
+            # Behind a hit that is not similar enough there is none that is.
+            if len(best) >= k or len(kept) < len(hits) or asked >= len(self.bank):
                 found = list(best.values())[:k]
                 return [Hit(self._whole(hit.bank), hit.score, hit.bank) for hit in found]
             asked *= _FACTS_PER_BANK

@@ -40,7 +40,7 @@ __all__ = ["KnowledgePackIndex", "KnowledgePackSink", "pack_place"]
 logger = logging.getLogger(__name__)
 
 _SLOT = "{pack}"
-_RETRIEVAL = ("similarity_top_k", "probes", "filters", "score_cutoff", "content")
+_RETRIEVAL = ("similarity_top_k", "probes", "filters", "score_cutoff", "rerank", "content")
 
 
 class KnowledgePackIndex:

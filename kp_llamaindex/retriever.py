@@ -24,6 +24,8 @@ from kp_core import (
     PackStore,
     SentenceTransformerEmbedder,
 )
+from kp_core.banks import Reranker
+from kp_core.banks.rerank import hits_wanted, reranked
 from kp_core.compiling import compile_facts, stored_handle
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
@@ -45,10 +47,12 @@ class KnowledgePackRetriever(BaseRetriever):
     in the store comes as text, with a logged warning.
 
     `filters` keeps facts by the metadata of their nodes; with filters every bank is searched, else `probes` of them
-    (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]).
+    (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank` puts
+    what was found and passes the filters into its order, e.g. `kp_core.banks.LexicalReranker()`: the first
+    `similarity_top_k` of it that `score_cutoff` keeps are returned. Scores stay cosines.
 
-    Raises `BankError` for a blank question, for `similarity_top_k` or `probes` below 1, and for a bank that was not
-    built.
+    Raises `BankError` for a blank question, for `similarity_top_k` or `probes` below 1, for a `rerank` that is no
+    `Reranker`, and for a bank that was not built.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per choice
@@ -61,6 +65,7 @@ class KnowledgePackRetriever(BaseRetriever):
         probes: int | None = None,
         filters: MetadataFilters | None = None,
         score_cutoff: float | None = None,
+        rerank: Reranker | None = None,
         content: Literal["handle", "text"] = "handle",
         inside: Inside = "user",
         callback_manager: CallbackManager | None = None,
@@ -71,7 +76,7 @@ class KnowledgePackRetriever(BaseRetriever):
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.bank, self.store, self.namespace = bank, store, namespace
         self.similarity_top_k, self.probes = similarity_top_k, probes
-        self.filters, self.score_cutoff = filters, score_cutoff
+        self.filters, self.score_cutoff, self.rerank = filters, score_cutoff, rerank
         self.content, self.inside = content, inside
 
     @classmethod
@@ -113,19 +118,19 @@ class KnowledgePackRetriever(BaseRetriever):
         hits = self._hits(question)
         if self.score_cutoff is not None:
             hits = [hit for hit in hits if hit.score >= self.score_cutoff]
-        return [(self._node(hit.fact), hit.score) for hit in hits]
+        return [(self._node(hit.fact), hit.score) for hit in hits[: self.similarity_top_k]]
 
     def _hits(self, question: str) -> list[Hit]:
-        k = self.similarity_top_k
+        """The hits to choose from, best first."""
+        asked = wanted = hits_wanted(self.similarity_top_k, self.rerank)
         if self.filters is None:
-            return self.bank.search(question, k, probes=self.probes)
-        asked = k
+            return self.bank.search(question, asked, probes=self.probes, rerank=self.rerank)
         while True:
             # The filter may leave any bank empty, so no number of nearest banks is enough.
             hits = self.bank.search(question, asked, probes=max(1, self.bank.banks))
             kept = [hit for hit in hits if passes(self.filters, to_node(hit.fact).metadata)]
-            if len(kept) >= k or asked >= len(self.bank):
-                return kept[:k]
+            if len(kept) >= wanted or asked >= len(self.bank):
+                return reranked(question, kept[:wanted], self.rerank)
             asked *= _GROWTH
 
     def _node(self, fact: Fact) -> PackNode:

@@ -194,7 +194,8 @@ class FactBank(Protocol):
         `k`; so the result is shorter only when there are fewer than `k` facts. With `rerank` the best `rerank.depth`
         are found so, and put into its order, of which the first `k` count.
 
-        Raises `BankError` for a blank question, for `k` or `probes` below 1, and for a filter that makes no sense.
+        Raises `BankError` for a blank question, for `k` or `probes` below 1, for a filter that makes no sense, and for
+        a `rerank` that is no `Reranker`.
         """
 
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kp_core.banks.base import Fact, Filter, Hit, Reranker
 from kp_core.banks.index import Calibration, Index
+from kp_core.banks.rerank import hits_wanted, reranked
 from kp_core.banks.rows import Rows, Vectors
 from kp_core.banks.table import FactTable
 from kp_core.embed import Embedder, checked_vectors
@@ -122,12 +123,11 @@ class SearchedBank(ABC):
         rerank: Reranker | None = None,
     ) -> list[Hit]:
         """See `FactBank.search`."""
-        for name, value in (("k", k), ("probes", 1 if probes is None else probes)):
-            if value < 1:
-                raise BankError(f"Got {name}={value}; expected at least 1.")
-        wanted = k if rerank is None else max(k, rerank.depth)
+        wanted = hits_wanted(k, rerank)
+        if probes is not None and probes < 1:
+            raise BankError(f"Got probes={probes}; expected at least 1.")
         hits = self.search_vector(self._query(question), wanted, probes=probes, where=where, namespace=namespace)
-        return hits if rerank is None or len(hits) < 2 else rerank(question, hits)[:k]
+        return reranked(question, hits, rerank)[:k]
 
     def search_vector(
         self,

@@ -12,10 +12,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.banks.base import Hit
+from kp_core.banks.base import Hit, Reranker
 from kp_core.errors import BankError, MissingDependencyError
 
-__all__ = ["CrossEncoderReranker", "LexicalReranker"]
+__all__ = ["CrossEncoderReranker", "LexicalReranker", "hits_wanted", "reranked"]
+
+
+def hits_wanted(k: int, rerank: Reranker | None) -> int:
+    """How many hits it takes for the `k` best: as many as the reranker wants to see, where that is more.
+
+    Raises `BankError` for `k` below 1, and for what is no `Reranker`.
+    """
+    if k < 1:
+        raise BankError(f"Got k={k}; expected at least 1.")
+    if rerank is None:
+        return k
+    if not isinstance(rerank, Reranker):
+        raise BankError(f"Got rerank={rerank!r}; expected a Reranker, e.g. `LexicalReranker()`, or None.")
+    return max(k, rerank.depth)
+
+
+def reranked(question: str, hits: list[Hit], rerank: Reranker | None) -> list[Hit]:
+    """All of `hits`, in the reranker's order where there is one."""
+    return hits if rerank is None or len(hits) < 2 else rerank(question, hits)
 
 
 class LexicalReranker:

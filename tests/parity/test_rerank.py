@@ -1,0 +1,147 @@
+"""A reranker behind either adapter: the order of the bank's own search."""
+
+import json
+from pathlib import Path
+
+import pytest
+from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter, MetadataFilters
+from pydantic import ValidationError
+
+from kp_core import Fact, MemoryFactBank, PackStore
+from kp_core.bankpacks import BankPacks
+from kp_core.banks import LexicalReranker
+from kp_core.errors import BankError
+from kp_langchain import KnowledgePackRetriever
+from kp_llamaindex import KnowledgePackIndex
+from kp_llamaindex import KnowledgePackRetriever as NodeRetriever
+from tests.conftest import tiny_engine
+from tests.llamaindex.conftest import LetterEmbedder
+
+DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
+QUESTIONS = [
+    "What is the name of the parrot aboard the Marigold Debt?",
+    "What is the dovedrum filled with?",
+    "Which tower is higher, Tallow Tower or Gullwatch Tower?",
+]
+RERANK = LexicalReranker(depth=12)
+
+
+@pytest.fixture(scope="module")
+def bank():
+    with (DEMO / "facts.jsonl").open() as lines:
+        read = [json.loads(line) for line in lines][:60]
+    bank = MemoryFactBank(LetterEmbedder(), bank_size=5)
+    bank.build(
+        Fact(row["text"], title=row["title"], id=row["id"], metadata={"number": number})
+        for number, row in enumerate(read)
+    )
+    return bank
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PackStore(tmp_path / "packs")
+
+
+def documents(bank, store, question, **settings):
+    retriever = KnowledgePackRetriever(bank=bank, store=store, content="text", **settings)
+    return [(document.id, document.metadata["score"]) for document in retriever.invoke(question)]
+
+
+def nodes(bank, store, question, k, *, score_threshold=None, **settings):
+    retriever = NodeRetriever(bank, store, content="text", similarity_top_k=k, score_cutoff=score_threshold, **settings)
+    return [(hit.node_id, hit.score) for hit in retriever.retrieve(question)]
+
+
+def ids(hits):
+    return [(hit.fact.id, hit.score) for hit in hits]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("adapter", [documents, nodes])
+@pytest.mark.parametrize(("k", "probes"), [(3, None), (3, 2), (20, 2)])
+def test_the_order_is_that_of_the_bank(bank, store, adapter, question, k, probes):
+    expected = bank.search(question, k, probes=probes, rerank=RERANK)
+    assert adapter(bank, store, question, k=k, probes=probes, rerank=RERANK) == ids(expected)
+    assert expected != bank.search(question, k, probes=probes)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("adapter", [documents, nodes])
+def test_what_is_not_similar_enough_makes_room_for_the_next(bank, store, adapter, question):
+    order = bank.search(question, 12, rerank=RERANK)
+    least = sorted(hit.score for hit in order)[6]
+    kept = [hit for hit in order if hit.score >= least]
+    assert kept[:3] != order[:3]
+    assert adapter(bank, store, question, k=3, score_threshold=least, rerank=RERANK) == ids(kept[:3])
+    assert len(adapter(bank, store, question, k=12, score_threshold=least, rerank=RERANK)) == len(kept)
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+@pytest.mark.parametrize("least", [48, 20])
+def test_filters_choose_what_is_reranked(bank, store, question, least):
+    filters = MetadataFilters(filters=[MetadataFilter(key="number", operator=FilterOperator.GTE, value=least)])
+    where = {"number": {"$gte": least}}
+    expected = ids(bank.search(question, 4, probes=bank.banks, where=where, rerank=RERANK))
+    assert nodes(bank, store, question, 4, filters=filters, rerank=RERANK) == expected
+    assert documents(bank, store, question, k=4, probes=bank.banks, where=where, rerank=RERANK) == expected
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_whole_banks_stand_where_their_first_fact_does(bank, store, question):
+    hits = bank.search(question, 12, probes=bank.banks, rerank=RERANK)
+    expected = list(dict.fromkeys(hit.bank for hit in hits))[:3]
+    retriever = KnowledgePackRetriever(
+        bank=bank, store=store, content="text", unit="bank", k=3, probes=bank.banks, rerank=RERANK
+    )
+    assert [document.metadata["bank"] for document in retriever.invoke(question)] == expected
+    packs = BankPacks(bank, tiny_engine(), store, unit="bank", kv="lazy")
+    found = packs.search(question, 3, probes=bank.banks, rerank=RERANK)
+    assert [unit.hit.bank for unit in found] == expected
+
+
+def test_banks_whose_best_fact_is_not_similar_enough_are_left_out(bank, store):
+    [question, *_] = QUESTIONS
+    scores = {hit.bank: hit.score for hit in reversed(bank.search(question, 60, probes=bank.banks))}
+    least = sorted(scores.values())[-3]
+    retriever = KnowledgePackRetriever(bank=bank, store=store, content="text", unit="bank", k=5, probes=bank.banks)
+    found = retriever.invoke(question, score_threshold=least)
+    assert {document.metadata["bank"] for document in found} == {at for at, score in scores.items() if score >= least}
+    assert len(found) == 3
+
+
+def test_one_call_and_one_engine_may_have_their_own(bank, store):
+    [question, *_] = QUESTIONS
+    expected = [hit.fact.id for hit in bank.search(question, 3, rerank=RERANK)]
+    retriever = KnowledgePackRetriever(bank=bank, store=store, k=3)
+    assert [document.id for document in retriever.invoke(question, rerank=RERANK)] == expected
+    reranking = retriever.model_copy(update={"rerank": RERANK})
+    assert [document.id for document in reranking.invoke(question)] == expected
+    assert reranking.invoke(question, rerank=None) == retriever.invoke(question)
+    index = KnowledgePackIndex(tiny_engine(), store, bank, lazy=True)
+    llm = index.llm.model_copy(update={"max_tokens": 1})
+    assert [hit.node_id for hit in index.as_retriever(similarity_top_k=3, rerank=RERANK).retrieve(question)] == expected
+    for engine in (index.as_query_engine, index.as_chat_engine):
+        made = engine(llm=llm, similarity_top_k=3, rerank=RERANK)
+        answer = made.query(question) if engine == index.as_query_engine else made.chat(question)
+        assert [hit.node_id for hit in answer.source_nodes] == expected
+
+
+@pytest.mark.parametrize("wrong", ["lexical", LexicalReranker])
+def test_what_is_no_reranker_is_refused(bank, store, wrong):
+    said = []
+    filters = MetadataFilters(filters=[])
+    for ask in (
+        lambda: KnowledgePackRetriever(bank=bank, store=store).invoke("Who?", rerank=wrong),
+        lambda: NodeRetriever(bank, store, rerank=wrong).retrieve("Who?"),
+        lambda: NodeRetriever(bank, store, rerank=wrong, filters=filters).retrieve("Who?"),
+        lambda: bank.search("Who?", rerank=wrong),
+    ):
+        with pytest.raises(BankError, match=r"expected a Reranker, e\.g\. `LexicalReranker\(\)`") as caught:
+            ask()
+        said.append(str(caught.value))
+    assert len(set(said)) == 1
+    with pytest.raises(ValidationError, match="Reranker"):
+        KnowledgePackRetriever(bank=bank, store=store, rerank=wrong)
+    with pytest.raises(BankError, match="k=0"):
+        nodes(bank, store, "Who?", 0, rerank=RERANK, filters=filters)
