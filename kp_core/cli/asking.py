@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.columns import Columns
 from rich.panel import Panel
+from rich.text import Text
 
 from kp_core import Generation, Message, PackStore, load_engine
 from kp_core.bankpacks import KV, BankPacks, Found, Unit
@@ -122,7 +123,7 @@ def chat(  # noqa: PLR0913 - one parameter per option
         out, messages = console(), list[Message]()
         while True:
             try:
-                question = out.input("[bold]you:[/bold] ").strip()
+                question = out.input(Text("you: ", "bold")).strip()
             except EOFError:
                 break
             if not question:
@@ -131,7 +132,7 @@ def chat(  # noqa: PLR0913 - one parameter per option
             messages.append({"role": "user", "content": _content(question, found, "packs")})
             generation = asker.stream(messages, max_tokens, live=True)
             messages.append({"role": "assistant", "content": generation.text})
-            out.print(f"[dim]{_usage(generation)}[/dim]\n")
+            out.print(f"{_usage(generation)}\n", style="dim")
 
 
 class _Asker:
@@ -192,7 +193,7 @@ def _show_sources(found: list[Found]) -> None:
     for place, each in enumerate(found, 1):
         fact = each.hit.fact
         name = " · ".join(part for part in (fact.title, fact.source) if part) or fact.text[:60]
-        out.print(f"  {place}. {name}  ({each.hit.score:.3f}, {each.handle})", soft_wrap=True, markup=False)
+        out.print(f"  {place}. {name}  ({each.hit.score:.3f}, {each.handle})", soft_wrap=True)
 
 
 def _usage(generation: Generation) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from kp_core import PackStore, load_engine
 from kp_core.cli.shared import (
@@ -74,7 +75,7 @@ def _tell(path: Path, found: list[str], left: list[str], check: _TemplateCheck, 
     if check.foreign:
         out.print(f"Packs of another model, whose template was not checked: {check.foreign}; name it with --model.")
     for line in found:
-        out.print(f"[red]✗[/red] {line}", soft_wrap=True)
+        out.print(Text.assemble(("✗", "red"), f" {line}"), soft_wrap=True)
     if repair and found and not left:
         out.print("All of it was put right.")
     elif repair and left:

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from kp_core.banks import Added, ChromaFactBank, Fact, Hit, LexicalReranker
 from kp_core.cli.shared import (
@@ -179,11 +180,13 @@ def search(  # noqa: PLR0913 - one parameter per option
     out = console()
     for place, hit in enumerate(hits, 1):
         found = _hit(hit, ranks[hit.bank], store)
-        out.print(f"[bold]{place}. {hit.score:.3f}[/bold]  {hit.fact.title or hit.fact.id}", soft_wrap=True)
-        out.print(hit.fact.text, markup=False)
+        out.print(
+            Text.assemble((f"{place}. {hit.score:.3f}", "bold"), f"  {hit.fact.title or hit.fact.id}"), soft_wrap=True
+        )
+        out.print(hit.fact.text)
         why = f"bank {hit.bank}, number {ranks[hit.bank]} of the {len(order)} in nearness"
         parts = [str(found["handle"] or "no pack"), why, hit.fact.source, f"id {hit.fact.id}"]
-        out.print(f"[dim]{' · '.join(part for part in parts if part)}[/dim]\n", soft_wrap=True)
+        out.print(f"{' · '.join(part for part in parts if part)}\n", style="dim", soft_wrap=True)
     out.print(f"Found {len(hits)} of the {k} asked for; looked at {looked_at} of {len(order)} banks.")
 
 

@@ -73,9 +73,9 @@ class WrongError(Exception):
 
 
 def console() -> Console:
-    """The terminal; a file or pipe gets lines of 120 characters."""
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=120)
+    """The terminal; a file or pipe gets lines of 120 characters. Text is printed as it is, brackets and all."""
+    made = Console(highlight=False, markup=False)
+    return made if made.is_terminal else Console(highlight=False, markup=False, width=120)
 
 
 def print_json(data: Mapping[str, Any]) -> None:

@@ -66,6 +66,17 @@ def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
     assert "--install-completion" in out
 
 
+def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path) -> None:
+    assert kp("add", "bank", "--fact", "Glyphs of [/orrelay] are [red]red[/red].", "--title", "[b]Glyphs[/]")[0] == 0
+    code, out, _ = kp("search", "bank", "What are the glyphs of Orrelay?", "-k", "1")
+    assert code == 0
+    assert "[b]Glyphs[/]" in out
+    assert "Glyphs of [/orrelay] are [red]red[/red]." in out
+    code, out, _ = kp("ask", "bank", "What are the glyphs?", "-k", "1", "--compare", "--max-tokens", "8")
+    assert code == 0
+    assert "[b]Glyphs[/]" in out
+
+
 def test_build_search_add_remove(kp: Kp, bank: Path) -> None:
     code, out, _ = kp("search", "bank", "Which bird is it?", "-k", "1")
     assert code == 0
