@@ -50,9 +50,11 @@ def bars(folder: Path, name: str, groups: Sequence[str], series: Mapping[str, Se
     for at, (title, values) in enumerate(series.items()):
         axes.bar([place + at * width - 0.4 + width / 2 for place in range(len(groups))], values, width, label=title)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(groups)), groups, rotation=20 if len(groups) > 4 else 0, fontsize=8)
+    slanted = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if len(groups) > 4 else {}
+    axes.set_xticks(range(len(groups)), groups, fontsize=8, **slanted)
     axes.set(ylabel=label)
-    axes.legend(fontsize=8)
+    # Above the axes: anywhere inside it may cover a bar.
+    figure.legend(loc="outside upper center", ncols=len(series), fontsize=8)
     _save(figure, folder, name)
 
 
