@@ -67,7 +67,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(given, standalone_mode=False, prog_name="kp")
     except (typer.Abort, KeyboardInterrupt):
-        sys.stderr.write("Interrupted. What was reported as done is kept; the same command goes on from there.\n")
+        sys.stderr.write("Interrupted. What was reported as done is kept; a build goes on from there.\n")
         return 130
     except _UsageError as error:
         error.show()
