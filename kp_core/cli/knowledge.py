@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import sys
-from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from kp_core.banks import Added, ChromaFactBank, Fact, Hit, LexicalReranker
+from kp_core.banks import Fact, Hit, LexicalReranker
+from kp_core.cli.ingesting import (
+    Column,
+    Config,
+    DatasetName,
+    MaxChars,
+    Namespace,
+    OnErrorOption,
+    Split,
+    Ttl,
+    facts_of,
+    ingest,
+    tell,
+)
 from kp_core.cli.shared import (
     BankPath,
     EmbedderName,
@@ -23,24 +31,15 @@ from kp_core.cli.shared import (
     LexicalFlag,
     Where,
     console,
-    counted,
     filter_of,
     open_bank,
     print_json,
 )
 from kp_core.errors import BankError, SourceError
-from kp_core.sources import OnError, read_facts
 from kp_core.store import PackStore
 
 __all__ = ["add", "build", "packs_of", "remove", "search"]
 
-_BATCH = 256
-_SHOWN = 5
-
-_Namespace = Annotated[str | None, typer.Option(help="Namespace of the facts.")]
-_OnError = Annotated[str, typer.Option(help="What to do with rows that make no fact: `raise` or `skip`.")]
-_Ttl = Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")]
-_MaxChars = Annotated[int, typer.Option(help="Longest paragraph of text, Markdown, PDF and HTML, in characters.")]
 _Chroma = Annotated[bool, typer.Option("--chroma/--no-chroma", help="Keep the vectors in Chroma too.")]
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 
@@ -48,35 +47,49 @@ _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait 
 def build(  # noqa: PLR0913 - one parameter per option
     bank: BankPath,
     sources: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="JSON lines, CSV, text, Markdown, PDF, HTML, folders.")
-    ],
+        list[Path] | None,
+        typer.Argument(metavar="[FILE...]", help="JSON lines, CSV, text, Markdown, PDF, HTML, folders."),
+    ] = None,
     *,
+    dataset: DatasetName = None,
+    config: Config = None,
+    split: Split = None,
+    column: Column = None,
     embedder: EmbedderName = None,
     bank_size: Annotated[int, typer.Option(min=1, help="Facts per bank, about.")] = 20,
     recall: Annotated[float, typer.Option(help="Share of the nearest facts that a search should find.")] = 0.99,
-    namespace: _Namespace = None,
-    ttl: _Ttl = None,
-    on_error: _OnError = "raise",
-    max_chars: _MaxChars = 2000,
+    namespace: Namespace = None,
+    ttl: Ttl = None,
+    on_error: OnErrorOption = "raise",
+    max_chars: MaxChars = 2000,
     chroma: _Chroma = True,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a bank of the facts in files, or go on where an interrupted build stopped.
+    """Make a bank of the facts in files or a dataset, or go on where an interrupted build stopped.
 
     Facts are kept as they come; what is held already is not embedded again.
     """
+    if not sources and dataset is None:
+        raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
+    skipped: list[SourceError] = []
+    facts = facts_of(
+        sources or [],
+        skipped,
+        dataset=dataset,
+        config=config,
+        split=split,
+        columns=column,
+        on_error=on_error,
+        max_chars=max_chars,
+        namespace=namespace,
+    )
     options = {"bank_size": bank_size, "recall": recall, "mirror": chroma, "wait": wait}
-    _check_sources(sources)
     with open_bank(bank, embedder, new=True, **options) as opened:
-        skipped: list[SourceError] = []
-        facts = read_facts(
-            sources, on_error=_checked(on_error), skipped=skipped.append, max_chars=max_chars, namespace=namespace
-        )
-        report = _ingest(opened, facts, sources, ttl)
+        report = ingest(opened, facts, sources or [], ttl)
         if report.added:
             opened.rebuild()
-        _tell(opened, report, skipped, as_json=as_json)
+        tell(opened, report, skipped, as_json=as_json)
 
 
 def add(  # noqa: PLR0913 - one parameter per option
@@ -87,23 +100,38 @@ def add(  # noqa: PLR0913 - one parameter per option
     fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
     title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace the fact that has this --id.")] = False,
-    namespace: _Namespace = None,
-    ttl: _Ttl = None,
-    on_error: _OnError = "raise",
-    max_chars: _MaxChars = 2000,
+    dataset: DatasetName = None,
+    config: Config = None,
+    split: Split = None,
+    column: Column = None,
+    namespace: Namespace = None,
+    ttl: Ttl = None,
+    on_error: OnErrorOption = "raise",
+    max_chars: MaxChars = 2000,
     chroma: _Chroma = True,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
     """Add facts to a bank; banks that grow too large are split, the others stay as they are."""
     texts = fact or []
-    if not sources and not texts:
-        raise typer.BadParameter("Got neither files nor --fact; give at least one.")
+    if not sources and not texts and dataset is None:
+        raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
     if (fact_id or replace) and len(texts) != 1:
         raise typer.BadParameter("--id and --replace go with exactly one --fact.")
     if replace and not fact_id:
         raise typer.BadParameter("--replace needs --id.")
-    _check_sources(sources or [])
+    skipped: list[SourceError] = []
+    facts = facts_of(
+        sources or [],
+        skipped,
+        dataset=dataset,
+        config=config,
+        split=split,
+        columns=column,
+        on_error=on_error,
+        max_chars=max_chars,
+        namespace=namespace,
+    )
     with open_bank(bank, mirror=chroma, wait=wait) as opened:
         given = [Fact(text, title=title, id=fact_id, namespace=namespace or "default") for text in texts]
         if replace:
@@ -112,12 +140,8 @@ def add(  # noqa: PLR0913 - one parameter per option
                 {"id": new.id, "version": new.version}, f"{new.id} has version {new.version}.", as_json=as_json
             )
             return
-        skipped: list[SourceError] = []
-        facts = read_facts(
-            sources or [], on_error=_checked(on_error), skipped=skipped.append, max_chars=max_chars, namespace=namespace
-        )
-        report = _ingest(opened, itertools.chain(given, facts), sources or [], ttl)
-        _tell(opened, report, skipped, as_json=as_json)
+        report = ingest(opened, itertools.chain(given, facts), sources or [], ttl)
+        tell(opened, report, skipped, as_json=as_json)
 
 
 def remove(  # noqa: PLR0913 - one parameter per option
@@ -212,62 +236,6 @@ def _hit(hit: Hit, rank: int, store: PackStore | None) -> dict[str, object]:
     }
 
 
-def _ingest(bank: ChromaFactBank, facts: Iterable[Fact], sources: Iterable[Path], ttl: float | None) -> Added:
-    """Add facts in batches, with a bar that knows how many bytes of the files have become facts."""
-    size = sum(path.stat().st_size for source in sources for path in _inside(source))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[facts]:,} facts, {task.fields[rate]:.0f}/s"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    report, source = Added(), iter(facts)
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("Adding", total=size or None, facts=0, rate=0.0)
-        seen = 0
-        while batch := list(itertools.islice(source, _BATCH)):
-            report += bank.add(batch, ttl=ttl)
-            seen += len(batch)
-            elapsed = progress.tasks[task].elapsed or 1.0
-            progress.update(
-                task, advance=sum(len(fact.text.encode()) for fact in batch), facts=seen, rate=seen / elapsed
-            )
-    return report
-
-
-def _tell(bank: ChromaFactBank, report: Added, skipped: list[SourceError], *, as_json: bool) -> None:
-    about = bank.calibration
-    if as_json:
-        print_json(
-            {
-                "added": report.added,
-                "duplicates": report.duplicates,
-                "near_duplicates": [asdict(near) for near in report.near_duplicates],
-                "skipped": [str(error) for error in skipped],
-                "facts": len(bank),
-                "banks": bank.banks,
-                "calibration": asdict(about) if about else None,
-            }
-        )
-        return
-    out = console()
-    out.print(f"Facts added: {report.added}; held already: {report.duplicates}; rows skipped: {len(skipped)}.")
-    if report.near_duplicates:
-        out.print(f"{len(report.near_duplicates)} say nearly what another does:")
-        for near in report.near_duplicates[:_SHOWN]:
-            out.print(f"  {near.id} ≈ {near.earlier} ({near.score:.3f})")
-        if len(report.near_duplicates) > _SHOWN:
-            out.print("  … all of them with --json")
-    out.print(f"Now {counted(len(bank), 'fact')} in {counted(bank.banks, 'bank')}.")
-    if about:
-        out.print(
-            f"A search looks at {counted(about.probes_of(bank.banks), 'bank')} and finds {about.recall:.1%} "
-            f"of the {about.k} nearest (asked for: {about.target:.1%})."
-        )
-
-
 def _print_or_json(data: dict[str, object], said: str, *, as_json: bool) -> None:
     if as_json:
         print_json(data)
@@ -286,24 +254,3 @@ def _found(given: str, facts: list[Fact]) -> Fact:
     near = difflib.get_close_matches(given, [fact.id for fact in facts], n=1)
     hint = f"Did you mean {near[0]!r}?" if near else "`kp search` shows ids."
     raise BankError(f"Got the id {given!r}; none of the {len(facts)} facts has it. {hint}")
-
-
-def _checked(on_error: str) -> OnError:
-    if on_error == "raise":
-        return "raise"
-    if on_error == "skip":
-        return "skip"
-    raise typer.BadParameter(f"Got --on-error {on_error}; expected raise or skip.")
-
-
-def _check_sources(sources: Iterable[Path]) -> None:
-    """Say that a file is missing before anything is loaded."""
-    for source in sources:
-        if not source.exists():
-            around = [str(path) for path in source.parent.iterdir()] if source.parent.is_dir() else []
-            near = difflib.get_close_matches(str(source), around, n=1)
-            raise SourceError(f"There is no file {source}." + (f" Did you mean {near[0]}?" if near else ""))
-
-
-def _inside(source: Path) -> list[Path]:
-    return [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
