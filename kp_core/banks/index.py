@@ -1,7 +1,8 @@
 """From a question's vector to the rows nearest to it: banks, sketches, scores; and how much of each it takes.
 
 A search looks at the `probes` banks with the nearest centroids. Where these hold many facts, sketches choose the
-`shortlist` that is scored. Both numbers are measured on the bank's own facts: see `Index.calibrate`.
+`shortlist` that is scored; where these are all banks, half sketches choose the `longlist` whose whole sketches are
+looked at. The numbers are measured on the bank's own facts: see `Index.calibrate`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _ALIKE = 1e-3
 # Part of its bank's centroid that a fact is asked for without: how hard questions are taken to be.
 _COMMON = 0.7
 # So many facts are scored at least, and one of so many: fewer save no time, and questions are harder than facts that
-# serve as such.
-_ALWAYS_SCORED, _SCORED_OF = 512, 200
-# Part of the banks above which going through all sketches is faster than collecting those of the nearest banks.
+# serve as such. Likewise those whose whole sketches are looked at.
+_ALWAYS_SCORED, _SCORED_OF, _LISTED_OF = 512, 200, 24
+# Part of the banks, or of the facts, above which going through all sketches is faster than collecting some of them.
 _CHOSEN = 1 / 8
 # Ties at the border are settled among more than the k asked for.
 _PER_HIT = 8
@@ -35,17 +36,18 @@ _PER_HIT = 8
 
 @dataclass(frozen=True)
 class Calibration:
-    """How many banks to search, and how many facts to score, so that flat search would find hardly more.
+    """How many banks to search, and of how many facts what, so that flat search would find hardly more.
 
     `recall` is the mean share of the `k` nearest facts, over `sample` facts of the bank taken as questions (each left
-    out of its own answer), that searching `probes` of `banks` banks and scoring `shortlist` facts finds. `target` is
-    what was asked for. `probes` is as many as those facts need without most of what their banks have in common, which
-    is more. Made when the bank had `facts` facts.
+    out of its own answer), that searching `probes` of `banks` banks, looking at the whole sketches of `longlist` facts
+    and scoring `shortlist` of these finds. `target` is what was asked for. `probes` is as many as those facts need
+    without most of what their banks have in common, which is more. Made when the bank had `facts` facts.
     """
 
     target: float
     recall: float
     probes: int
+    longlist: int
     shortlist: int
     k: int
     sample: int
@@ -92,27 +94,30 @@ class Index:
     ) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
         """At least the `k` best rows that are `allowed`, where there are so many, and their cosines; in no order."""
         wanted = self.probes if probes is None else probes
-        shortlist = max(self._shortlist, _PER_HIT * k)
+        longlist, shortlist = self._lists(k)
+        # All banks are scored in full only where the caller says so.
+        everything = probes is not None and wanted >= len(self.banks)
         if wanted < len(self.banks):
             rows = self.banks.of(self._choose(query, k, wanted, allowed))
             if allowed is not None:
                 rows = rows[allowed[rows]]
-            if len(rows) > shortlist:
-                rows = self.sketches.nearest(rows, query, shortlist)
         else:
             inside = self.banks.labels >= 0
             if allowed is not None:
                 inside[: len(allowed)] &= allowed[: len(inside)]
-            # All banks are scored in full only where the caller says so.
-            everything = probes is not None
-            rows = np.flatnonzero(inside) if everything else self.sketches.nearest_of_all(query, shortlist, inside)
+            if not everything and np.count_nonzero(inside) > _CHOSEN * len(inside):
+                return self.rows.best(self.sketches.nearest_of_all(query, shortlist, longlist, inside), query, k)
+            rows = np.flatnonzero(inside)
+        if len(rows) > shortlist and not everything:
+            rows = self.sketches.nearest(rows, query, shortlist)
         return self.rows.best(rows, query, k)
 
     def calibrate(self, target: float, k: int, seed: int) -> Calibration:
         """Measure how many banks and how many facts it takes to find `target` of the `k` nearest facts.
 
         Half of what may be missed is left to the difference between facts and real questions, the other half shared
-        between banks and sketches. Raises `BankError` for a target that is not in (0, 1] and for `k` below 1.
+        between banks, half sketches and sketches. Raises `BankError` for a target that is not in (0, 1] and for `k`
+        below 1.
         """
         if not 0 < target <= 1 or k < 1:
             raise BankError(f"Got target={target}, k={k}; expected a target in (0, 1] and k of at least 1.")
@@ -121,27 +126,30 @@ class Index:
         sample = np.random.default_rng(seed).permutation(alive)[:_SAMPLE]
         k_found = min(k, len(alive) - 1)
         if k_found < 1:
-            return Calibration(
-                target, 1.0, len(self.banks), _ALWAYS_SCORED, k, len(sample), len(self.banks), len(alive)
-            )
+            lists = _least_lists(len(alive))
+            return Calibration(target, 1.0, len(self.banks), *lists, k, len(sample), len(self.banks), len(alive))
         own, questions = self._questions(sample)
         truth = self._flat(alive, own, questions, k_found)
-        bank_ranks, sketch_ranks = np.empty(truth.shape, np.intp), np.empty(truth.shape, np.intp)
+        bank_ranks, half_ranks, sketch_ranks = (np.empty(truth.shape, np.intp) for _ in range(3))
         for at, question in enumerate(questions):
             # How many are at least as near, itself included.
             nearness = self.banks.centroids @ question
             bank_ranks[at] = (nearness[None] >= nearness[labels[truth[at]], None]).sum(axis=1)
-            distances = self.sketches.distances(slice(0, len(labels)), question)
-            until = np.cumsum(np.bincount(distances[alive]))
-            sketch_ranks[at] = 1 + np.append(0, until)[distances[truth[at]]]
-        kept = 1 - (1 - target) / 4
+            for ranks, measured in ((half_ranks, self.sketches.halves), (sketch_ranks, self.sketches.distances)):
+                distances = measured(slice(0, len(labels)), question)
+                until = np.cumsum(np.bincount(distances[alive]))
+                ranks[at] = 1 + np.append(0, until)[distances[truth[at]]]
+        kept = 1 - (1 - target) / 6
         # Which banks hold the answer depends on the kind of question: the harder one decides. Sketches know no banks.
         kinds = (slice(0, len(sample)), slice(len(sample), None))
         probes = max(int(np.quantile(bank_ranks[kind], kept, method="higher")) for kind in kinds)
-        least = max(_ALWAYS_SCORED, len(alive) // _SCORED_OF)
-        shortlist = max(least, int(np.quantile(sketch_ranks[kinds[0]], kept, method="higher")))
-        recall = float(((bank_ranks <= probes) & (sketch_ranks <= shortlist))[kinds[0]].mean())
-        return Calibration(target, recall, probes, shortlist, k, len(sample), len(self.banks), len(alive))
+        longlist, shortlist = (
+            max(least, int(np.quantile(ranks[kinds[0]], kept, method="higher")))
+            for ranks, least in zip((half_ranks, sketch_ranks), _least_lists(len(alive)), strict=True)
+        )
+        found = (bank_ranks <= probes) & (half_ranks <= longlist) & (sketch_ranks <= shortlist)
+        recall = float(found[kinds[0]].mean())
+        return Calibration(target, recall, probes, longlist, shortlist, k, len(sample), len(self.banks), len(alive))
 
     def _questions(self, sample: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
         """Facts as questions, to be left out of their own answers; and again without what their bank has in common.
@@ -156,9 +164,12 @@ class Index:
         apart = np.where(lengths > _ALIKE, apart / np.maximum(lengths, _ALIKE), facts).astype(np.float32)
         return np.append(sample, np.full(len(sample), -1)), np.concatenate([facts, apart])
 
-    @property
-    def _shortlist(self) -> int:
-        return self.calibration.shortlist if self.calibration else _ALWAYS_SCORED
+    def _lists(self, k: int) -> tuple[int, int]:
+        """How many facts to look at the whole sketches of, and how many of these to score, to find `k`."""
+        longlist, shortlist = _least_lists(len(self.banks.labels))
+        if about := self.calibration:
+            longlist, shortlist = max(longlist, about.longlist), max(shortlist, about.shortlist)
+        return max(longlist, _PER_HIT * k), max(shortlist, _PER_HIT * k)
 
     def _choose(
         self, query: NDArray[np.float32], k: int, probes: int, allowed: NDArray[np.bool_] | None
@@ -194,3 +205,8 @@ class Index:
             top = np.argpartition(-scores, k - 1, axis=1)[:, :k]
             scores, best = np.take_along_axis(scores, top, 1), np.take_along_axis(best, top, 1)
         return best
+
+
+def _least_lists(facts: int) -> tuple[int, int]:
+    """The least `longlist` and `shortlist` of so many facts; they grow with a bank that was calibrated before."""
+    return max(_ALWAYS_SCORED, facts // _LISTED_OF), max(_ALWAYS_SCORED, facts // _SCORED_OF)

@@ -163,6 +163,7 @@ class ByteRows(Rows):
         return floats
 
     def _products(self, rows: NDArray[np.intp], query: NDArray[np.float32]) -> NDArray[np.float32]:
-        products: NDArray[np.float32] = self._table[rows].astype(np.float32) @ query
+        # `take` copies short rows in half the time that an index does.
+        products: NDArray[np.float32] = self._table.take(rows, axis=0).astype(np.float32) @ query
         products /= self._lengths[rows]
         return products

@@ -68,7 +68,7 @@ def test_calibrated_probes_reach_the_target_on_other_questions(target: float) ->
 
 def test_where_most_banks_are_asked_for_all_are_searched() -> None:
     def of(probes: int, banks: int) -> Calibration:
-        return Calibration(0.99, 1.0, probes, 512, 5, 256, banks, 20 * banks)
+        return Calibration(0.99, 1.0, probes, 512, 512, 5, 256, banks, 20 * banks)
 
     assert [of(3, 100).probes_of(banks) for banks in (1, 100, 150, 200)] == [1, 3, 5, 6]
     assert [of(50, 100).probes_of(banks) for banks in (1, 100, 150)] == [1, 100, 150]
@@ -89,8 +89,20 @@ def test_senseless_targets_are_refused(target: float, k: int) -> None:
 
 
 def test_probes_keep_their_share_as_a_bank_grows() -> None:
-    about = Calibration(0.99, 0.995, probes=10, shortlist=256, k=5, sample=256, banks=100, facts=2000)
+    about = Calibration(0.99, 0.995, probes=10, longlist=512, shortlist=256, k=5, sample=256, banks=100, facts=2000)
     assert [about.probes_of(banks) for banks in (1, 5, 50, 100, 101, 1000)] == [1, 1, 5, 10, 11, 100]
+
+
+def test_lists_grow_with_a_bank_that_was_calibrated_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    index = index_of(FloatRows(), topics(3000))
+    index.calibration = Calibration(
+        0.99, 1.0, probes=9, longlist=700, shortlist=600, k=5, sample=256, banks=9, facts=90
+    )
+    assert index._lists(5) == (700, 600)
+    monkeypatch.setattr("kp_core.banks.index._LISTED_OF", 2)
+    monkeypatch.setattr("kp_core.banks.index._SCORED_OF", 4)
+    assert index._lists(5) == (1500, 750)
+    assert index._lists(100) == (1500, 800)
 
 
 def test_calibration_is_kept_and_may_be_asked_for_again(tmp_path) -> None:
@@ -122,6 +134,43 @@ def test_sketches_differ_in_as_many_bits_as_signs_do() -> None:
     assert sketches.distances(np.arange(300), question).tolist() == expected.tolist()
     chosen = sketches.nearest(np.arange(300), question, 20)
     assert chosen.tolist() == np.flatnonzero(expected <= np.sort(expected)[19]).tolist()
+
+
+@pytest.mark.parametrize("dimensions", [40, 70, 384, 1024])
+@pytest.mark.parametrize("sample", [8192, 64])
+def test_half_sketches_leave_out_what_the_longlist_has_no_room_for(
+    dimensions: int, sample: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kp_core.banks.sketch._SAMPLE", sample)
+    rows, vectors = FloatRows(), topics(600, dimensions)
+    rows.append(vectors)
+    sketches = Sketches(rows, np.arange(600))
+    inside, question = np.arange(600) % 7 > 0, topics(1, dimensions, seed=3)[0]
+    everything = sketches.nearest(np.flatnonzero(inside), question, 9)
+    assert sketches.nearest_of_all(question, 9, 600, inside).tolist() == everything.tolist()
+    centre = vectors.mean(0, dtype=np.float64).astype(np.float32)
+    bits = (vectors > centre) != (question > centre)
+    half = bits[:, : 64 * -(-dimensions // 128)].sum(1)
+    assert sketches.halves(slice(0, 600), question).tolist() == half.tolist()
+    listed = sketches.nearest_of_all(question, 9, 60, inside)
+    assert inside[listed].all()
+    assert len(listed) >= 9
+    # None is left out that differs less in the first half than one that was looked at, and less over all.
+    better = inside & (half < half[listed].max()) & (bits.sum(1) < bits.sum(1)[listed].max())
+    assert set(np.flatnonzero(better)) <= set(listed.tolist())
+
+
+def test_a_sample_that_misleads_costs_time_and_no_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kp_core.banks.sketch._SAMPLE", 60)
+    rows, question = FloatRows(), topics(1)[0]
+    near, far = topics(540, seed=1), question + 0.01 * topics(60, seed=2)
+    # One in ten is as the question is, and these are all that is looked at.
+    vectors = np.concatenate([np.concatenate([far[at : at + 1], near[9 * at : 9 * at + 9]]) for at in range(60)])
+    rows.append(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
+    sketches = Sketches(rows, np.arange(600))
+    inside = np.ones(600, np.bool_)
+    found = sketches.nearest_of_all(question, 100, 100, inside)
+    assert found.tolist() == sketches.nearest(np.arange(600), question, 100).tolist()
 
 
 def test_large_banks_are_divided_before_they_are_clustered(monkeypatch: pytest.MonkeyPatch) -> None:
