@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
-    epilog="Exit codes: 0 done · 1 error · 2 bad usage · 3 `kp verify` found something wrong · 130 interrupted",
+    epilog="Exit codes: 0 done · 1 error · 2 bad usage · 3 `verify` or `doctor` found a fault · 130 interrupted",
 )
 app.command()(knowledge.build)
 app.command()(knowledge.add)
@@ -66,6 +66,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         code = app(given, standalone_mode=False, prog_name="kp")
+        sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
         sys.stderr.write("Interrupted. What was reported as done is kept; a build goes on from there.\n")
         return 130
@@ -74,6 +75,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except WrongError:
         return 3
+    except BrokenPipeError:
+        # Who read it has enough (`kp search … | head`); what is still in the buffer must not fail at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (KnowledgePackError, *ERRORS) as error:
         if "--debug" in given:
             raise

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.columns import Columns
+from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -18,6 +19,7 @@ from kp_core.bankpacks import KV, BankPacks, Found, Unit
 from kp_core.banks import LexicalReranker
 from kp_core.cli.shared import (
     BankPath,
+    InNamespace,
     JsonFlag,
     LexicalFlag,
     ModelName,
@@ -28,6 +30,7 @@ from kp_core.cli.shared import (
     print_json,
 )
 from kp_core.engines.base import Engine
+from kp_core.errors import ContextOverflowError
 from kp_core.steering import AskedSteering, load_steering
 
 __all__ = ["ask", "chat"]
@@ -56,7 +59,7 @@ def ask(  # noqa: PLR0913 - one parameter per option
     unit: _UnitOption = "fact",
     kv: _KVOption = "lazy",
     where: Where = None,
-    namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
+    namespace: InNamespace = None,
     lexical: LexicalFlag = False,
     model: ModelName = None,
     dtype: _Dtype = None,
@@ -68,10 +71,10 @@ def ask(  # noqa: PLR0913 - one parameter per option
     """Answer a question from a bank: the answer as it comes, its sources, and what it cost."""
     if compare and steering is not None:
         raise typer.BadParameter("--compare shows that packs and text say the same; --steering steers packs, not text.")
+    wanted, rerank = filter_of(where), LexicalReranker() if lexical else None
     with ExitStack() as stack:
         asker = _Asker(stack, bank, model, dtype, unit, kv, _steering(steering, alpha))
-        rerank = LexicalReranker() if lexical else None
-        found = asker.packs.search(question, k, where=filter_of(where), namespace=namespace, rerank=rerank)
+        found = asker.packs.search(question, k, where=wanted, namespace=namespace, rerank=rerank)
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
         live = not (as_json or compare)
         answers = {way: asker.answer(question, found, way, max_tokens, live=live) for way in ways}
@@ -111,28 +114,31 @@ def chat(  # noqa: PLR0913 - one parameter per option
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
     unit: _UnitOption = "fact",
     kv: _KVOption = "lazy",
+    where: Where = None,
+    namespace: InNamespace = None,
+    lexical: LexicalFlag = False,
     model: ModelName = None,
     dtype: _Dtype = None,
     max_tokens: _MaxTokens = 128,
     steering: _SteeringOption = None,
     alpha: _AlphaOption = None,
 ) -> None:
-    """Talk with a model about a bank; an empty line or the end of input ends it."""
+    """Talk with a model about a bank. An empty line or Ctrl-D ends it, Ctrl-C an answer that is being written."""
+    wanted, rerank = filter_of(where), LexicalReranker() if lexical else None
     with ExitStack() as stack:
         asker = _Asker(stack, bank, model, dtype, unit, kv, _steering(steering, alpha))
         out, messages = console(), list[Message]()
-        while True:
+        while question := _typed(out):
             try:
-                question = out.input(Text("you: ", "bold")).strip()
-            except EOFError:
-                break
-            if not question:
-                break
-            found = asker.packs.search(question, k)
-            messages.append({"role": "user", "content": _content(question, found, "packs")})
-            generation = asker.stream(messages, max_tokens, live=True)
-            messages.append({"role": "assistant", "content": generation.text})
-            out.print(f"{_usage(generation)}\n", style="dim")
+                found = asker.packs.search(question, k, where=wanted, namespace=namespace, rerank=rerank)
+                asked: list[Message] = [*messages, {"role": "user", "content": _content(question, found, "packs")}]
+                generation = asker.converse(asked, max_tokens)
+            except KeyboardInterrupt:
+                out.print("\n(stopped; this question is forgotten)\n", style="dim")
+                continue
+            messages = [*asked, {"role": "assistant", "content": generation.text}]
+            names = ", ".join(dict.fromkeys(_name(each) for each in found)) or "nothing: no fact passes the filter"
+            out.print(f"from {names}\n{_usage(generation)}\n", style="dim", soft_wrap=True)
 
 
 class _Asker:
@@ -163,18 +169,39 @@ class _Asker:
         messages: list[Message] = [{"role": "user", "content": _content(question, found, way)}]
         return self.stream(messages, max_tokens, live=live, reuse=way == "packs")
 
+    def converse(self, messages: list[Message], max_tokens: int) -> Generation:
+        """The answer to the last of `messages`; the first are dropped while all are more than the model can read."""
+        while True:
+            try:
+                return self.stream(messages, max_tokens, live=True)
+            except ContextOverflowError:
+                if len(messages) == 1:
+                    raise
+                # A question and its answer.
+                del messages[:2]
+                console().print("(the model can read no more; the oldest question is forgotten)", style="dim")
+
     def stream(self, messages: list[Message], max_tokens: int, *, live: bool, reuse: bool = True) -> Generation:
         """An answer, printed piece by piece where it is `live`."""
-        stream = self.engine.stream(
-            messages, view=self.view, max_tokens=max_tokens, reuse=reuse, steering=self.steering
-        )
-        for piece in stream:
+        with closing(
+            self.engine.stream(messages, view=self.view, max_tokens=max_tokens, reuse=reuse, steering=self.steering)
+        ) as stream:
+            for piece in stream:
+                if live:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
             if live:
-                sys.stdout.write(piece)
-                sys.stdout.flush()
-        if live:
-            sys.stdout.write("\n")
-        return stream.result()
+                sys.stdout.write("\n")
+            return stream.result()
+
+
+def _typed(out: Console) -> str:
+    """The next question; none when the input ends."""
+    try:
+        return out.input(Text("you: ", "bold")).strip()
+    except (EOFError, KeyboardInterrupt):
+        out.print()
+        return ""
 
 
 def _content(question: str, found: list[Found], way: str) -> str:
@@ -191,9 +218,12 @@ def _show_sources(found: list[Found]) -> None:
     out = console()
     out.print("\nSources:")
     for place, each in enumerate(found, 1):
-        fact = each.hit.fact
-        name = " · ".join(part for part in (fact.title, fact.source) if part) or fact.text[:60]
-        out.print(f"  {place}. {name}  ({each.hit.score:.3f}, {each.handle})", soft_wrap=True)
+        out.print(f"  {place}. {_name(each)}  ({each.hit.score:.3f}, {each.handle})", soft_wrap=True)
+
+
+def _name(found: Found) -> str:
+    fact = found.hit.fact
+    return " · ".join(part for part in (fact.title, fact.source) if part) or fact.text[:60]
 
 
 def _usage(generation: Generation) -> str:

@@ -14,7 +14,7 @@ import typer
 from rich.table import Table
 
 from kp_core.bankpacks import measure_rates
-from kp_core.cli.shared import JsonFlag, console, print_json
+from kp_core.cli.shared import JsonFlag, WrongError, console, print_json
 from kp_core.errors import KnowledgePackError
 
 __all__ = ["doctor"]
@@ -40,17 +40,19 @@ def doctor(
     folder: Annotated[Path | None, typer.Option(help="Where packs would lie; its disk is measured.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Machine, packages, whether a model is supported and why not, and whether storing KV pays."""
+    """Machine, packages, whether a model is supported and why not (exit code 3), and whether storing KV pays."""
     about: dict[str, Any] = {"machine": _machine(), "packages": _packages(), "model": _model(model, dtype, folder)}
     if as_json:
         print_json(about)
-        return
-    out = console()
-    for part, rows in about.items():
-        table = Table(title=part, title_justify="left", show_header=False, title_style="bold")
-        for name, value in rows.items():
-            table.add_row(name.replace("_", " "), _shown(value))
-        out.print(table)
+    else:
+        out = console()
+        for part, rows in about.items():
+            table = Table(title=part, title_justify="left", show_header=False, title_style="bold")
+            for name, value in rows.items():
+                table.add_row(name.replace("_", " "), _shown(value))
+            out.print(table)
+    if not about["model"]["supported"]:
+        raise WrongError
 
 
 def _machine() -> dict[str, Any]:

@@ -27,6 +27,7 @@ from kp_core.cli.ingesting import (
 from kp_core.cli.shared import (
     BankPath,
     EmbedderName,
+    InNamespace,
     JsonFlag,
     LexicalFlag,
     Where,
@@ -178,7 +179,7 @@ def search(  # noqa: PLR0913 - one parameter per option
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
     probes: Annotated[int | None, typer.Option(min=1, help="Banks to look at; default: as calibrated.")] = None,
     where: Where = None,
-    namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.")] = None,
+    namespace: InNamespace = None,
     lexical: LexicalFlag = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "ERRORS",
     "BankPath",
     "EmbedderName",
+    "InNamespace",
     "JsonFlag",
     "LexicalFlag",
     "ModelName",
@@ -61,8 +62,7 @@ Where = Annotated[
     str | None,
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
 ]
-
-
+InNamespace = Annotated[str | None, typer.Option(help="Only facts of this namespace.")]
 LexicalFlag = Annotated[
     bool, typer.Option("--lexical", help="Let words count beside meaning: names, numbers, codes (BM25).")
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -28,6 +29,8 @@ FACTS = [
 
 Kp = Callable[..., tuple[int, str, str]]
 
+_ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
 
 @pytest.fixture
 def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kp]:
@@ -49,6 +52,17 @@ def bank(kp: Kp, tmp_path: Path) -> Path:
     (tmp_path / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
     assert kp("build", "bank", "facts.jsonl")[0] == 0
     return tmp_path / "bank"
+
+
+def started(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """`kp` in a process of its own, which an interrupt reaches."""
+    # Shells have what they start in the background ignore interrupts, and tests may run there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command = [sys.executable, "-m", "kp_core.cli", *arguments]
+        return subprocess.Popen(command, env=_ENVIRONMENT, **options)  # noqa: S603 - our own
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def as_json(result: tuple[int, str, str]) -> dict[str, Any]:
@@ -221,12 +235,88 @@ def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path) -> None:
     assert rates["stores"] == (rates["read_tokens_per_s"] > rates["prefill_tokens_per_s"])
 
 
-def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(["Which bird is on the flag?", "Who wrote the novel?", ""])
-    monkeypatch.setattr("rich.console.Console.input", lambda *_, **__: next(lines))
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Lines for a chat to read, after which its input ends."""
+
+    def type_lines(*lines: str) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+
+    return type_lines
+
+
+def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, typed: Callable[..., None]) -> None:
+    typed("Which bird is on the flag?", "Who wrote the novel?", "", "Never asked.")
     code, out, _ = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", "8")
     assert code == 0
     assert out.count("packs delivered") == 2
+    assert out.index("from Flag ·") < out.index("from Novel ·")
+
+
+def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, typed: Callable[..., None]) -> None:
+    question = "Which bird is on the flag?"
+    typed(question)
+    assert "from Novel · facts.jsonl, Bread" in kp("chat", "bank", "--where", '{"year": 1987}', "--max-tokens", "2")[1]
+    typed(question)
+    assert "no fact passes the filter" in kp("chat", "bank", "--namespace", "other", "--max-tokens", "2")[1]
+    typed(question)
+    code, _, err = kp("chat", "bank", "--where", "year", "--max-tokens", "2")
+    assert (code, "expected JSON" in err) == (1, True)
+
+
+def test_chat_forgets_the_oldest_question_when_the_model_can_read_no_more(
+    kp: Kp, bank: Path, typed: Callable[..., None]
+) -> None:
+    # Of 8,192 positions this leaves room for one question, its fact and the template.
+    questions, few = ("Which bird is on the flag?", "Who wrote the novel?", "When is bread baked?"), "8090"
+    typed(*questions)
+    code, out, _ = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", few)
+    assert code == 0
+    assert (out.count("packs delivered"), out.count("the oldest question is forgotten")) == (3, 2)
+    typed("Which bird? " * 40)
+    code, _, err = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", few)
+    assert (code, "has 8192 positions" in err) == (1, True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="A terminal of its own needs a Unix.")
+def test_an_interrupt_ends_an_answer_and_not_the_chat(bank: Path) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    command = ("chat", str(bank), "-k", "1", "--max-tokens", "4000")
+    with started(*command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        said = ""
+
+        def until(words: str) -> None:
+            nonlocal said
+            while words not in said:
+                said += os.read(ours, 1024).decode(errors="replace")
+
+        until("you: ")
+        os.write(ours, b"Tell a very long story about every bird that you know.\n")
+        said = ""
+        until("know.\r\n")
+        # Something of the answer has come.
+        while not said.partition("know.\r\n")[2].strip():
+            said += os.read(ours, 1024).decode(errors="replace")
+        process.send_signal(signal.SIGINT)
+        until("(stopped; this question is forgotten)")
+        until("you: ")
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    os.close(ours)
+
+
+def test_a_reader_that_has_enough_ends_a_command_quietly(bank: Path) -> None:
+    for options in (["--json"], []):
+        reading, writing = os.pipe()
+        os.close(reading)
+        with started("search", str(bank), "the novel", *options, stdout=writing, stderr=subprocess.PIPE) as process:
+            os.close(writing)
+            assert process.communicate() == (None, b"")
+            assert process.returncode == 1
 
 
 def test_inspect_and_plot(kp: Kp, bank: Path, tmp_path: Path) -> None:
@@ -297,20 +387,18 @@ def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> No
     assert about["model"]["supported"]
     assert about["model"]["prefill_tokens_per_s"] > 0
     assert about["model"]["kv_bytes_per_token"] in {23040, 46080}
-    about = as_json(kp("doctor", "--model", str(tmp_path / "nothing"), "--json"))
-    assert not about["model"]["supported"]
-    assert "nothing" in about["model"]["why_not"]
+    for option, wrong in (("--model", str(tmp_path / "nothing")), ("--dtype", "float8")):
+        code, out, _ = kp("doctor", option, wrong, "--json")
+        assert code == 3
+        assert not json.loads(out)["model"]["supported"]
+        assert wrong in json.loads(out)["model"]["why_not"]
 
 
 def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"Fact number {number} is about the number {number}."}) for number in range(1500)]
     (tmp_path / "many.jsonl").write_text("\n".join(rows))
-    command = [sys.executable, "-m", "kp_core.cli", "build", "bank", "many.jsonl", "--no-chroma", "--json"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    # Shells have what they start in the background ignore interrupts, and tests may run there.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:  # noqa: S603
-        signal.signal(signal.SIGINT, before)
+    command = ("build", "bank", "many.jsonl", "--no-chroma", "--json")
+    with started(*command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
         journal = tmp_path / "bank" / "facts.jsonl"
         while not journal.exists() or not journal.stat().st_size:
             assert process.poll() is None
@@ -319,8 +407,8 @@ def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None
         assert process.wait(300) == 130
     held = len(journal.read_text().splitlines())
     assert 0 < held < 1500
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=True)  # noqa: S603
-    report = json.loads(done.stdout)
+    with started(*command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        report = json.loads(process.communicate()[0])
     assert (report["added"], report["duplicates"], report["facts"]) == (1500 - held, held, 1500)
 
 
