@@ -5,8 +5,8 @@ The sections, each asked for with `--only` (default: all):
 - alpha: effect and coherence of the formal preset over alpha (Knowledge Packs, arXiv 2604.03270, table 6), beside an
   instruction in the system message.
 - layers: the effect of each third of the layers, and of all (table 7), at the recommended alpha.
-- composition: formal and concise added (table 8), as they are and each without its part along the other; how much of
-  its single effect each keeps, their cosine, and the two instructions in words.
+- composition: formal or casual and concise or detailed added (table 8), and formal and concise each without its part
+  along the other; how much of its single effect each keeps, their cosine, and the two instructions in words.
 - pairs: the effect over the number of pairs, at one strength.
 - cache: one-shot cache steering (arXiv 2507.08799): K and V at the last token, for the reasoning styles, beside an
   instruction.
@@ -123,15 +123,16 @@ def layers_section(bench: Bench) -> dict[str, Any]:
 
 
 def composition_section(bench: Bench) -> dict[str, Any]:
-    """Two directions added."""
+    """Two directions added: formal or casual, and concise or detailed."""
     formal = bench.formal * bench.alpha
     # One alpha means different strengths for different pairs.
     concise = bench.engine.make_steering(preset("concise")).at_strength(formal.strength)
-    texts = {
-        "formal": bench.answers(formal),
-        "concise": bench.answers(concise),
-        "both": bench.answers(formal + concise),
-        "both, apart": bench.answers(without(formal, concise) + without(concise, formal)),
+    styles, lengths = {"formal": formal, "casual": formal * -1}, {"concise": concise, "detailed": concise * -1}
+    sums = {f"{style} + {length}": (style, length) for style in styles for length in lengths}
+    texts = {name: bench.answers(steering) for name, steering in (styles | lengths).items()}
+    texts |= {name: bench.answers(styles[style] + lengths[length]) for name, (style, length) in sums.items()}
+    texts |= {
+        "formal + concise, apart": bench.answers(without(formal, concise) + without(concise, formal)),
         "instructed: formal": bench.answers(system=INSTRUCTED),
         "instructed: concise": bench.answers(system=SHORTLY),
         "instructed: both": bench.answers(system=f"{INSTRUCTED} {SHORTLY}"),
@@ -145,16 +146,16 @@ def composition_section(bench: Bench) -> dict[str, Any]:
         }
         for name, said in texts.items()
     }
+    parts = sums | {
+        "formal + concise, apart": ("formal", "concise"),
+        "instructed: both": ("instructed: formal", "instructed: concise"),
+    }
     kept = {
         name: [
-            share(found[name][score], found[single][score])
-            for score, single in (("formality", singles[0]), ("brevity", singles[1]))
+            share(found[name]["formality"], found[style]["formality"]),
+            share(found[name]["brevity"], found[length]["brevity"]),
         ]
-        for name, singles in {
-            "both": ("formal", "concise"),
-            "both, apart": ("formal", "concise"),
-            "instructed: both": ("instructed: formal", "instructed: concise"),
-        }.items()
+        for name, (style, length) in parts.items()
     }
     cosine, by_layer = formal.cosine(concise), formal.layer_cosines(concise)
     notes = [f"Kept by {name!r}: formality {first:.0%}, brevity {second:.0%}" for name, (first, second) in kept.items()]
@@ -164,7 +165,7 @@ def composition_section(bench: Bench) -> dict[str, Any]:
         [(name, *row.values()) for name, row in found.items()],
         (
             *notes,
-            f"Cosine of the two: {cosine:.3f}; by layer {min(by_layer.values()):.3f}..{max(by_layer.values()):.3f}",
+            f"Cosine of the two: {cosine:.3f}; by layer {min(by_layer.values()):.3f} to {max(by_layer.values()):.3f}",
         ),
     )
     if bench.arguments.plots:

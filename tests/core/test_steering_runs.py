@@ -30,7 +30,8 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     assert figures["speed"]["tokens_added"] == 0
     assert [row["alpha"] for row in figures["alpha"]["rows"]] == [0, 1]
     assert set(figures["layers"]) == {"alpha", "first", "middle", "last", "all"}
-    assert set(figures["composition"]["kept"]) == {"both", "both, apart", "instructed: both"}
+    sums = {f"{style} + {length}" for style in ("formal", "casual") for length in ("concise", "detailed")}
+    assert set(figures["composition"]["kept"]) == sums | {"formal + concise, apart", "instructed: both"}
     names = ("alpha", "layers", "composition", "pairs", "cache")
     assert {path.name for path in plots.iterdir()} == {
         f"steering-{name}.{suffix}" for name in names for suffix in ("png", "svg")
