@@ -35,6 +35,7 @@ from kp_core.steering import AskedSteering, load_steering
 
 __all__ = ["ask", "chat"]
 
+_NOTHING = "none, as no fact passes the filter"
 _INSTRUCTION = "Answer the question with a few words, using the facts."
 
 _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the best of this machine.")]
@@ -137,7 +138,7 @@ def chat(  # noqa: PLR0913 - one parameter per option
                 out.print("\n(stopped; this question is forgotten)\n", style="dim")
                 continue
             messages = [*asked, {"role": "assistant", "content": generation.text}]
-            names = ", ".join(dict.fromkeys(_name(each) for each in found)) or "nothing: no fact passes the filter"
+            names = ", ".join(dict.fromkeys(_name(each) for each in found)) or _NOTHING
             out.print(f"from {names}\n{_usage(generation)}\n", style="dim", soft_wrap=True)
 
 
@@ -216,7 +217,7 @@ def _comparison(answers: Mapping[str, Generation]) -> dict[str, bool]:
 
 def _show_sources(found: list[Found]) -> None:
     out = console()
-    out.print("\nSources:")
+    out.print("\nSources:" if found else f"\nSources: {_NOTHING}.")
     for place, each in enumerate(found, 1):
         out.print(f"  {place}. {_name(each)}  ({each.hit.score:.3f}, {each.handle})", soft_wrap=True)
 

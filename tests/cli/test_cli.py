@@ -232,6 +232,7 @@ def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path) -> None:
     assert (verified["wrong"], verified["template"]) == ([], {"checked": 2, "foreign": 0})
     rates = as_json(kp("inspect", "bank", "--rates", "--json"))["rates"]
     assert rates["read_tokens_per_s"] > 0
+    assert "Sources: none" in kp("ask", "bank", "Which bird?", "--namespace", "other", "--max-tokens", "2")[1]
     assert rates["stores"] == (rates["read_tokens_per_s"] > rates["prefill_tokens_per_s"])
 
 
