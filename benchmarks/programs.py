@@ -73,7 +73,9 @@ def measure(bench: Bench, strengths: Sequence[float], composed: float) -> dict[s
         }
         for way, texts in said.items()
     }
-    kept = {name: share(rows["both"][name], rows[f"{name}, {composed:g}"][name]) for name in SCORES}
+    singles = {name: rows[f"{name}, {composed:g}"][name] for name in SCORES}
+    # Of an effect that goes the wrong way nothing can be kept.
+    kept = {name: share(rows["both"][name], alone) for name, alone in singles.items() if alone > 0}
     unsteered = {name: common.mean(map(score, bench.plain)) for name, score in SCORES.items()}
     return {"rows": rows, "kept": kept, "cosine": first.cosine(second), "unsteered": unsteered}
 
@@ -101,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ],
         (
             "Unsteered: " + ", ".join(f"{name} {value:.3f}" for name, value in figures["unsteered"].items()),
-            "Kept by both: " + ", ".join(f"{name} {value:.0%}" for name, value in figures["kept"].items()),
+            "Kept by both: " + (", ".join(f"{name} {value:.0%}" for name, value in figures["kept"].items()) or "-"),
             f"Cosine of the two: {figures['cosine']:.3f}",
         ),
     )

@@ -9,10 +9,8 @@ from langchain.agents.middleware import AgentMiddleware
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
-from pydantic import ValidationError
 
 from kp_core import PackStore
-from kp_core.errors import SteeringError
 from kp_langchain import ChatKnowledgePacks
 from tests.conftest import tiny_engine
 
@@ -132,19 +130,3 @@ def test_a_description_names_the_steering_and_holds_no_tensor(engine, steering):
     chat = ChatKnowledgePacks(engine=engine, steering=(steering, 0.5))
     assert steering.id in json.dumps(chat._identifying_params)
     assert "steering" not in chat.model_dump()
-
-
-def test_what_is_no_steering_is_refused_where_it_is_given(engine, chat, steering):
-    for wrong, says in (("formal", "type str"), ((steering, float("nan")), "alpha=nan"), ((steering,), "alpha")):
-        with pytest.raises(ValidationError, match=says):
-            ChatKnowledgePacks(engine=engine, steering=wrong)
-        with pytest.raises(SteeringError, match=says):
-            chat.invoke(ASKED, steering=wrong)
-    foreign = tiny_engine("qwen3").make_steering(PAIRS, progress=False)
-    with pytest.raises(SteeringError, match="was not made by this model"):
-        chat.invoke(ASKED, steering=foreign)
-    with pytest.raises(SteeringError, match="was not made by this model"):
-        ChatKnowledgePacks(engine=engine, steering=foreign).invoke(ASKED)
-    with pytest.raises(SteeringError, match="without packs"):
-        chat.invoke(ASKED, steering=steering, scope="pack")
-    assert chat.invoke(ASKED).text == said(engine)

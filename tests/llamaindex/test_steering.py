@@ -4,7 +4,6 @@ import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from pydantic import ValidationError
 
-from kp_core.errors import SteeringError
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
 
@@ -73,19 +72,3 @@ def test_a_restored_llm_does_not_lose_its_steering_unseen(engine, steering):
     assert KnowledgePackLLM.from_json(made.to_json(), engine=engine, steering=steering).steering == steering
     assert KnowledgePackLLM.from_dict(data, engine=engine, steering=None).steering is None
     assert KnowledgePackLLM.from_dict(KnowledgePackLLM(model="a").to_dict()).steering is None
-
-
-def test_what_is_no_steering_is_refused_where_it_is_given(engine, tiny, steering):
-    for wrong, says in (("formal", "type str"), ((steering, float("nan")), "alpha=nan"), ((steering,), "alpha")):
-        with pytest.raises(ValidationError, match=says):
-            KnowledgePackLLM(engine=engine, steering=wrong)
-        with pytest.raises(SteeringError, match=says):
-            tiny.complete(ASKED, steering=wrong)
-    foreign = tiny_engine("qwen3").make_steering(PAIRS, progress=False)
-    with pytest.raises(SteeringError, match="was not made by this model"):
-        tiny.complete(ASKED, steering=foreign)
-    with pytest.raises(SteeringError, match="was not made by this model"):
-        KnowledgePackLLM(engine=engine, steering=foreign).complete(ASKED)
-    with pytest.raises(SteeringError, match="without packs"):
-        tiny.complete(ASKED, steering=steering, scope="pack")
-    assert tiny.complete(ASKED).text == said(engine)

@@ -3,6 +3,7 @@
 import pytest
 from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage, ImageBlock
+from pydantic import ValidationError
 
 from kp_core import MemoryFactBank, PackStore
 from kp_core.errors import (
@@ -13,6 +14,7 @@ from kp_core.errors import (
     HandleError,
     PackNotFoundError,
     PromptError,
+    SteeringError,
     ToolError,
     UnsupportedContentError,
 )
@@ -90,6 +92,28 @@ def test_both_adapters_say_the_same(case, store):
             ask(tiny_engine(), store, messages, **options)
         said.append(str(caught.value))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("model", [ChatKnowledgePacks, KnowledgePackLLM])
+def test_what_is_no_steering_is_refused_where_it_is_given(model):
+    engine, foreign = tiny_engine(), tiny_engine("qwen3")
+    steering, other = (each.make_steering([("an 7 er", "er 42")], progress=False) for each in (engine, foreign))
+
+    def ask(settings, **options):
+        made = model(engine=engine, max_tokens=8, **settings)
+        return (made.invoke if model is ChatKnowledgePacks else made.complete)("Who?", **options)
+
+    for wrong, says in (("formal", "type str"), ((steering, float("nan")), "alpha=nan"), ((steering,), "alpha")):
+        with pytest.raises(ValidationError, match=says):
+            ask({"steering": wrong})
+        with pytest.raises(SteeringError, match=says):
+            ask({}, steering=wrong)
+    for settings, options in (({"steering": other}, {}), ({}, {"steering": other})):
+        with pytest.raises(SteeringError, match="was not made by this model"):
+            ask(settings, **options)
+    with pytest.raises(SteeringError, match="without packs"):
+        ask({}, steering=steering, scope="pack")
+    assert ask({}).text == engine.generate("Who?", max_tokens=8).text
 
 
 def test_pictures_are_refused(store):
