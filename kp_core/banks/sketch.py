@@ -94,7 +94,7 @@ class Sketches:
         step = max(1, len(inside) // _SAMPLE)
         reach = _last(halves[::step][inside[::step]], -(-longlist // step))
         rows = np.flatnonzero((halves <= reach) & inside)
-        if len(rows) < count:
+        if len(rows) < max(count, longlist // 2):
             # Those looked at were no picture of the rest.
             rows = np.flatnonzero(inside)
         return rows[_least(self.distances(rows, query, halves[rows]), count)]
