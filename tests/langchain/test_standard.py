@@ -36,7 +36,7 @@ class TestChatModel(ChatModelIntegrationTests):
     @property
     def chat_model_params(self):
         # Float32 answers alike on every machine; short answers keep the suite short.
-        return {"dtype": "float32", "max_tokens": 96, "temperature": 0}
+        return {"dtype": "float32", "max_tokens": 64, "temperature": 0}
 
     @property
     def has_tool_choice(self):
