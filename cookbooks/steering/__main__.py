@@ -47,11 +47,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"steered there and back: {' '.join(same.text.split())}")
 
     print("\n# 4. Directions are values: they add, turn round, and can be compared")
-    concise = engine.make_steering(preset("concise"), progress=False)
-    print(f"cosine of formal and concise: {formal.cosine(concise):.2f}")
-    both = formal.at_strength(0.15) + concise.at_strength(0.15)
-    said = engine.generate("What is the sun?", steering=both, max_tokens=tokens)
-    print(f"both: {' '.join(said.text.split())}")
+    casual = -formal.at_strength(0.12)
+    concise = engine.make_steering(preset("concise"), progress=False).at_strength(0.12)
+    print(f"cosine of casual and concise: {casual.cosine(concise):.2f}")
+    for name, chosen in (("plain", None), ("casual", casual), ("concise", concise), ("both", casual + concise)):
+        said = engine.generate("Why is the sea salty?", steering=chosen, max_tokens=tokens + tokens // 2)
+        print(f"{name}, {said.usage.completion_tokens} tokens: {' '.join(said.text.split())}")
 
     print("\n# 5. How much does this model take? The effect is likeness to the formal side, by embedding")
     score = likeness(preset("formal"), kp_core.SentenceTransformerEmbedder())
