@@ -130,6 +130,9 @@ def _pack(pack: KnowledgePack) -> dict[str, Any]:
 
 def _show(about: dict[str, Any]) -> None:
     table = Table(show_header=False)
+    table.add_column()
+    # Fingerprints are for comparing: no terminal is too narrow for all of one.
+    table.add_column(overflow="fold")
     for name, value in about.items():
         if isinstance(value, dict):
             shown = "\n".join(f"{key.replace('_', ' ')}: {_number(each)}" for key, each in value.items())
