@@ -207,7 +207,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     common.show_table(
         "Banks by size",
         ("", *(f"{figures['facts']:,}" for figures in found)),
-        [(name.replace("_", " "), *(figures[name] for figures in found)) for name in found[0] if name != "facts"],
+        [
+            # Not every size has every figure: no `ef_search` may be enough.
+            (name.replace("_", " "), *(figures.get(name, "-") for figures in found))
+            for name in dict.fromkeys(name for figures in found for name in figures)
+            if name != "facts"
+        ],
     )
     return {"scale": found}
 
