@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from benchmarks import common
 from kp_core import Steering
-from kp_core.prompt import Prompt
+from kp_core.prompt.prompt import Prompt
 
 __all__ = ["answers"]
 

@@ -35,7 +35,7 @@ from scipy.stats import bootstrap
 from benchmarks import batched, common, plots
 from benchmarks.scores import INSTRUCTED, formality
 from kp_core import KnowledgePack, Message, SentenceTransformerEmbedder, Steering
-from kp_core.resolve import PackRef
+from kp_core.packs.view import PackRef
 from kp_core.steering import likeness, preset
 
 __all__ = ["main"]

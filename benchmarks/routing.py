@@ -35,7 +35,7 @@ from rich.progress import track
 from benchmarks import common
 from benchmarks.synthetic import synthetic
 from kp_core import ChromaFactBank, Fact, SentenceTransformerEmbedder, bundled_embedder
-from kp_core.banks import LexicalReranker
+from kp_core.facts import LexicalReranker
 
 __all__ = ["main", "run"]
 

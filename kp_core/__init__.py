@@ -8,24 +8,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kp_core.banks import ChromaFactBank, Fact, FactBank, Hit, MemoryFactBank
 from kp_core.bundled import bundled_embedder
 from kp_core.compose import Composer, ExactComposer, NaiveComposer
-from kp_core.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.engines.base import Engine
+from kp_core.engines.local.tree import PrefixTree
 from kp_core.engines.request import Generation, Request, Sampling
 from kp_core.engines.streams import AsyncStream, Stream
 from kp_core.errors import KnowledgePackError
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.handle import Handle, find_handles, strip_handles
+from kp_core.facts import ChromaFactBank, Fact, FactBank, Hit, MemoryFactBank
+from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.kv import KVTensors
-from kp_core.pack import Head, KnowledgePack
-from kp_core.prefix import PrefixTree
-from kp_core.prompt import Prompt, Span
-from kp_core.resolve import Message, PackSource, PackView
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import Handle, find_handles, strip_handles
+from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.store import PackStore
+from kp_core.packs.view import PackSource, PackView
+from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.resolve import Message
+from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Steering
-from kp_core.store import PackStore
-from kp_core.template import ChatTemplate
 from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
 from kp_core.usage import Usage
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from tqdm.auto import tqdm
 
-from kp_core.banks.base import Fact
 from kp_core.engines.base import Engine
 from kp_core.engines.request import Inside
-from kp_core.handle import Handle
-from kp_core.pack import KnowledgePack
-from kp_core.store import PackStore
+from kp_core.facts.base import Fact
+from kp_core.packs.handle import Handle
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.store import PackStore
 
 __all__ = ["compile_facts", "stored_handle"]
 

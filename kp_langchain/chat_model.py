@@ -19,7 +19,7 @@ from kp_core import Engine, Handle, PackStore, PackView, Request
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import ToolError
-from kp_core.resolve import TRUSTED_ROLES
+from kp_core.packs.view import TRUSTED_ROLES
 from kp_core.steering import as_steering
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result

@@ -20,7 +20,7 @@ from langchain_core.messages import (
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
 from kp_core.errors import PromptError, UnsupportedContentError
-from kp_core.resolve import Message
+from kp_core.prompt.resolve import Message
 
 __all__ = ["core_role", "pack_place", "to_messages"]
 

@@ -25,11 +25,11 @@ from kp_core import (
     PackStore,
     SentenceTransformerEmbedder,
 )
-from kp_core.banks import Filter, Reranker
-from kp_core.banks.rerank import hits_wanted
 from kp_core.compiling import compile_facts, stored_handle
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
+from kp_core.facts import Filter, Reranker
+from kp_core.facts.rerank import hits_wanted
 
 __all__ = ["KnowledgePackRetriever"]
 
@@ -50,8 +50,8 @@ class KnowledgePackRetriever(BaseRetriever):
     with the best facts.
 
     `probes` banks are searched; by default as many as the bank's calibration says. `where` keeps facts by metadata
-    (`{"year": {"$gte": 1900}}`, see `kp_core.banks.filters`), `score_threshold` by their cosine. `rerank` puts what was
-    found into its order, e.g. `kp_core.banks.LexicalReranker()`: the first `k` of it that `score_threshold` keeps are
+    (`{"year": {"$gte": 1900}}`, see `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank` puts what was
+    found into its order, e.g. `kp_core.facts.LexicalReranker()`: the first `k` of it that `score_threshold` keeps are
     returned, a bank standing where its first fact does. Scores stay cosines. `k`, `probes`, `where`, `score_threshold`
     and `rerank` may also be given to `invoke`.
 

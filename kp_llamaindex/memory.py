@@ -15,7 +15,7 @@ from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 from kp_core import Handle, Message, PackStore, PackView
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import PackNotFoundError
-from kp_core.resolve import TRUSTED_ROLES, PackRef
+from kp_core.packs.view import TRUSTED_ROLES, PackRef
 from kp_llamaindex.messages import core_role, to_messages
 
 __all__ = ["KnowledgePackMemoryBlock"]

@@ -24,11 +24,11 @@ from kp_core import (
     PackStore,
     SentenceTransformerEmbedder,
 )
-from kp_core.banks import Reranker
-from kp_core.banks.rerank import hits_wanted, reranked
 from kp_core.compiling import compile_facts, stored_handle
 from kp_core.engines.request import Inside
 from kp_core.errors import BankError
+from kp_core.facts import Reranker
+from kp_core.facts.rerank import hits_wanted, reranked
 from kp_llamaindex.filters import passes
 from kp_llamaindex.nodes import PackNode, to_node
 
@@ -48,7 +48,7 @@ class KnowledgePackRetriever(BaseRetriever):
 
     `filters` keeps facts by the metadata of their nodes; with filters every bank is searched, else `probes` of them
     (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank` puts
-    what was found and passes the filters into its order, e.g. `kp_core.banks.LexicalReranker()`: the first
+    what was found and passes the filters into its order, e.g. `kp_core.facts.LexicalReranker()`: the first
     `similarity_top_k` of it that `score_cutoff` keeps are returned. Scores stay cosines.
 
     Raises `BankError` for a blank question, for `similarity_top_k` or `probes` below 1, for a `rerank` that is no

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from llama_index.core.bridge.pydantic import Field, field_serializer, field_validator, model_validator
 
 from kp_core import PackStore, PackView
-from kp_core.resolve import TRUSTED_ROLES
+from kp_core.packs.view import TRUSTED_ROLES
 from kp_core.steering import as_steering
 from kp_llamaindex.messages import core_role
 from kp_llamaindex.tools import ToolCallingLLM

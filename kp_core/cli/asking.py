@@ -15,8 +15,6 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kp_core import Generation, Message, PackStore, load_engine
-from kp_core.bankpacks import KV, BankPacks, Found, Unit
-from kp_core.banks import LexicalReranker
 from kp_core.cli.shared import (
     BankPath,
     InNamespace,
@@ -29,8 +27,10 @@ from kp_core.cli.shared import (
     open_bank,
     print_json,
 )
+from kp_core.delivery import KV, BankPacks, Found, Unit
 from kp_core.engines.base import Engine
 from kp_core.errors import ContextOverflowError
+from kp_core.facts import LexicalReranker
 from kp_core.steering import AskedSteering, load_steering
 
 __all__ = ["ask", "chat"]

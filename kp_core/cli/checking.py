@@ -26,9 +26,9 @@ from kp_core.cli.shared import (
 )
 from kp_core.engines.base import Engine
 from kp_core.errors import BankError, KnowledgePackError, PackError
-from kp_core.handle import Handle
-from kp_core.pack import KnowledgePack
-from kp_core.packdir import PackDirectory
+from kp_core.packs.directory import PackDirectory
+from kp_core.packs.handle import Handle
+from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["verify"]
 

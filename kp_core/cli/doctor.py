@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kp_core.bankpacks import measure_rates
 from kp_core.cli.shared import JsonFlag, WrongError, console, print_json
+from kp_core.delivery import measure_rates
 from kp_core.errors import KnowledgePackError
 
 __all__ = ["doctor"]

@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kp_core.banks import Added, ChromaFactBank, Fact
 from kp_core.cli.shared import console, counted, print_json
 from kp_core.errors import SourceError
-from kp_core.sources import OnError, read_dataset, read_facts
+from kp_core.facts import Added, ChromaFactBank, Fact
+from kp_core.facts.sources import OnError, read_dataset, read_facts
 
 __all__ = [
     "Column",

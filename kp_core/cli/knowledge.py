@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_core.banks import Fact, Hit, LexicalReranker
 from kp_core.cli.ingesting import (
     Column,
     Config,
@@ -37,7 +36,8 @@ from kp_core.cli.shared import (
     print_json,
 )
 from kp_core.errors import BankError, SourceError
-from kp_core.store import PackStore
+from kp_core.facts import Fact, Hit, LexicalReranker
+from kp_core.packs.store import PackStore
 
 __all__ = ["add", "build", "packs_of", "remove", "search"]
 
@@ -163,7 +163,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
         gone = {_found(given, facts).id: None for given in ids or []}
         wanted = filter_of(where)
         if wanted is not None:
-            from kp_core.banks.filters import predicate
+            from kp_core.facts.filters import predicate
 
             matches = predicate(wanted)
             gone |= dict.fromkeys(fact.id for fact in facts if matches(fact))

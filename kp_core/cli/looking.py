@@ -13,8 +13,6 @@ import typer
 from rich.table import Table
 
 from kp_core import PackStore, load_engine
-from kp_core.bankpacks import measure_rates
-from kp_core.banks import ChromaFactBank
 from kp_core.cli.plot import plot_banks
 from kp_core.cli.shared import (
     JsonFlag,
@@ -27,9 +25,11 @@ from kp_core.cli.shared import (
     print_json,
     read_one,
 )
+from kp_core.delivery import measure_rates
 from kp_core.errors import BankError
-from kp_core.pack import KnowledgePack
-from kp_core.packdir import PackDirectory
+from kp_core.facts import ChromaFactBank
+from kp_core.packs.directory import PackDirectory
+from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["inspect"]
 

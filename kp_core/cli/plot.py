@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kp_core.banks.routing import RoutedBank
 from kp_core.errors import BankError, MissingDependencyError
+from kp_core.facts.routing import RoutedBank
 
 __all__ = ["plot_banks"]
 

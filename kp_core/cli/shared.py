@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kp_core.banks import ChromaFactBank, Filter
-from kp_core.banks.layout import BankFile
-from kp_core.embed import SentenceTransformerEmbedder
 from kp_core.errors import BankError, PackError
-from kp_core.pack import KnowledgePack
-from kp_core.packfile import read_pack
+from kp_core.facts import ChromaFactBank, Filter
+from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.facts.layout import BankFile
+from kp_core.packs.file import read_pack
+from kp_core.packs.pack import KnowledgePack
 
 __all__ = [
     "ERRORS",

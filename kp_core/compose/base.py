@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kp_core.kv import KVTensors
-from kp_core.pack import Head, KnowledgePack
+from kp_core.packs.pack import Head, KnowledgePack
 
 __all__ = ["Composer"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
-from kp_core.pack import Head, KnowledgePack
+from kp_core.packs.pack import Head, KnowledgePack
 
 __all__ = ["ExactComposer"]
 

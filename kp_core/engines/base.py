@@ -7,10 +7,10 @@ from typing import Any, Protocol, Unpack
 
 from kp_core.engines.request import Generation, Inside, Request
 from kp_core.engines.streams import AsyncStream, Stream
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.pack import KnowledgePack
-from kp_core.resolve import Message
-from kp_core.template import ChatTemplate
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import KnowledgePack
+from kp_core.prompt.resolve import Message
+from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["Engine"]
 

@@ -9,10 +9,10 @@ from hashlib import blake2b
 from typing import Literal
 
 from kp_core.errors import PackNotFoundError
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.handle import Handle
-from kp_core.pack import KnowledgePack
-from kp_core.resolve import PackRef, PackSource, PackView
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import Handle
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import PackRef, PackSource, PackView
 
 __all__ = ["CheckedSource", "checked_view", "explicit_packs"]
 

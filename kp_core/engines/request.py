@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kp_core.compose import Composer
 from kp_core.errors import SamplingError
-from kp_core.pack import KnowledgePack
-from kp_core.prompt import Prompt
-from kp_core.resolve import Message, PackView
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import PackView
+from kp_core.prompt.prompt import Prompt
+from kp_core.prompt.resolve import Message
+from kp_core.prompt.template import Placement
 from kp_core.steering import AskedSteering, Scope
-from kp_core.template import Placement
 from kp_core.tools import Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kp_core.handle import strip_handles
+from kp_core.packs.handle import strip_handles
 
 __all__ = ["AnswerText"]
 

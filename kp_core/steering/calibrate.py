@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeAlias
 from tqdm.auto import tqdm
 
 from kp_core.errors import MissingDependencyError, SteeringError
-from kp_core.pack import KnowledgePack
-from kp_core.resolve import Message
+from kp_core.packs.pack import KnowledgePack
+from kp_core.prompt.resolve import Message
 from kp_core.steering.plan import Scope
 from kp_core.steering.value import Steering
 

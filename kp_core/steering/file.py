@@ -10,10 +10,10 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from kp_core.durable import make_dirs, publish, stage
 from kp_core.errors import PackCorruptError, SteeringError
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.packjson import from_json, mapping, string, to_json
+from kp_core.packs.content import from_json, mapping, string, to_json
+from kp_core.packs.durable import make_dirs, publish, stage
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering.value import Steering
 
 __all__ = ["load_steering", "save_steering"]

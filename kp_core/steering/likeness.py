@@ -18,7 +18,7 @@ class Embeds(Protocol):
     """What is asked of an embedder."""
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """One row per text, as `kp_core.embed.Embedder.embed`."""
+        """One row per text, as `kp_core.facts.embed.Embedder.embed`."""
 
 
 def likeness(pairs: Sequence[Pair], embedder: Embeds) -> Callable[[str], float]:

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 from kp_core.errors import SteeringError
-from kp_core.prompt import Prompt
+from kp_core.prompt.prompt import Prompt
 from kp_core.steering.value import Steering
 
 __all__ = ["AskedSteering", "Block", "Part", "Scope", "as_steering", "plan_blocks"]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kp_core.errors import SteeringError, SteeringMismatchError
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.resolve import Message
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.prompt.resolve import Message
 
 __all__ = ["Method", "Pair", "Side", "Steering", "SteeringWarning"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kp_core.cli.app import app, run
-from kp_core.sources import FORMATS
+from kp_core.facts.sources import FORMATS
 
 FACTS = [
     {"id": "mill", "text": "The mill of Aldburgh has four sails.", "title": "Mill", "year": 1802},

@@ -10,7 +10,9 @@ import kp_core
 HEAVY = ("transformers", "chromadb", "langchain_core", "llama_index", "sentence_transformers", "sklearn", "vllm")
 
 
-@pytest.mark.parametrize("module", ["kp_core", "kp_core.engines", "kp_core.banks", "kp_core.store", "kp_core.embed"])
+@pytest.mark.parametrize(
+    "module", ["kp_core", "kp_core.engines", "kp_core.facts", "kp_core.packs.store", "kp_core.facts.embed"]
+)
 def test_imports_are_light(module):
     script = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603

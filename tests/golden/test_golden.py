@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.handle import mint
 from kp_core.kv import KVTensors
-from kp_core.pack import Head, KnowledgePack
-from kp_core.packfile import encode_pack, read_pack
+from kp_core.packs.file import encode_pack, read_pack
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import mint
+from kp_core.packs.pack import Head, KnowledgePack
 
 HERE = Path(__file__).parent
 FORMAT = (HERE.parents[1] / "docs" / "format.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kp_core import PackStore
 from kp_core.errors import PackError
-from kp_core.fingerprint import ModelFingerprint
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering import Steering
 from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine

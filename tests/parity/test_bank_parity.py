@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kp_core.banks import ChromaFactBank, Fact, FactBank, MemoryFactBank
-from kp_core.banks.rows import ByteRows
-from kp_core.embed import SentenceTransformerEmbedder
+from kp_core.facts import ChromaFactBank, Fact, FactBank, MemoryFactBank
+from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.facts.rows import ByteRows
 
 DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
 FACTS = 300

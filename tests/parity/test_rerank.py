@@ -8,9 +8,9 @@ from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter,
 from pydantic import ValidationError
 
 from kp_core import Fact, MemoryFactBank, PackStore
-from kp_core.bankpacks import BankPacks
-from kp_core.banks import LexicalReranker
+from kp_core.delivery import BankPacks
 from kp_core.errors import BankError
+from kp_core.facts import LexicalReranker
 from kp_langchain import KnowledgePackRetriever
 from kp_llamaindex import KnowledgePackIndex
 from kp_llamaindex import KnowledgePackRetriever as NodeRetriever

@@ -17,24 +17,25 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from kp_core.compose import ExactComposer
-from kp_core.engines.hf.answering import Answerer, usage_of
-from kp_core.engines.hf.building import PackBuilder
 from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.contrast import Contrast
 from kp_core.engines.hf.loading import load, memory_bytes, name_of, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.prefill import Prefilled, Prefiller
+from kp_core.engines.local.answering import Answerer, usage_of
+from kp_core.engines.local.build import PackBuilder
+from kp_core.engines.local.contrast import Contrast
+from kp_core.engines.local.fill import Prefilled, Prefiller
+from kp_core.engines.local.tree import Node
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Generation, Inside, Limit, Request, Sampling, sampling_of
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.errors import ContextOverflowError
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.pack import KnowledgePack
-from kp_core.prefix import Node
-from kp_core.prompt import Prompt, Span
-from kp_core.resolve import Message, PackRef, PackSource
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import PackRef, PackSource
+from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.resolve import Message
+from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Block, LayerRange, Method, Pair, Steering, as_steering, plan_blocks
-from kp_core.template import ChatTemplate
 from kp_core.tools import AnswerShape
 from kp_core.usage import Usage
 

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.hf.model import CausalModel, refuse_unsupported, rope_parameters
 from kp_core.errors import ModelError
-from kp_core.fingerprint import ModelFingerprint
-from kp_core.template import ChatTemplate
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["load", "memory_bytes", "name_of", "take_fingerprint"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf import attention
-from kp_core.engines.hf.buffer import CacheShape, KVBuffer
+from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.errors import UnsupportedModelError
 
 __all__ = ["CausalModel"]

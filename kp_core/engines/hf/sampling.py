@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from kp_core.engines.hf.constraint import Constraint
+from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.request import Sampling
 
 __all__ = ["Sampler"]

@@ -1,0 +1,169 @@
+"""One contiguous KV buffer per request, written in place and pooled."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kp_core.engines.local.tree import Run
+from kp_core.kv import KVTensors
+
+__all__ = ["BufferPool", "CacheShape", "KVBuffer"]
+
+# Buffers come in steps of this many tokens, so that one fits the next request of about the same length.
+_STEP = 256
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Per layer `(kv_heads, key_dim, value_dim)`, with the dtype and device of the cache."""
+
+    layers: tuple[tuple[int, int, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per token over all layers."""
+        return sum(heads * (key + value) for heads, key, value in self.layers) * self.dtype.itemsize
+
+
+class _BufferLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer: `(batch, kv_heads, capacity, head_dim)`, of which the first `length` tokens are filled."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.length = keys, values, 0
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: a buffer is allocated whole."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write the new tokens behind the filled ones; gives views of all filled tokens."""
+        start, self.length = self.length, self.length + key_states.shape[2]
+        self.keys[:, :, start : self.length] = key_states
+        self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_seq_length(self) -> int:
+        """Tokens filled."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Tokens there is room for."""
+        return int(self.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` new tokens will see."""
+        return self.length + query_length, 0
+
+
+class KVBuffer:
+    """The cache of one forward pass: room for `capacity` tokens of `batch` sequences of one length.
+
+    `runs` names the runs of KV that the buffer holds from position 0 on, so that a later request which begins alike
+    finds them in place.
+    """
+
+    def __init__(self, shape: CacheShape, capacity: int, batch: int = 1) -> None:
+        def room(heads: int, dim: int) -> Tensor:
+            return torch.empty(batch, heads, capacity, dim, dtype=shape.dtype, device=shape.device)
+
+        self.capacity = capacity
+        self.layers = [_BufferLayer(room(heads, key), room(heads, value)) for heads, key, value in shape.layers]
+        self.cache = Cache(layers=list(self.layers))
+        self.nbytes = shape.bytes_per_token * capacity * batch
+        self.runs: list[tuple[int, int]] = []
+
+    @property
+    def length(self) -> int:
+        """Tokens filled."""
+        return self.layers[0].length
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+        for layer in self.layers:
+            layer.length = length
+
+    def append(self, kv: KVTensors) -> None:
+        """Write `kv` behind the filled tokens, in every sequence of the batch."""
+        for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
+            layer.update(key.expand(len(layer.keys), -1, -1, -1), value.expand(len(layer.values), -1, -1, -1))
+
+    @torch.inference_mode()
+    def read(self, start: int, stop: int, row: int = 0) -> KVTensors:
+        """The tokens `start:stop` of one sequence, as a compact copy; torch refuses to write to its tensors."""
+        return KVTensors(
+            tuple(layer.keys[row, :, start:stop] for layer in self.layers),
+            tuple(layer.values[row, :, start:stop] for layer in self.layers),
+        ).clone()
+
+    def shared(self, runs: Sequence[Run]) -> int:
+        """How many of `runs` this buffer holds already, from the first on."""
+        count = 0
+        for held, wanted in zip(self.runs, runs, strict=False):
+            if held[0] != wanted.serial:
+                break
+            count += 1
+        return count
+
+    def load(self, runs: Sequence[Run]) -> None:
+        """Make the buffer hold `runs` and nothing else, copying only what it does not hold yet."""
+        count = self.shared(runs)
+        self.runs = self.runs[:count]
+        self.truncate(sum(tokens for _, tokens in self.runs))
+        for run in runs[count:]:
+            self.append(run.kv)
+        self.note(runs)
+
+    def note(self, runs: Sequence[Run]) -> None:
+        """Record that the buffer holds `runs` from position 0 on."""
+        self.runs = [(run.serial, run.kv.tokens) for run in runs]
+
+
+class BufferPool:
+    """Buffers waiting for the next request: fresh memory costs several times what filling it does.
+
+    At most `idle` buffers wait. Of those large enough, a request gets the one that already holds most of its prefix.
+    """
+
+    def __init__(self, shape: CacheShape, idle: int = 2) -> None:
+        self._shape, self._idle = shape, idle
+        self._waiting: list[KVBuffer] = []
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the waiting buffers."""
+        return sum(buffer.nbytes for buffer in self._waiting)
+
+    def take(self, capacity: int, runs: Sequence[Run]) -> KVBuffer:
+        """A buffer for at least `capacity` tokens that holds `runs`."""
+        with self._lock:
+            fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
+            buffer = max(fitting, key=lambda waiting: (waiting.shared(runs), -waiting.capacity), default=None)
+            if buffer is not None:
+                self._waiting.remove(buffer)
+        if buffer is None:
+            buffer = KVBuffer(self._shape, -(-capacity // _STEP) * _STEP)
+        buffer.load(runs)
+        return buffer
+
+    def give(self, buffer: KVBuffer) -> None:
+        """Put a buffer back; the one that waited longest leaves when there are too many."""
+        with self._lock:
+            self._waiting.append(buffer)
+            del self._waiting[: -self._idle or None]
+
+    def clear(self) -> None:
+        """Free every waiting buffer."""
+        with self._lock:
+            self._waiting.clear()

@@ -1,0 +1,237 @@
+"""The prefix tree: KV of heads, packs and conversations, shared by every prompt that begins alike.
+
+A radix tree whose edges are canonical chunks. A node's KV is reused only below the same chunks from the root on, so
+what is reused was computed under the same tokens, at the same positions, in the same shapes: bit for bit what a cold
+run would compute. Tokens that the model generated hang beside the chunks, as `decoded` nodes, which may be matched in
+part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kp_core.kv import KVTensors
+from kp_core.prompt.prompt import common_length
+
+__all__ = ["Node", "Path", "PrefixTree", "Run"]
+
+_serials = itertools.count(1)
+_UNLABELLED: Mapping[tuple[int, int], int] = MappingProxyType({})
+
+
+class Node:
+    """A run of tokens with its KV; `serial` names this run of KV and is never given twice."""
+
+    __slots__ = ("children", "decoded", "ids", "is_decoded", "kv", "logits", "parent", "pins", "serial", "users")
+
+    def __init__(
+        self, ids: tuple[int, ...], kv: KVTensors | None, parent: Node | None, *, is_decoded: bool = False
+    ) -> None:
+        self.ids, self.kv, self.parent, self.is_decoded = ids, kv, parent, is_decoded
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.decoded: list[Node] = []
+        self.logits: Tensor | None = None
+        self.pins = self.users = 0
+        self.serial = next(_serials)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV and logits."""
+        kept = 0 if self.logits is None else self.logits.nbytes
+        return kept + (0 if self.kv is None else self.kv.nbytes)
+
+
+class Run(NamedTuple):
+    """KV of one node as it was when a path stepped onto it; another prompt may split the node later."""
+
+    serial: int
+    kv: KVTensors
+
+
+class Path:
+    """The nodes from the root that a prompt was found to begin with; holds them in the tree until `release`."""
+
+    def __init__(self, tree: PrefixTree, root: Node) -> None:
+        self._tree, self._open = tree, True
+        self.last = root
+        self.runs: list[Run] = []
+        self.tokens = 0
+        self.is_canonical = True
+        """Whether every node is a canonical chunk, none of it decoded."""
+        root.users += 1
+
+    def extend(
+        self, ids: tuple[int, ...], kv: KVTensors, logits: Tensor | None = None, *, is_decoded: bool = False
+    ) -> bool:
+        """Add a run below the path and step onto it; `False` when there is no room, after which the path is closed."""
+        self._open = self._open and self._tree._insert(self, ids, kv, logits, is_decoded=is_decoded)  # noqa: SLF001
+        return self._open
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tree had room for everything so far."""
+        return self._open
+
+    def pin(self) -> Node:
+        """Keep the whole path in the tree until `PrefixTree.unpin` of the node given back."""
+        with self._tree.lock:
+            self.last.pins += 1
+            return self.last
+
+    def release(self) -> None:
+        """Let the tree evict these nodes again."""
+        with self._tree.lock:
+            self.last.users -= 1
+
+    def _step(self, node: Node) -> None:
+        self.last.users -= 1
+        node.users += 1
+        self.last = node
+        self.is_canonical &= not node.is_decoded
+        if node.kv is not None:
+            self.runs.append(Run(node.serial, node.kv))
+            self.tokens += node.kv.tokens
+
+
+class PrefixTree:
+    """Prefix tree with a byte budget: the least recently used leaves go first, never one that is pinned or in use.
+
+    `nbytes` stays within `budget_bytes`; what does not fit is not kept. All methods may be called from several threads.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.nbytes = 0
+        self.lock = threading.RLock()
+        self._roots: dict[str, Node] = {}
+        # Oldest first. A path is touched from its leaf to its root, so leaves grow old before what they stand on.
+        self._age: OrderedDict[Node, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._age)
+
+    def match(  # noqa: PLR0913 - what a prompt is, and what may be found of it
+        self,
+        key: str,
+        ids: tuple[int, ...],
+        chunks: Sequence[tuple[int, int]],
+        *,
+        decoded: bool = True,
+        logits: bool = True,
+        labels: Mapping[tuple[int, int], int] = _UNLABELLED,
+    ) -> Path:
+        """The longest path under `key` that begins the prompt `ids`, cut at `chunks`.
+
+        `key` keeps KV of different making (model, steering) apart. With `decoded=False` no generated token is matched.
+        With `logits`, a path over the whole prompt is given only where the logits behind it are kept.
+
+        `labels` names chunks whose KV was altered, each by a negative number: such a chunk is one node, whose `ids` end
+        with its label, so that neither it nor anything below it is found without the label. No decoded node reaches
+        into a labelled chunk.
+        """
+        with self.lock:
+            path = Path(self, self._roots.setdefault(key, Node((), None, None)))
+            for start, stop in chunks:
+                label = (labels[start, stop],) if (start, stop) in labels else ()
+                while path.tokens < stop:
+                    node = path.last.children.get(ids[path.tokens : stop] + label)
+                    if logits and node is not None and stop == len(ids) and node.logits is None:
+                        node = None
+                    if node is None and decoded:
+                        end = min((at for at, _ in labels if at >= path.tokens), default=len(ids) - 1)
+                        node = self._match_decoded(path.last, ids[path.tokens : end])
+                    if node is None:
+                        return self._touched(path)
+                    path._step(node)  # noqa: SLF001
+            return self._touched(path)
+
+    def unpin(self, node: Node) -> None:
+        """Undo one `Path.pin` of the path that ends in `node`."""
+        with self.lock:
+            node.pins -= 1
+
+    def clear(self) -> None:
+        """Drop everything that is neither pinned nor in use."""
+        with self.lock:
+            self._evict(self.nbytes)
+
+    def _match_decoded(self, parent: Node, ids: tuple[int, ...]) -> Node | None:
+        shared = {node: common_length(node.ids, ids) for node in parent.decoded}
+        node = max(shared, key=shared.__getitem__, default=None)
+        if node is None or shared[node] == 0:
+            return None
+        return node if shared[node] == len(node.ids) else self._split(node, shared[node])
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Put a node of the first `at` tokens above `node`, which keeps the rest; the KV is shared, not copied."""
+        parent, kv = node.parent, node.kv
+        if parent is None or kv is None:
+            raise AssertionError("the root holds no tokens to split")
+        upper = Node(node.ids[:at], kv.slice(0, at), parent, is_decoded=True)
+        parent.decoded[parent.decoded.index(node)] = upper
+        node.ids, node.kv, node.parent = node.ids[at:], kv.slice(at, kv.tokens), upper
+        # The run that its old serial named is no more.
+        node.serial = next(_serials)
+        upper.decoded.append(node)
+        self._age[upper] = None
+        return upper
+
+    def _insert(
+        self, path: Path, ids: tuple[int, ...], kv: KVTensors, logits: Tensor | None, *, is_decoded: bool
+    ) -> bool:
+        with self.lock:
+            parent = path.last
+            # Another thread may have been here first, and a chunk may come again for its logits.
+            node = None if is_decoded else parent.children.get(ids)
+            fresh = node is None
+            if node is None:
+                node = Node(ids, kv, parent, is_decoded=is_decoded)
+            before = 0 if fresh else node.nbytes
+            if node.logits is None:
+                node.logits = logits
+            needed = node.nbytes - before
+            if not self._evict(self.nbytes + needed - self.budget_bytes):
+                if not fresh:
+                    node.logits = None
+                return False
+            self.nbytes += needed
+            if fresh and is_decoded:
+                parent.decoded.append(node)
+            elif fresh:
+                parent.children[ids] = node
+            self._age[node] = None
+            path._step(node)  # noqa: SLF001
+            return True
+
+    def _touched(self, path: Path) -> Path:
+        node = path.last
+        while node.parent is not None:
+            self._age.move_to_end(node)
+            node = node.parent
+        return path
+
+    def _evict(self, excess: int) -> bool:
+        """Free at least `excess` bytes; whether that was possible."""
+        while excess > 0:
+            victim = next((node for node in self._age if _is_free(node)), None)
+            if victim is None or victim.parent is None:
+                return False
+            if victim.is_decoded:
+                victim.parent.decoded.remove(victim)
+            else:
+                del victim.parent.children[victim.ids]
+            del self._age[victim]
+            self.nbytes -= victim.nbytes
+            excess -= victim.nbytes
+        return True
+
+
+def _is_free(node: Node) -> bool:
+    return not (node.children or node.decoded or node.pins or node.users)

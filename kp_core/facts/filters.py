@@ -1,0 +1,97 @@
+"""Filters: a dictionary that says which facts a search looks at.
+
+    {"year": 1999}                                    the field `year` is 1999
+    {"year": {"$gte": 1990, "$lt": 2000}}             every condition on the field holds
+    {"source": {"$in": ["a.md", "b.md"]}}             the field is one of these
+    {"year": 1999, "lang": "en"}                      every field matches
+    {"$or": [{"lang": "en"}, {"lang": {"$ne": "de"}}]}
+
+Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`; between filters: `$and`, `$or`. A field
+is one of the fact's metadata, else `id`, `title`, `source`, `namespace` or `version`. A fact without the field matches
+`$ne` and `$nin` alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kp_core.errors import BankError
+from kp_core.facts.base import Fact, Filter, Value
+
+__all__ = ["Predicate", "predicate"]
+
+Predicate = Callable[[Fact], bool]
+_Test = Callable[[Value | None], bool]
+
+_OWN_FIELDS = ("id", "title", "source", "namespace", "version")
+_ORDERED: dict[str, Callable[[Any, Any], bool]] = {
+    "$gt": operator.gt,
+    "$gte": operator.ge,
+    "$lt": operator.lt,
+    "$lte": operator.le,
+}
+_OPERATORS = ("$eq", "$ne", *_ORDERED, "$in", "$nin")
+
+
+def predicate(where: Filter) -> Predicate:
+    """What says whether a fact matches `where`; raises `BankError` for a filter that makes no sense."""
+    if not isinstance(where, Mapping):
+        raise BankError(f'Got the filter {where!r}; expected a dictionary, e.g. {{"source": "a.md"}}.')
+    tests = [_part(name, wanted) for name, wanted in where.items()]
+    return lambda fact: all(test(fact) for test in tests)
+
+
+def _part(name: object, wanted: object) -> Predicate:
+    if name in {"$and", "$or"}:
+        if isinstance(wanted, str) or not isinstance(wanted, Sequence) or not wanted:
+            raise BankError(f"Got {wanted!r} under {name}; expected a list of filters.")
+        parts = [predicate(part) for part in wanted]
+        together = all if name == "$and" else any
+        return lambda fact: together(part(fact) for part in parts)
+    if not isinstance(name, str) or name.startswith("$"):
+        raise BankError(f"Got {name!r} in a filter; expected the name of a field, $and or $or.")
+    conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
+    if not conditions:
+        raise BankError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
+    tests = [_test(name, how, value) for how, value in conditions.items()]
+    return lambda fact: all(test(_field(fact, name)) for test in tests)
+
+
+def _field(fact: Fact, name: str) -> Value | None:
+    if name in fact.metadata:
+        return fact.metadata[name]
+    found: Value | None = getattr(fact, name) if name in _OWN_FIELDS else None
+    return found
+
+
+def _test(name: str, how: object, wanted: object) -> _Test:
+    if how in {"$in", "$nin"}:
+        if isinstance(wanted, str) or not isinstance(wanted, Sequence | set | frozenset):
+            raise BankError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
+        values = [_value(name, each) for each in wanted]
+        return lambda held: any(_equal(held, value) for value in values) is (how == "$in")
+    value = _value(name, wanted)
+    if how in {"$eq", "$ne"}:
+        return lambda held: _equal(held, value) is (how == "$eq")
+    compare = _ORDERED.get(str(how))
+    if compare is None:
+        raise BankError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
+    return lambda held: _comparable(held, value) and compare(held, value)
+
+
+def _value(name: str, value: object) -> Value:
+    if not isinstance(value, str | int | float | bool):
+        raise BankError(f"Got {value!r} to compare {name!r} with; expected a string, a number or a boolean.")
+    return value
+
+
+def _equal(held: Value | None, value: Value) -> bool:
+    # True == 1 in Python, but a flag is not a number.
+    return held == value and isinstance(held, bool) == isinstance(value, bool)
+
+
+def _comparable(held: Value | None, value: Value) -> bool:
+    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (held, value))
+    return numbers or (isinstance(held, str) and isinstance(value, str))

@@ -1,0 +1,209 @@
+"""Knowledge from elsewhere: files of several types, and rows of any length, become facts, one at a time.
+
+Nothing is dropped in silence: a row or file that makes no fact is an error that names file and line, or, where it is
+to be skipped, is reported. Files are read line by line (PDF page by page, HTML as a whole), rows one by one, so that
+their number does not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from kp_core.errors import KnowledgePackError, MissingDependencyError, SourceError
+from kp_core.facts.base import Fact
+from kp_core.facts.sources.documents import read_html, read_pdf
+from kp_core.facts.sources.drafts import Draft, error_at
+from kp_core.facts.sources.tables import read_csv, read_json_lines
+from kp_core.facts.sources.texts import read_markdown, read_text
+
+__all__ = ["FORMATS", "OnError", "read_dataset", "read_facts", "read_rows"]
+
+logger = logging.getLogger(__name__)
+
+OnError: TypeAlias = Literal["raise", "skip"]
+
+_OWN = ("text", "title", "source", "id", "namespace", "expires")
+
+
+def read_facts(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    *,
+    on_error: OnError = "raise",
+    skipped: Callable[[SourceError], None] | None = None,
+    max_chars: int = 2000,
+    namespace: str | None = None,
+) -> Iterator[Fact]:
+    """The facts in files and folders, in the order of their paths and lines.
+
+    - `.jsonl`: one object per line; `text` is required, `title`, `source`, `id`, `namespace`, `expires` and `metadata`
+      are the fact's own, any other field goes to its metadata.
+    - `.csv`: the same by the names in its first line, all metadata being strings.
+    - `.txt`: a fact per paragraph; paragraphs are parted by blank lines.
+    - `.md`: as text, under the headings above it (`Guide > Install`) as title; a fenced block is one paragraph.
+    - `.html`: as Markdown; an item of a list and a row of a table are paragraphs; scripts and navigation are left out.
+    - `.pdf`: a fact per paragraph of a page, `page` in its metadata, the document's title as title.
+
+    Paragraphs of more than `max_chars` characters are cut at ends of sentences. The source of a fact is its file, and
+    `line` in its metadata where its paragraph begins, unless the row says otherwise. Of a folder, all files in it and
+    below whose names do not begin with a dot are read. `namespace` is that of facts that do not name one.
+
+    Raises `SourceError`, naming file and line or page, for what cannot be read; with `on_error="skip"` it is logged,
+    given to `skipped`, and passed over.
+    """
+    if max_chars < 1:
+        raise SourceError(f"Got max_chars={max_chars}; expected at least 1.")
+    return _kept(_from_files(paths, max_chars, namespace), on_error, skipped)
+
+
+def read_rows(  # noqa: PLR0913 - every setting has a default that works
+    rows: Iterable[Mapping[str, object]],
+    *,
+    source: str = "rows",
+    columns: Mapping[str, str] | None = None,
+    on_error: OnError = "raise",
+    skipped: Callable[[SourceError], None] | None = None,
+    namespace: str | None = None,
+) -> Iterator[Fact]:
+    """The facts in any iterable of mappings (also an endless one, also a Hugging Face dataset), as those of `.jsonl`.
+
+    `columns` says which of their fields are kept and as what, e.g. `{"passage": "text", "url": "source"}`; by default
+    all under their own names. Raises and skips as `read_facts`, naming `source` and the number of the row, from 1.
+    """
+
+    def drafts() -> Iterator[Draft]:
+        for number, row in enumerate(rows, start=1):
+            place = f"row {number}"
+            if not isinstance(row, Mapping):
+                yield place, error_at(source, place, f"got {type(row).__name__}; expected a mapping with `text`")
+            elif missing := set(columns or ()) - row.keys():
+                yield place, error_at(source, place, f"got the fields {sorted(row)}; expected {sorted(missing)} too")
+            else:
+                yield place, {new: row[old] for old, new in columns.items()} if columns else row
+
+    return _kept(_facts(source, drafts(), namespace), on_error, skipped)
+
+
+def read_dataset(  # noqa: PLR0913 - every setting has a default that works
+    name: str | os.PathLike[str],
+    config: str | None = None,
+    *,
+    split: str = "train",
+    columns: Mapping[str, str] | None = None,
+    on_error: OnError = "raise",
+    skipped: Callable[[SourceError], None] | None = None,
+    namespace: str | None = None,
+) -> Iterator[Fact]:
+    """The facts in a split of a Hugging Face dataset, by its name on the hub or its folder; read as they are asked for.
+
+    See `read_rows`; the source of a fact is `name/split` unless a column says otherwise. Raises `SourceError` for what
+    `datasets` cannot load, `MissingDependencyError` where it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            f'{name}: reading a dataset needs datasets: `pip install "knowledge-packs[datasets]"`.'
+        ) from error
+    failures = (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError)
+    try:
+        rows = datasets.load_dataset(os.fspath(name), config, split=split, streaming=True)
+    except failures as error:
+        raise SourceError(f"{name}: datasets cannot load its split {split!r} ({error}).") from error
+
+    def checked() -> Iterator[Mapping[str, object]]:
+        read = iter(rows)
+        while True:
+            try:
+                row = next(read)
+            except StopIteration:
+                return
+            except failures as error:
+                raise SourceError(f"{name}: datasets cannot read on ({error}).") from error
+            yield row
+
+    return read_rows(
+        checked(), source=f"{name}/{split}", columns=columns, on_error=on_error, skipped=skipped, namespace=namespace
+    )
+
+
+def _kept(
+    found: Iterator[Fact | SourceError], on_error: OnError, skipped: Callable[[SourceError], None] | None
+) -> Iterator[Fact]:
+    if on_error not in {"raise", "skip"}:
+        raise SourceError(f"Got on_error={on_error!r}; expected 'raise' or 'skip'.")
+
+    def kept() -> Iterator[Fact]:
+        for fact in found:
+            if isinstance(fact, Fact):
+                yield fact
+                continue
+            if on_error == "raise":
+                raise fact
+            logger.warning("Skipped: %s", fact)
+            if skipped is not None:
+                skipped(fact)
+
+    return kept()
+
+
+def _from_files(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], max_chars: int, namespace: str | None
+) -> Iterator[Fact | SourceError]:
+    for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
+        reader = FORMATS.get(path.suffix.lower())
+        if reader is None:
+            known = ", ".join(FORMATS)
+            yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {known}.")
+            continue
+        try:
+            yield from _facts(str(path), reader(path, max_chars), namespace)
+        except OSError as error:
+            yield SourceError(f"{path}: cannot be read ({error.strerror or error}).")
+
+
+def _facts(source: str, drafts: Iterator[Draft], namespace: str | None) -> Iterator[Fact | SourceError]:
+    for place, draft in drafts:
+        try:
+            yield draft if isinstance(draft, SourceError) else _fact(source, draft, namespace)
+        except KnowledgePackError as error:
+            yield error_at(source, place, str(error))
+
+
+def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
+    for given in map(Path, paths):
+        if given.is_dir():
+            found = (path for path in sorted(given.rglob("*")) if path.is_file())
+            yield from (path for path in found if not any(part[0] == "." for part in path.relative_to(given).parts))
+        else:
+            yield given
+
+
+def _fact(source: str, row: Mapping[str, Any], namespace: str | None) -> Fact:
+    fields = {name: row[name] for name in _OWN if row.get(name) is not None and row[name] != ""}
+    if "text" not in fields:
+        raise SourceError(f"got the fields {sorted(row)}, and no `text` among them that holds any")
+    metadata = row.get("metadata") or {}
+    if not isinstance(metadata, Mapping):
+        raise SourceError(f"got {metadata!r} as `metadata`; expected an object")
+    # What these hold, a fact checks itself.
+    others = {name: value for name, value in row.items() if name not in {*_OWN, "metadata"} and value is not None}
+    fields.setdefault("source", source)
+    if namespace is not None:
+        fields.setdefault("namespace", namespace)
+    return Fact(metadata={**metadata, **others}, **fields)
+
+
+FORMATS: dict[str, Callable[[Path, int], Iterator[Draft]]] = {
+    ".jsonl": read_json_lines,
+    ".csv": read_csv,
+    ".txt": read_text,
+    ".md": read_markdown,
+    ".pdf": read_pdf,
+    ".html": read_html,
+    ".htm": read_html,
+}
+"""The reader of each type of file, by its suffix."""

@@ -1,0 +1,119 @@
+"""A pack: a piece of knowledge, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Protocol, Self
+
+from kp_core.errors import FingerprintMismatchError, KVShapeError, SteeringError
+from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import check_namespace
+
+__all__ = ["Head", "KnowledgePack", "PackSteering"]
+
+
+class PackSteering(Protocol):
+    """What a pack has to know of a steering; `kp_core.steering.Steering` is the one there is."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it changes nothing."""
+
+    def check(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `FingerprintMismatchError` unless it was made by this model."""
+
+    def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Self:
+        """It times `alpha`; without one, at its default strength."""
+
+    def __add__(self, other: Self) -> Self: ...
+
+
+@dataclass(frozen=True)
+class Head:
+    """What stood before a pack when its KV was computed.
+
+    `token_ids` are the tokens, `cuts` the positions at which their prefill was cut (ascending, the last one is
+    `len(token_ids)`). KV is exact only behind the same tokens, and bit-identical only behind the same cuts.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    cuts: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class KnowledgePack:
+    """Text, its tokens, and (unless the pack is lazy) the KV a model computed for them behind a head.
+
+    `token_ids` is the part of the text's tokenisation that stays the same whatever follows it in a prompt; the last
+    characters of `text` may therefore be in no token here, and are prefilled with what follows. `kv` holds one entry
+    per token of `token_ids`. A pack is immutable data: every operation returns a new one.
+
+    Raises `KVShapeError` when `kv` and `token_ids` disagree, `HandleError` when `namespace` is not one.
+    """
+
+    text: str
+    namespace: str
+    token_ids: tuple[int, ...]
+    head: Head
+    fingerprint: ModelFingerprint
+    kv: KVTensors | None = None
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    """Where the pack comes from (`title`, `source`) and what computed it (`device`, `torch`): strings, for people."""
+    steering: PackSteering | None = None
+    """What the engine adds to the pack's values wherever it places them (see `steer`). `kv` is always the plain KV, so
+    that nothing altered is ever taken for what the model computed."""
+
+    def __post_init__(self) -> None:
+        check_namespace(self.namespace)
+        object.__setattr__(self, "provenance", MappingProxyType(dict(self.provenance)))
+        if self.kv is not None and self.kv.tokens != len(self.token_ids):
+            raise KVShapeError(
+                f"Got KV of {self.kv.tokens} tokens for a pack of {len(self.token_ids)}; expected one entry per token."
+            )
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether the KV is absent, to be computed on first use."""
+        return self.kv is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the KV; 0 for a lazy pack."""
+        return 0 if self.kv is None else self.kv.nbytes
+
+    def without_kv(self) -> KnowledgePack:
+        """The same knowledge as a lazy pack."""
+        return replace(self, kv=None)
+
+    def steer(self, steering: PackSteering, alpha: float | None = None) -> KnowledgePack:
+        """The same knowledge, spoken from otherwise: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
+
+        Without `alpha` it is the default strength beside knowledge: what the steering was calibrated to, else 0.7.
+        Steering a steered pack adds up, and what adds up to nothing is the plain pack again. The engine adds the deltas
+        in the cache, at no token and no forward pass. A steered pack cannot be stored: store the pack and save the
+        steering. Raises `SteeringMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
+        is not finite.
+        """
+        if not hasattr(steering, "at_alpha"):
+            raise SteeringError(
+                f"Got a steering of type {type(steering).__name__}; expected a Steering. Make one with "
+                "`engine.make_steering(pairs)`."
+            )
+        scaled = steering.at_alpha(alpha, with_knowledge=True)
+        # What the store recovered from text alone belongs to no model yet; the engine checks again.
+        if self.fingerprint != ModelFingerprint.unknown():
+            scaled.check(self.fingerprint)
+        total = scaled if self.steering is None else self.steering + scaled
+        return replace(self, steering=None if total.is_zero else total)
+
+    def check(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `FingerprintMismatchError`, naming each differing field, unless this pack was made by that model."""
+        differences = self.fingerprint.diff(fingerprint)
+        if differences:
+            raise FingerprintMismatchError(f"The pack {self.text[:40]!r}", differences)

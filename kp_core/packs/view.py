@@ -1,0 +1,90 @@
+"""Who may read which pack: a source of packs, the namespaces allowed, and the roles trusted to bring handles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from kp_core.errors import PromptError
+from kp_core.packs.handle import Handle, check_namespace, find_handles
+from kp_core.packs.pack import KnowledgePack
+
+__all__ = ["TRUSTED_ROLES", "PackRef", "PackSource", "PackView", "Segment"]
+
+logger = logging.getLogger(__name__)
+
+TRUSTED_ROLES = frozenset({"system", "user", "tool"})
+
+
+@dataclass(frozen=True)
+class PackRef:
+    """A pack at its place in a message, or as memory at the head of the system message."""
+
+    handle: str
+    pack: KnowledgePack = field(compare=False, repr=False)
+    memory: bool = False
+
+    @property
+    def text(self) -> str:
+        """The text as it stands in the prompt: memory is a list of paragraphs, each ending its line."""
+        return self.pack.text.strip() + "\n" if self.memory else self.pack.text
+
+
+Segment: TypeAlias = str | PackRef
+
+
+class PackSource(Protocol):
+    """Where packs come from, e.g. `PackStore`."""
+
+    def peek(self, handle: Handle) -> KnowledgePack | None:
+        """The pack without its KV, or `None` when there is none under this handle; cheap, asked at every turn."""
+
+    def get(self, handle: Handle) -> KnowledgePack:
+        """The pack, with its KV where that is stored and intact."""
+
+
+@dataclass(frozen=True)
+class PackView:
+    """The packs a conversation may reach: a source, the namespaces allowed, and the roles trusted to bring handles.
+
+    What does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text and is logged.
+    Text that comes out of a pack is never searched for handles.
+    """
+
+    source: PackSource
+    namespaces: Collection[str]
+    trusted_roles: Collection[str] = TRUSTED_ROLES
+
+    def __post_init__(self) -> None:
+        if isinstance(self.namespaces, str):
+            raise PromptError(f"Got the string {self.namespaces!r} as namespaces; expected a collection of names.")
+        object.__setattr__(self, "namespaces", frozenset(check_namespace(name) for name in self.namespaces))
+        object.__setattr__(self, "trusted_roles", frozenset(self.trusted_roles))
+
+    def resolve(self, handle: Handle, role: str) -> KnowledgePack | None:
+        """The pack without KV, when `role` may bring it in."""
+        if role not in self.trusted_roles:
+            reason = f"role {role!r} is not trusted"
+        elif handle.namespace not in self.namespaces:
+            reason = f"namespace {handle.namespace!r} is not allowed"
+        else:
+            pack = self.source.peek(handle)
+            if pack is not None:
+                return pack
+            reason = "no such pack"
+        logger.warning("Handle %s stays text: %s.", handle, reason)
+        return None
+
+    def split(self, text: str, role: str) -> tuple[Segment, ...]:
+        """`text` cut into plain text and the packs its handles stand for."""
+        segments: list[Segment] = []
+        done = 0
+        for start, stop, handle in find_handles(text):
+            pack = self.resolve(handle, role)
+            if pack is not None:
+                segments += [text[done:start], PackRef(str(handle), pack)]
+                done = stop
+        segments.append(text[done:])
+        return tuple(segment for segment in segments if segment != "")

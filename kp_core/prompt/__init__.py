@@ -1,0 +1,1 @@
+"""Prompts: from messages and packs to token ids; the only place that knows chat templates."""

@@ -1,0 +1,272 @@
+"""Conversations as chat templates can take them.
+
+Templates differ in what they know. What a template lacks is rendered in this stated way, and no other:
+
+- no system role: the system message opens the first user message, a blank line between them;
+- no tool role: a tool message becomes a user message, `[tool result: <name>]` on a line before its content;
+- no tool calls: each call is appended to the assistant's content, on lines of its own, as
+  `<tool_call>`, `{"name": ..., "arguments": ...}`, `</tool_call>`;
+- no tools: a paragraph at the end of the system message lists them and shows how to call one, in that same form;
+- alternating roles demanded: neighbouring messages of one role become one, a blank line between them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from kp_core.errors import PromptError
+from kp_core.packs.view import PackRef, PackView, Segment
+from kp_core.prompt.resolve import Message, split_content
+from kp_core.tools import Tool
+
+__all__ = [
+    "Turn",
+    "TurnShaper",
+    "absorbed",
+    "lift_packs",
+    "map_strings",
+    "to_turns",
+    "with_instruction",
+    "with_memory",
+]
+
+_Call: TypeAlias = Mapping[str, Any]
+_GAP = "\n\n"
+_ROLES = ("system", "user", "assistant", "tool")
+_ABSORBED = "(In memory, with the results of all earlier calls.)"
+_CALLING = (
+    "You can call tools. To call one, write\n"
+    '<tool_call>\n{"name": <the name of the tool>, "arguments": <its arguments>}\n</tool_call>\n'
+    "with arguments that fit its parameters. The tools:"
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One message: its role, its content as text and packs, and what tools add to it."""
+
+    role: str
+    segments: tuple[Segment, ...] = ()
+    tool_calls: tuple[_Call, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def with_segments(self, segments: Sequence[Segment]) -> Turn:
+        """The same turn with other content."""
+        return replace(self, segments=tuple(segment for segment in segments if segment != ""))
+
+    def to_message(self, content: str, escape: Callable[[str], str]) -> dict[str, Any]:
+        """The message a template takes: with `content`, and every other string passed through `escape`."""
+        message: dict[str, Any] = {"role": self.role, "content": content, **map_strings(dict(self.extra), escape)}
+        if self.tool_calls:
+            message["tool_calls"] = map_strings(list(self.tool_calls), escape)
+        return message
+
+
+def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, ...]:
+    """Messages with their handles resolved; raises `PromptError` for an empty conversation or an unknown role."""
+    if not messages:
+        raise PromptError("Got an empty conversation; expected at least one message.")
+    turns = []
+    for message in messages:
+        segments = split_content(message, view)
+        if message["role"] not in _ROLES:
+            raise PromptError(f"Got the role {message['role']!r}; expected one of {', '.join(_ROLES)}.")
+        calls = tuple(_normalised(call) for call in message.get("tool_calls") or ())
+        extra = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
+        turns.append(Turn(message["role"], segments, calls, extra))
+    return tuple(turns)
+
+
+def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
+    """`turns` with each pack's handle in place of the pack, and the packs in order of first appearance."""
+    found: dict[str, PackRef] = {}
+    lifted = []
+    for turn in turns:
+        for segment in turn.segments:
+            if isinstance(segment, PackRef):
+                found.setdefault(segment.handle, segment)
+        lifted.append(turn.with_segments([s.handle if isinstance(s, PackRef) else s for s in turn.segments]))
+    return tuple(lifted), tuple(found.values())
+
+
+def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
+    """`turns` with `packs`, each once, at the head of the system message, which is added where there is none."""
+    memory = {reference.handle: replace(reference, memory=True) for reference in reversed(packs)}
+    ordered = tuple(memory[handle] for handle in dict.fromkeys(reference.handle for reference in packs))
+    if turns[0].role == "system":
+        return (turns[0].with_segments((*ordered, *turns[0].segments)), *turns[1:])
+    return (Turn("system", ordered), *turns)
+
+
+def absorbed(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
+    """`turns` with the tool exchanges that brought nothing but packs shrunk to a constant length.
+
+    Of such exchanges behind one user or system message the latest call stays, and its result is one short line that
+    stands for all of them. Their packs go to the end of that message, each once and in order of first appearance, but
+    for those whose handles are `elsewhere` in the prompt. So a further exchange changes nothing before its own pack.
+    """
+    held: dict[int, list[range]] = {}
+    for span in _exchanges(turns):
+        if all(_brought_packs(turn) for turn in turns[span.start + 1 : span.stop]):
+            asked = [at for at in range(span.start) if turns[at].role in ("system", "user")]
+            held.setdefault(asked[-1] if asked else -1, []).append(span)
+    made: list[Turn | None] = list(turns)
+    seen, orphans = set(elsewhere), []
+    for anchor, spans in held.items():
+        brought = [part for span in spans for at in span for part in turns[at].segments if isinstance(part, PackRef)]
+        new = {part.handle: replace(part, memory=True) for part in brought if part.handle not in seen}
+        seen |= new.keys()
+        if anchor < 0:
+            orphans = list(new.values())
+        elif new:
+            # The closing tag keeps a template that trims from taking the last pack's line feed.
+            own = turns[anchor].segments
+            gap = (_GAP,) if own else ()
+            made[anchor] = turns[anchor].with_segments((*own, *gap, "<found>\n", *new.values(), "</found>"))
+        for span in spans[:-1]:
+            made[span.start : span.stop] = [None] * len(span)
+        for at in spans[-1][1:]:
+            made[at] = turns[at].with_segments([_ABSORBED])
+    kept = tuple(turn for turn in made if turn is not None)
+    return with_memory(kept, orphans) if orphans else kept
+
+
+def _exchanges(turns: Sequence[Turn]) -> list[range]:
+    """Where an assistant's tool calls stand with all their results."""
+    found = []
+    for start, turn in enumerate(turns):
+        if turn.role == "assistant" and turn.tool_calls:
+            stop = start + 1
+            while stop < len(turns) and turns[stop].role == "tool":
+                stop += 1
+            if stop - start - 1 == len(turn.tool_calls):
+                found.append(range(start, stop))
+    return found
+
+
+def _brought_packs(turn: Turn) -> bool:
+    """Whether a tool's result is packs and nothing else."""
+    texts = [part for part in turn.segments if isinstance(part, str)]
+    return len(texts) < len(turn.segments) and not "".join(texts).strip()
+
+
+def with_instruction(turns: Sequence[Turn], text: str) -> tuple[Turn, ...]:
+    """`turns` with `text` as the last paragraph of the system message, which is added where there is none."""
+    if turns[0].role == "system":
+        last = turns[0].segments[-1] if turns[0].segments else "\n"
+        # Memory ends its line; a line feed behind it would merge with that and take the pack its last token.
+        gap = () if (last.text if isinstance(last, PackRef) else last).endswith("\n") else (_GAP,)
+        return (turns[0].with_segments((*turns[0].segments, *gap, text)), *turns[1:])
+    return (Turn("system", (text,)), *turns)
+
+
+class TurnShaper:
+    """Reshapes turns to what one template knows, found out by rendering small probes.
+
+    `render` takes messages and tools, and gives `None` for what the template refuses.
+    """
+
+    def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]) -> None:
+        token = secrets.token_hex(4)
+        user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+        # Nine characters, as one family of templates demands of these ids.
+        call = {"id": "call00001", "type": "function", "function": {"name": f"n{token}", "arguments": {"x": 1}}}
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": token, "name": f"n{token}", "tool_call_id": "call00001"}
+
+        def shows(*messages: dict[str, Any]) -> bool:
+            return token in (render(list(messages), None) or "")
+
+        offered = render([user], [Tool(f"n{token}", token).to_dict()])
+        self.takes_tools = token in (offered or "")
+        """Whether the template shows tools by itself."""
+        self._system = shows({"role": "system", "content": token}, user)
+        self._calls = shows(user, calls)
+        # Some templates show tool results only behind the call they answer.
+        self._tool = shows(user, calls if self._calls else answer, result)
+        self._runs = shows(user, {"role": "user", "content": token})
+
+    def shape(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        """`turns` with everything the template lacks rendered in the stated way."""
+        shaped = [self._shape_tools(turn) for turn in turns]
+        if not self._system and shaped[0].role == "system":
+            if len(shaped) > 1 and shaped[1].role == "user":
+                shaped[:2] = [_joined(replace(shaped[0], role="user"), shaped[1])]
+            else:
+                shaped[0] = replace(shaped[0], role="user")
+        if not self._runs:
+            shaped = _merged(shaped)
+        return tuple(shaped)
+
+    def offer(self, turns: Sequence[Turn], tools: Sequence[Tool]) -> tuple[Turn, ...]:
+        """`turns` with `tools` listed in the system message, unless the template does that by itself."""
+        if self.takes_tools or not tools:
+            return tuple(turns)
+        listed = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
+        return with_instruction(turns, f"{_CALLING}\n{listed}")
+
+    def _shape_tools(self, turn: Turn) -> Turn:
+        if turn.role == "tool" and not self._tool:
+            name = turn.extra.get("name", "tool")
+            return Turn("user", (f"[tool result: {name}]\n", *turn.segments))
+        if turn.tool_calls and not self._calls:
+            calls = "\n".join(
+                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+                for call in turn.tool_calls
+            )
+            gap = ("\n",) if turn.segments else ()
+            return replace(turn, segments=(*turn.segments, *gap, calls), tool_calls=())
+        return turn
+
+
+def _joined(first: Turn, second: Turn) -> Turn:
+    gap = (_GAP,) if first.segments and second.segments else ()
+    return replace(
+        first,
+        segments=(*first.segments, *gap, *second.segments),
+        tool_calls=(*first.tool_calls, *second.tool_calls),
+    )
+
+
+def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and merged[-1].role == turn.role and turn.role != "tool":
+            merged[-1] = _joined(merged[-1], turn)
+        else:
+            merged.append(turn)
+    return merged
+
+
+def _normalised(call: object) -> _Call:
+    """A tool call in the form templates take: arguments as an object, under `function`."""
+    if not isinstance(call, Mapping):
+        raise PromptError(f"Got the tool call {call!r}; expected a mapping with a 'function'.")
+    function = call.get("function", call)
+    arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise PromptError(f"Got tool call arguments that are not JSON: {arguments!r}.") from error
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise PromptError(f"Got the tool call {call!r}; expected a function with a name.")
+    shaped: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    if call.get("id"):
+        shaped["id"] = call["id"]
+    return shaped
+
+
+def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON of any shape
+    """`value` with `change` applied to every string in it that is not a key."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: map_strings(item, change) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [map_strings(item, change) for item in value]
+    return value

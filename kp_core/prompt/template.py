@@ -1,0 +1,261 @@
+"""Chat messages and packs to one canonical prompt; the only place that knows chat templates.
+
+The canonical prompt is the conversation, every handle replaced by its text, rendered by the model's chat template in
+one call and tokenised once (Knowledge Packs, arXiv 2604.03270, on the chat template). Rendering parts and joining them
+is what goes wrong elsewhere: a second call repeats the default system message, a second tokenisation merges otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Literal, TypeAlias
+
+from kp_core.errors import PromptError, TemplateError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.view import PackRef, PackView, Segment
+from kp_core.prompt.conversation import (
+    Turn,
+    TurnShaper,
+    absorbed,
+    lift_packs,
+    map_strings,
+    to_turns,
+    with_instruction,
+    with_memory,
+)
+from kp_core.prompt.encoding import Encoded, PromptEncoder
+from kp_core.prompt.prompt import Prompt, Span, common_length
+from kp_core.prompt.resolve import Message
+from kp_core.prompt.spans import Marks
+from kp_core.tools import AnswerShape, ToolFormat, format_of
+
+__all__ = ["ChatTemplate", "Placement", "SpanCheck", "TokenisedPack"]
+
+Placement: TypeAlias = Literal["in_place", "system"]
+
+# What may follow a pack in a prompt. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
+_ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'", '"', "-", "é", "中")
+# After a final newline only the next pack or the caller's system message can follow, both of which begin with a letter
+# or a sign.
+_PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
+_SLOT = "{pack}"
+_FREE = AnswerShape()
+
+
+@dataclass(frozen=True)
+class TokenisedPack:
+    """The text of a pack as it will stand in prompts, its tokens, and a prompt that shows what stands before it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt: Prompt
+
+
+@dataclass(frozen=True)
+class SpanCheck:
+    """What `ChatTemplate.verify` found about one pack: how much of its text its tokens deliver."""
+
+    handle: str
+    tokens: int
+    delivered: str
+    """Characters delivered as KV."""
+    as_text: str
+    """Characters at the edges that share a token with what stands around the pack, and are prefilled with it."""
+
+
+class ChatTemplate:
+    """Renders conversations with a tokenizer's chat template, and finds where packs stand in the tokens.
+
+    `options` are passed to the template, e.g. `date_string` for templates that carry a date. Templates that know no
+    system or tool role, no tool calls, or that demand alternating roles, get the conversation reshaped as
+    `kp_core.prompt.conversation` states. Raises `TemplateError` where a template is missing or refuses.
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:  # noqa: ANN401
+        if not getattr(tokenizer, "chat_template", None):
+            raise TemplateError(
+                "The tokenizer has no chat template; answers of a chat model depend on it. Set "
+                "`tokenizer.chat_template` to the model's Jinja template."
+            )
+        self._tokenizer = tokenizer
+        self._options = dict(options or {})
+        self._encoder = PromptEncoder(tokenizer)
+        self._shaper = TurnShaper(self._try_render)
+        self.tool_format: ToolFormat = format_of(self.source) if self._shaper.takes_tools else format_of("")
+        """How the model writes tool calls."""
+        self.thinks = "</think>" in self.source
+        """Whether answers may begin with reasoning in a `<think>` block."""
+
+    @property
+    def source(self) -> str:
+        """The Jinja source of the template."""
+        source = self._tokenizer.chat_template
+        return source if isinstance(source, str) else repr(sorted(source.items()))
+
+    @property
+    def digest(self) -> str:
+        """Digest of source and options."""
+        return blake2b((self.source + repr(sorted(self._options.items()))).encode(), digest_size=16).hexdigest()
+
+    def render(  # noqa: PLR0913 - one keyword per thing a caller may ask for
+        self,
+        messages: Sequence[Message] | str,
+        *,
+        view: PackView | None = None,
+        packs: Sequence[PackRef] = (),
+        placement: Placement = "in_place",
+        absorb: bool = False,
+        shape: AnswerShape = _FREE,
+        thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Prompt:
+        """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
+
+        `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
+        order of first appearance, and the messages keep only the handles. With `absorb`, tool exchanges that brought
+        nothing but packs shrink to the latest call (`prompt.conversation.absorbed`). The tools of `shape` are shown by the
+        template where it can, else listed at the end of the system message, as is the schema of the answer. `thinking`
+        switches templates that can.
+
+        Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
+        """
+        if placement not in ("in_place", "system"):
+            raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
+        turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
+        found = lift_packs(turns)[1] if placement == "system" else ()
+        packs = (*packs, *found)
+        if absorb:
+            turns = absorbed(turns, {pack.handle for pack in packs})
+        if found:
+            turns, _ = lift_packs(turns)
+        if packs:
+            turns = with_memory(turns, packs)
+        switches = self._switches(thinking=thinking)
+        if shape.tools:
+            turns = self._shaper.offer(turns, shape.tools)
+            if self._shaper.takes_tools:
+                switches["tools"] = map_strings([tool.to_dict() for tool in shape.tools], self._encoder.escape)
+        if shape.schema is not None:
+            turns = with_instruction(turns, _instruction(shape.schema))
+        return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
+
+    def tokenise_pack(self, text: str, inside: Sequence[Message] | Literal["user", "system"] = "user") -> TokenisedPack:
+        """`text` as a pack that will stand where `inside` says.
+
+        `inside` is `"user"` (at the start of a user message), `"system"` (memory at the head of the system message), or
+        messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the pack; text at
+        the head of the system message gets a final newline, after which nothing merges.
+        """
+        if not text.strip():
+            raise PromptError("Got a blank text; expected something to know.")
+        if inside == "system":
+            text, followers = text.strip() + "\n", _PRINTED_FOLLOWER
+            messages: Sequence[Message] = ({"role": "system", "content": _SLOT}, {"role": "user", "content": "?"})
+        else:
+            followers = _ANY_FOLLOWER
+            messages = ({"role": "user", "content": _SLOT},) if isinstance(inside, str) else inside
+        reference = PackRef("", KnowledgePack(text, "probe", (), Head(), ModelFingerprint.unknown()))
+        prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
+        if not prompt.spans:
+            raise TemplateError(f"The text {text[:40]!r} has no token of its own at this place of the template.")
+        span = prompt.spans[0]
+        runs = [prompt.token_ids[span.start : span.stop]]
+        before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
+        for follower in followers:
+            encoded = self._encoder.encode(before + follower + after)
+            runs.append(encoded.ids[span.start : encoded.token_until(span.chars[1])])
+        token_ids = runs[0][: min(common_length(runs[0], run) for run in runs)]
+        if not token_ids:
+            raise TemplateError(f"The text {text[:40]!r} is too short: what follows it may change every token.")
+        return TokenisedPack(text, token_ids, prompt)
+
+    def text(self, prompt: Prompt) -> str:
+        """The rendered conversation that `prompt` tokenises, for people."""
+        return self._encoder.unescape(prompt.rendered)
+
+    def verify(self, prompt: Prompt) -> tuple[SpanCheck, ...]:
+        """Prove that `prompt` is the single-pass tokenisation of its text, and say what each pack delivers.
+
+        Raises `TemplateError` at the first token that differs.
+        """
+        encoded = self._encoder.encode(prompt.rendered)
+        for at, (got, expected) in enumerate(zip(prompt.token_ids, encoded.ids, strict=False)):
+            if got != expected:
+                raise TemplateError(f"Token {at} of the prompt is {got}; the single pass gives {expected}.")
+        if len(prompt.token_ids) != len(encoded.ids):
+            raise TemplateError(f"The prompt has {len(prompt)} tokens; the single pass gives {len(encoded.ids)}.")
+        return tuple(self._check(prompt, span, encoded) for span in prompt.spans)
+
+    def _check(self, prompt: Prompt, span: Span, encoded: Encoded) -> SpanCheck:
+        delivered = self._encoder.unescape(prompt.rendered[slice(*encoded.chars(span.start, span.stop))])
+        before, found, after = span.reference.text.partition(delivered)
+        if not found:
+            raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
+        return SpanCheck(span.handle, len(span), delivered, before + after)
+
+    def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
+        if thinking is None:
+            return {}
+        if "enable_thinking" not in self.source:
+            raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
+        return {"enable_thinking": thinking}
+
+    def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
+        options = {**switches, "add_generation_prompt": add_generation_prompt}
+        marks = Marks(self._encoder)
+        text = self._render([marks.plain(turn) for turn in turns], options)
+        marked = self._render([marks.marked(turn, index) for index, turn in enumerate(turns)], options)
+        stripped, places = marks.find(marked)
+        # A template that treats marked text otherwise than plain text hides where packs stand; they then go as text.
+        pack_places, break_chars = marks.places(text, places) if stripped == text else ([], [])
+        encoded = self._encoder.encode(text)
+        spans = []
+        for start, stop, reference in pack_places:
+            first, last = encoded.token_at(start), encoded.token_until(stop)
+            own = reference.pack.token_ids
+            if not reference.memory and own and encoded.ids[first : min(last, first + len(own))] == own:
+                last = first + len(own)
+            if last > first:
+                spans.append(Span(first, last, reference, (start, stop)))
+        breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
+        return Prompt(encoded.ids, tuple(spans), breaks, text)
+
+    def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        # transformers hands Jinja's own exceptions through; their types are not ours to import here.
+        try:
+            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, **{**self._options, **options})
+        except Exception as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise TemplateError(f"The chat template refused a conversation of [{roles}]: {error}") from error
+        return str(rendered)
+
+    def _try_render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+        try:
+            return self._render(messages, {"add_generation_prompt": False, "tools": tools})
+        except TemplateError:
+            return None
+
+
+def _instruction(schema: Mapping[str, Any]) -> str:
+    # A small model repeats a schema that says nothing.
+    if set(schema) == {"type"}:
+        return f"Answer with a JSON {schema['type']}, and nothing else."
+    return f"Answer with JSON that fits this JSON Schema, and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
+
+
+def _filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
+    """`messages` with `reference` where they say `{pack}`."""
+    turns = []
+    for turn in to_turns(messages, None):
+        segments: list[Segment] = []
+        for segment in turn.segments:
+            before, slot, after = str(segment).partition(_SLOT)
+            segments += [before, reference, after] if slot else [before]
+        turns.append(turn.with_segments(segments))
+    if sum(segment is reference for turn in turns for segment in turn.segments) != 1:
+        raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will stand.")
+    return tuple(turns)

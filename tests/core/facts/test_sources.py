@@ -1,0 +1,243 @@
+"""Knowledge from files: what becomes a fact, and how what does not is reported."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pypdf import PdfWriter
+from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, NumberObject
+
+from kp_core.errors import MissingDependencyError, SourceError
+from kp_core.facts import Fact
+from kp_core.facts.sources import read_dataset, read_facts, read_rows
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "a.jsonl",
+        '\ufeff{"text": "a", "title": "T", "year": 1999}\n\n'
+        '{"text": "b", "id": "x", "source": "s", "metadata": {"p": 1}}',
+    )
+    assert list(read_facts(path, namespace="n")) == [
+        Fact("a", title="T", source=str(path), metadata={"year": 1999}, namespace="n"),
+        Fact("b", id="x", source="s", metadata={"p": 1}, namespace="n"),
+    ]
+
+
+def test_csv(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", 'text,title,lang\r\n"a, ""b""\nc",T,en\r\nd,,\r\n')
+    assert list(read_facts(path)) == [
+        Fact('a, "b"\nc', title="T", source=str(path), metadata={"lang": "en"}),
+        Fact("d", source=str(path)),
+    ]
+
+
+def test_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", "One.\nStill one.\n\n\n# Two.\n")
+    assert [(fact.text, fact.metadata["line"]) for fact in read_facts(path)] == [("One.\nStill one.", 1), ("# Two.", 5)]
+
+
+def test_markdown(tmp_path: Path) -> None:
+    content = "Before.\n# Guide #\n## Install\nRun it.\n```sh\n# no heading\n\nkp\n```\n\n# Other\nLast."
+    path = written(tmp_path / "a.md", content)
+    assert [(fact.text, fact.title, fact.metadata["line"]) for fact in read_facts(path)] == [
+        ("Before.", "", 1),
+        ("Run it.\n```sh\n# no heading\n\nkp\n```", "Guide > Install", 4),
+        ("Last.", "Other", 12),
+    ]
+
+
+@pytest.mark.parametrize("limit", [7, 20, 50])
+def test_long_paragraphs_are_cut_and_nothing_is_lost(tmp_path: Path, limit: int) -> None:
+    text = "A short one. Then a somewhat longer sentence, of many words! Andonewithoutanyspacesatall?"
+    parts = [fact.text for fact in read_facts(written(tmp_path / "a.txt", text), max_chars=limit)]
+    assert all(len(part) <= limit for part in parts)
+    assert "".join(parts).replace(" ", "") == text.replace(" ", "")
+    assert limit < 50 or parts[0] == "A short one."
+
+
+def test_folders_are_read_in_order_and_hidden_files_are_not(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.md", "a/.hidden.txt", ".git/x.txt"):
+        written(tmp_path / name, name)
+    assert [fact.text for fact in read_facts(tmp_path)] == ["a/z.md", "b.txt"]
+
+
+BAD = {
+    "a.jsonl": ('{"text": "a"}\n{"text": \n', "line 2: is not JSON"),
+    "b.jsonl": ("[1]\n", "line 1: got list; expected an object"),
+    "c.jsonl": ('{"title": "a"}\n', "line 1: got the fields ['title'], and no `text`"),
+    "d.jsonl": ('{"text": "a", "metadata": 3}\n', "line 1: got 3 as `metadata`"),
+    "e.jsonl": ('{"text": "a", "list": [1]}\n', "line 1: Got [1] as metadata 'list'"),
+    "e2.jsonl": ('{"text": ["a"]}\n', "line 1: Got ['a'] (list) as text"),
+    "f.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: is not UTF-8"),
+    "g.csv": ("text,title\na\n", "line 2: got 1 cells; expected 2"),
+    "h.csv": ("body\na\n", "line 1: got the columns ['body']; expected one called `text`"),
+    "i.csv": ('text\n"a" b\n', "line 2: is not CSV"),
+    "j.csv": (b"text\na\n\xff\n", "line 3: is not UTF-8"),
+    "k.txt": (b"a\n\n\xe9\n", "line 3: is not UTF-8"),
+    "l.docx": ("", "got a file of type '.docx'; expected one of .jsonl, .csv, .txt, .md, .pdf, .html, .htm"),
+    "m.pdf": ("", "page 1: is not PDF, or damaged"),
+    "n.pdf": (b"%PDF-1.4\n1 0 obj <<", "page 1: is not PDF, or damaged"),
+    "o.html": ("<title>Nothing</title><script>x()</script>", "line 1: holds no text"),
+    "p.htm": (b"\x7fELF\x02\x01\x00\x00<p>\x81\xff\x8f\x00", "line 1: is not text in any known encoding"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_read_is_named_by_file_and_line(tmp_path: Path, name: str) -> None:
+    content, words = BAD[name]
+    path = written(tmp_path / name, content)
+    with pytest.raises(SourceError) as raised:
+        list(read_facts(path))
+    assert str(raised.value).startswith(str(path))
+    assert words in str(raised.value)
+    skipped: list[SourceError] = []
+    good = list(read_facts([path, written(tmp_path / "good.txt", "good")], on_error="skip", skipped=skipped.append))
+    assert good[-1].text == "good"
+    assert [str(error) for error in skipped] == [str(raised.value)]
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="cannot be read"):
+        list(read_facts(tmp_path / "nothing.txt"))
+    with pytest.raises(SourceError, match="on_error='ignore'"):
+        list(read_facts(tmp_path, on_error="ignore"))  # type: ignore[arg-type]
+
+
+def test_facts_come_before_the_file_is_read_to_its_end(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", '{"text": "a"}\n' + "not json\n")
+    assert [fact.text for fact in itertools.islice(read_facts(path), 1)] == ["a"]
+
+
+def pdf(*pages: str, title: str = "", password: str = "", picture: bool = False) -> bytes:
+    """A PDF with a page per text, a line of it per line; or, without any text, with a picture of one pixel."""
+    writer = PdfWriter()
+    writer.add_metadata({"/Title": title})
+    font = DictionaryObject({NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1")})
+    font[NameObject("/BaseFont")] = NameObject("/Helvetica")
+    for text in pages:
+        page = writer.add_blank_page(600, 800)
+        content = DecodedStreamObject()
+        lines = "".join(f"({line}) Tj 0 -24 Td " for line in text.split("\n"))
+        content.set_data(f"BT /F1 12 Tf 50 700 Td {lines}ET".encode())
+        fonts = DictionaryObject({NameObject("/F1"): font})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        page[NameObject("/Contents")] = content
+    if picture:
+        pixel: Any = DecodedStreamObject()
+        pixel.set_data(b"\x00")
+        for key, value in (("/Type", "/XObject"), ("/Subtype", "/Image"), ("/ColorSpace", "/DeviceGray")):
+            pixel[NameObject(key)] = NameObject(value)
+        for key, value in (("/Width", 1), ("/Height", 1), ("/BitsPerComponent", 8)):
+            pixel[NameObject(key)] = NumberObject(value)
+        page = writer.add_blank_page(600, 800)
+        images = DictionaryObject({NameObject("/Im0"): pixel})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/XObject"): images})
+    if password:
+        writer.encrypt(password)
+    data = io.BytesIO()
+    writer.write(data)
+    return data.getvalue()
+
+
+def test_pdf(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pdf", pdf("The mill has four sails.", "", "A ferry leaves at six.", title="Guide"))
+    assert list(read_facts(path)) == [
+        Fact("The mill has four sails.", title="Guide", source=str(path), metadata={"page": 1}),
+        Fact("A ferry leaves at six.", title="Guide", source=str(path), metadata={"page": 3}),
+    ]
+
+
+def test_pages_without_text_and_locked_files_are_said(tmp_path: Path) -> None:
+    scan = written(tmp_path / "scan.pdf", pdf("The first page.", picture=True))
+    with pytest.raises(SourceError, match=r"scan\.pdf, page 2: holds pictures and no text"):
+        list(read_facts(scan))
+    assert [fact.text for fact in read_facts(scan, on_error="skip")] == ["The first page."]
+    locked = written(tmp_path / "locked.pdf", pdf("Secret.", password="open"))  # noqa: S106 - of nothing
+    with pytest.raises(SourceError, match=r"locked\.pdf, page 1: is locked by a password"):
+        list(read_facts(locked))
+
+
+def test_html(tmp_path: Path) -> None:
+    content = """<html><head><title>The
+      Guide</title><style>p {}</style></head><body><nav>Home</nav>
+    Before <b>all</b>.<h1>Install</h1><p>Run<br>it &amp; wait.</p><!-- never -->
+    <h2>Parts</h2><ul><li>One <i>cog</i></li><li>Two<p>nested</p>after</li></ul>
+    <table><tr><th>Sail</th><td>4</td></tr></table><pre>a
+      b</pre><script>x()</script></body></html>"""
+    path = written(tmp_path / "a.html", content)
+    assert [(fact.text, fact.title, fact.metadata["line"]) for fact in read_facts(path)] == [
+        ("Before all.", "The Guide", 2),
+        ("Run it & wait.", "Install", 3),
+        ("One cog", "Install > Parts", 4),
+        ("Two", "Install > Parts", 4),
+        ("nested", "Install > Parts", 4),
+        ("after", "Install > Parts", 4),
+        ("Sail 4", "Install > Parts", 5),
+        ("a\n      b", "Install > Parts", 5),
+    ]
+
+
+def test_deeply_nested_html_is_read(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.html", "<p>" + "<b>" * 300 + "deep" + "</b>" * 300)
+    assert [fact.text for fact in read_facts(path)] == ["deep"]
+
+
+def test_rows_of_any_length() -> None:
+    def endless() -> Iterator[dict[str, object]]:
+        for number in itertools.count():
+            yield {"passage": f"Fact {number}.", "url": f"u{number}", "list": [1]}
+
+    facts = read_rows(endless(), columns={"passage": "text", "url": "source"}, namespace="n")
+    assert list(itertools.islice(facts, 2)) == [
+        Fact("Fact 0.", source="u0", namespace="n"),
+        Fact("Fact 1.", source="u1", namespace="n"),
+    ]
+
+
+def test_rows_that_make_no_fact_are_named_by_number() -> None:
+    rows: Any = [{"text": "a"}, "b", {"body": "c"}, {"text": "d", "list": [1]}, {"text": "e", "year": 1}]
+    skipped: list[SourceError] = []
+    facts = list(read_rows(rows, source="table", on_error="skip", skipped=skipped.append))
+    assert facts == [Fact("a", source="table"), Fact("e", source="table", metadata={"year": 1})]
+    assert [str(error).split(":")[0] for error in skipped] == ["table, row 2", "table, row 3", "table, row 4"]
+    with pytest.raises(SourceError, match=r"table, row 2: got str"):
+        list(read_rows(rows, source="table"))
+    with pytest.raises(SourceError, match=r"row 1: got the fields \['text'\]; expected \['body'\] too"):
+        list(read_rows(rows, columns={"body": "text"}))
+
+
+def test_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"text": f"Fact {number}.", "year": 1900 + number} for number in range(3)]
+    expected = [Fact(row["text"], source="memory", metadata={"year": row["year"]}) for row in rows]
+    assert list(read_rows(datasets.Dataset.from_list(rows), source="memory")) == expected
+    folder = tmp_path / "set"
+    written(folder / "train.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    facts = list(read_dataset(folder, columns={"text": "text"}))
+    assert facts == [Fact(row["text"], source=f"{folder}/train") for row in rows]
+    with pytest.raises(SourceError, match="cannot load its split 'test'"):
+        read_dataset(folder, split="test")
+    with pytest.raises(SourceError, match="datasets cannot load"):
+        read_dataset(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("module", "name"), [("pypdf", "a.pdf"), ("bs4", "a.html")])
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=r"knowledge-packs\[files\]"):
+        list(read_facts(written(tmp_path / name, "x")))

@@ -1,0 +1,302 @@
+"""Bytes of one pack file: round trips, agreement with the safetensors library, and what a reader rejects."""
+
+import io
+import json
+from dataclasses import fields, replace
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from kp_core.errors import PackCorruptError, PackError, PackVersionError
+from kp_core.kv import KVTensors
+from kp_core.packs.file import encode_pack, read_header, read_pack
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import Head, KnowledgePack
+
+TEXT = "Paris “lies” on the\nSeine \u2028\x00\x7f <|im_end|> 🗼"
+FINGERPRINT = ModelFingerprint(**{field.name: f"{field.name}-é" for field in fields(ModelFingerprint)})
+
+
+def make_kv(tokens: int, dtype: torch.dtype = torch.bfloat16, layers: int = 2, seed: int = 0) -> KVTensors:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(1 + layer, tokens, 4 + 2 * (half == 1)) for layer in range(layers) for half in range(2)]
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    return KVTensors(tuple(tensors[::2]), tuple(tensors[1::2]))
+
+
+def make_pack(tokens: int = 5, *, kv: bool = True, dtype: torch.dtype = torch.bfloat16) -> KnowledgePack:
+    return KnowledgePack(
+        text=TEXT,
+        namespace="geo",
+        token_ids=tuple(range(7, 7 + tokens)),
+        head=Head((1, 2, 3), (2, 3)),
+        fingerprint=FINGERPRINT,
+        kv=make_kv(tokens, dtype) if kv else None,
+        provenance={"title": "Städte", "source": "a\nb"},
+    )
+
+
+def same(one: KnowledgePack, other: KnowledgePack) -> bool:
+    if (one.kv is None) != (other.kv is None) or (one.kv and other.kv and not one.kv.equal(other.kv)):
+        return False
+    names = [field.name for field in fields(KnowledgePack) if field.name != "kv"]
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes bytes to a file and opens it as the readers take it."""
+    opened: list[io.FileIO] = []
+
+    def write(data: bytes) -> io.FileIO:
+        path = tmp_path / "pack.safetensors"
+        path.write_bytes(data)
+        opened.append(io.FileIO(path))
+        return opened[-1]
+
+    yield write
+    for handle in opened:
+        handle.close()
+
+
+def encode(pack: KnowledgePack) -> bytes:
+    return b"".join(encode_pack(pack).chunks())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_round_trip(file, dtype, tokens):
+    pack = make_pack(tokens, dtype=dtype)
+    data = encode(pack)
+    assert len(data) == encode_pack(pack).nbytes
+    assert same(read_pack(file(data)), pack)
+    assert same(read_header(file(data)).pack, pack.without_kv())
+    assert encode(read_pack(file(data))) == data
+
+
+def test_lazy_round_trip(file):
+    pack = make_pack(kv=False)
+    assert same(read_pack(file(encode(pack))), pack)
+
+
+def test_large_packs_are_hashed_in_threads(file):
+    pack = replace(make_pack(300), kv=make_kv(300, torch.float64, layers=40))
+    assert pack.nbytes > 4_000_000
+    data = encode(pack)
+    assert same(read_pack(file(data)), pack)
+    with pytest.raises(PackCorruptError, match=r"layers\.39\.value"):
+        read_pack(file(data[:-1] + bytes([data[-1] ^ 1])))
+
+
+def test_views_are_stored_compactly(file):
+    pack = make_pack(4)
+    part = replace(pack, token_ids=pack.token_ids[1:3], kv=pack.kv.slice(1, 3))
+    assert same(read_pack(file(encode(part))), part)
+    assert len(encode(part)) < len(encode(pack))
+
+
+@pytest.mark.parametrize("kv", [True, False])
+def test_the_safetensors_library_reads_the_same(tmp_path, kv):
+    pack, path = make_pack(kv=kv), tmp_path / "pack.safetensors"
+    path.write_bytes(encode(pack))
+    tensors = load_file(path)
+    expected = (
+        {
+            f"layers.{layer}.{name}": tensor
+            for name, side in (("key", pack.kv.keys), ("value", pack.kv.values))
+            for layer, tensor in enumerate(side)
+        }
+        if kv
+        else {}
+    )
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    with safe_open(path, "pt") as opened:
+        metadata = opened.metadata()
+    assert metadata.keys() == {"format", "version", "digest", "pack"}
+    assert json.loads(metadata["pack"])["text"] == TEXT
+
+
+def test_layout(file):
+    data = encode(make_pack())
+    header = read_header(file(data))
+    assert header.start % 64 == 0
+    assert header.nbytes == len(data)
+    assert int.from_bytes(data[:8], "little") == header.start - 8
+    entries = json.loads(data[8 : header.start])
+    offsets = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
+    assert offsets[0][0] == 0
+    assert all(one[1] == two[0] for one, two in pairwise(offsets))
+
+
+def test_metadata_follow_the_schema():
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((Path(__file__).parents[3] / "docs" / "pack.schema.json").read_text())
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for pack in (make_pack(), make_pack(kv=False), make_pack(0)):
+        content = json.loads(encode_pack(pack).metadata)
+        jsonschema.validate(content, schema)
+        for name in content:
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate({key: value for key, value in content.items() if key != name}, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**content, "token_ids": [-1]}, schema)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": "\ud800"},
+        {"provenance": {"title": 3}},
+        {"provenance": {"title": "\udfff"}},
+        {"token_ids": (1.0, 2, 3, 4, 5)},
+        {"token_ids": (True, 2, 3, 4, 5)},
+        {"token_ids": (-1, 2, 3, 4, 5)},
+        {"head": Head((2**53,), (1,))},
+        {"fingerprint": replace(FINGERPRINT, rope="\ud800")},
+        {"kv": KVTensors((torch.zeros(1, 5, 2, dtype=torch.int8),), (torch.zeros(1, 5, 2, dtype=torch.int8),))},
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused_on_writing(change):
+    with pytest.raises(PackError, match="cannot be stored"):
+        encode_pack(replace(make_pack(), **change))
+
+
+def rebuild(content: object, *, version: str = "1", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
+    """A file with a valid digest around any content."""
+    text = content if isinstance(content, str) else json.dumps(content)
+    digest = blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
+    metadata = {"format": "knowledge-pack", "version": version, "digest": digest, "pack": text, **other}
+    header = json.dumps({"__metadata__": metadata, **(entries or {})}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def test_a_later_version_is_named(file):
+    with pytest.raises(PackVersionError, match="'2'"):
+        read_header(file(rebuild({"anything": 1}, version="2")))
+
+
+CONTENT = json.loads(encode_pack(make_pack()).metadata)
+LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "null",
+        "[" * 100_000,
+        "9" * 5_000,
+        '{"text": "a", "text": "b"}',
+        {},
+        {**LAZY, "extra": 1},
+        {**LAZY, "text": 3},
+        {**LAZY, "text": "\ud800"},
+        {**LAZY, "namespace": "../up"},
+        {**LAZY, "token_ids": [1, 2, 3, 4, True]},
+        {**LAZY, "token_ids": [1, 2, 3, 4, 5.0]},
+        {**LAZY, "token_ids": {"0": 1}},
+        {**LAZY, "tokens": 4},
+        {**LAZY, "layers": 1},
+        {**LAZY, "dtype": "bfloat16"},
+        {**LAZY, "head": {"token_ids": []}},
+        {**LAZY, "provenance": {"title": None}},
+        {**LAZY, "fingerprint": {"weights": "a"}},
+        {**CONTENT, "dtype": "storage"},
+        {**CONTENT, "dtype": None},
+        {**CONTENT, "dtype": ["bfloat16"]},
+        {**CONTENT, "layers": 1},
+        {**CONTENT, "tensors": {}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.9.key": {}}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": "", "shape": [1, 4, 4]}}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": "", "shape": [9, 5, 4]}}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": "", "shape": [5, 4]}}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": 3, "shape": [1, 5, 4]}}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"shape": [1, 5, 4]}}},
+    ],
+)
+def test_malformed_content_is_corrupt_even_with_a_valid_digest(file, content):
+    text = content if isinstance(content, str) else json.dumps(content)
+    with pytest.raises(PackCorruptError):
+        read_header(file(rebuild(text)))
+
+
+@pytest.mark.parametrize("other", [{"format": "pt"}, {"digest": "0" * 32}, {"more": "1"}, {"version": 1}])
+def test_malformed_metadata_are_corrupt(file, other):
+    with pytest.raises(PackCorruptError):
+        read_header(file(rebuild(LAZY, **other)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\0" * 7,
+        b"\0" * 8,
+        b"\xff" * 64,
+        (2).to_bytes(8, "little") + b"{}",
+        (2).to_bytes(8, "little") + b"[]",
+        (4).to_bytes(8, "little") + b"\xff\xfe{}",
+        (18).to_bytes(8, "little") + b'{"__metadata__":3}',
+    ],
+)
+def test_malformed_heads_are_corrupt(file, data):
+    with pytest.raises(PackCorruptError):
+        read_header(file(data))
+
+
+def test_a_huge_shape_allocates_nothing(file):
+    tensors = {name: {"digest": "", "shape": [2**40, 5, 2**40]} for name in CONTENT["tensors"]}
+    header = read_header(file(rebuild({**CONTENT, "tensors": tensors})))
+    assert header.damage is not None
+    with pytest.raises(PackCorruptError):
+        read_pack(file(rebuild({**CONTENT, "tensors": tensors})))
+
+
+DATA = {kv: encode(make_pack(kv=kv)) for kv in (True, False)}
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kv=st.booleans(), data=st.data())
+def test_no_damage_goes_unnoticed(file, kv, data):
+    """Any flipped byte, cut, or inserted run: an error that is ours, or the very same pack."""
+    intact = DATA[kv]
+    kind = data.draw(st.sampled_from(["flip", "cut", "insert", "garbage"]))
+    # Half of the positions are drawn from the head, which would else be missed where tensors are large.
+    at = data.draw(st.integers(0, 15) | st.integers(0, len(intact) - 1))
+    if kind == "flip":
+        broken = intact[:at] + bytes([intact[at] ^ data.draw(st.integers(1, 255))]) + intact[at + 1 :]
+    elif kind == "cut":
+        broken = intact[:at]
+    elif kind == "insert":
+        broken = intact[:at] + data.draw(st.binary(min_size=1, max_size=9)) + intact[at:]
+    else:
+        broken = intact[:8] + data.draw(st.binary(max_size=40)) + intact[at:]
+    try:
+        found = read_pack(file(broken))
+    except (PackCorruptError, PackVersionError):
+        return
+    assert same(found, make_pack(kv=kv))
+
+
+def test_every_single_bit_of_a_small_file(file):
+    """All positions, one bit each: the head's checks alone decide, as tensors are covered by digests."""
+    intact, expected = DATA[True], make_pack()
+    unnoticed = 0
+    for at in range(len(intact)):
+        broken = intact[:at] + bytes([intact[at] ^ (1 << at % 8)]) + intact[at + 1 :]
+        try:
+            found = read_pack(file(broken))
+        except PackCorruptError:
+            continue
+        unnoticed += 1
+        assert same(found, expected)
+    assert unnoticed <= 64  # Padding alone may change unnoticed.

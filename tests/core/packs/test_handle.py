@@ -1,0 +1,55 @@
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kp_core import Handle, find_handles, strip_handles
+from kp_core.errors import HandleError
+from kp_core.packs.handle import mint
+
+SECRET = bytes(range(32))
+namespaces = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,20}", fullmatch=True)
+
+
+@given(namespaces, st.text())
+def test_a_handle_is_stable_and_found_again(namespace, text):
+    handle = mint(SECRET, namespace, text)
+    assert handle == mint(SECRET, namespace, text) == Handle.parse(str(handle))
+    assert find_handles(f"See {handle}.") == [(4, 4 + len(str(handle)), handle)]
+    assert strip_handles(f"See {handle}.") == "See ."
+
+
+@given(namespaces, st.text(), st.text())
+def test_other_texts_namespaces_and_secrets_have_other_handles(namespace, text, other):
+    handle = mint(SECRET, namespace, text)
+    assert (mint(SECRET, namespace, other) == handle) == (text == other)
+    assert mint(bytes(32), namespace, text) != handle
+    assert mint(SECRET, namespace + "0", text).id != handle.id
+
+
+@pytest.mark.parametrize(
+    "text", ["", "kp:a", "kp:A/" + "a" * 21, "kp:a/" + "a" * 20, "kp:../" + "a" * 21, "kp:a/" + "1" * 21]
+)
+def test_what_is_no_handle_is_refused(text):
+    assert find_handles(text) == []
+    with pytest.raises(HandleError, match="expected a handle"):
+        Handle.parse(text)
+
+
+@pytest.mark.parametrize("text", ["xkp:a/" + "a" * 21, "kp:a/" + "a" * 22, "kp:a/" + "a" * 21 + "Z"])
+def test_parts_of_longer_words_are_no_handles(text):
+    assert find_handles(text) == []
+
+
+def test_handles_are_found_in_json_and_in_written_out_lists():
+    handles = [str(mint(SECRET, "a", text)) for text in "xyz"]
+    for written in (json.dumps("\n".join(handles)), repr(["\t".join(handles)]), json.dumps(handles)):
+        assert [str(handle) for _, _, handle in find_handles(written)] == handles
+        assert "kp:" not in strip_handles(written)
+
+
+@pytest.mark.parametrize("name", ["", "A", "-a", "a/b", "a.b", "..", "a" * 64, "ä"])
+def test_bad_namespaces_are_refused(name):
+    with pytest.raises(HandleError, match="namespace"):
+        Handle(name, "a" * 21)
