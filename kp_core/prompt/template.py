@@ -117,8 +117,8 @@ class ChatTemplate:
 
         `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
         order of first appearance, and the messages keep only the handles. With `absorb`, tool exchanges that brought
-        nothing but packs shrink to the latest call (`prompt.conversation.absorbed`). The tools of `shape` are shown by the
-        template where it can, else listed at the end of the system message, as is the schema of the answer. `thinking`
+        nothing but packs shrink to the latest call (`prompt.conversation.absorbed`). The tools of `shape` are shown by
+        the template where it can, else listed at the end of the system message, as is the schema of the answer. `thinking`
         switches templates that can.
 
         Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.

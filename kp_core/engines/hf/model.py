@@ -118,7 +118,7 @@ class CausalModel:
 
     @torch.inference_mode()
     def _install_attention(self) -> None:
-        """Switch to grouped attention where the model takes it and answers the same with it."""
+        """Switch to split attention where the model takes it and answers the same with it."""
         before = self.config._attn_implementation  # noqa: SLF001 - the only place transformers keeps it
         if not getattr(self._model, "_supports_attention_backend", False):
             return
@@ -129,18 +129,19 @@ class CausalModel:
         except (ValueError, TypeError, RuntimeError) as error:
             logger.info("%s keeps %s attention: %s", self.config.model_type, before, error)
             found = None
-        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.1
-        scale = expected.float().abs().max().clamp(min=1)
-        if found is None or (found.float() - expected.float()).abs().max() > tolerance * scale:
+        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.05
+        if found is None or ((found - expected).norm(dim=1) > tolerance * expected.norm(dim=1)).any():
             self._model.set_attn_implementation(before)
 
     def _probe_logits(self) -> Tensor:
         """Logits over a prefill, a chunk behind it, and a decoding step."""
-        ids = torch.arange(1, 2 * _PROBE + 1, device=self.device)[None] % self.config.vocab_size
+        # Random tokens: the first of a vocabulary are special ones, behind which some models amplify rounding errors.
+        ids = torch.randint(self.config.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
+        ids = ids.to(self.device)
         buffer = KVBuffer(self.shape, 2 * _PROBE)
         edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
-        return torch.cat([step for step in steps if step is not None])
+        return torch.cat([step for step in steps if step is not None]).float()
 
 
 def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
