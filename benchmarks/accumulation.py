@@ -5,7 +5,7 @@ Paragraphs come supporting and distracting in turn, each kind in the order of th
 with two supporting paragraphs can be answered from the third search on. Two agents see the same token ids:
 
 - text: the paragraphs stand as text in the system message; every call prefills everything (`reuse=False`).
-- pack: each paragraph is a stored pack (built with `inside="system"`), and calls carry the handles
+- pack: each paragraph is a stored pack (built with `compiled_for="system"`), and calls carry the handles
   (`placement="system"`). It calls at every search; searches between the reported ones are prefilled only.
 
 Each row is one model call after that many searches, as means over the questions; `prompt_tokens` are those the caller
@@ -55,7 +55,7 @@ class _Agents:
         self._engine, self._view, self._max_tokens = engine, store.view("default"), max_tokens
         self._question = f"{common.INSTRUCTION}\nQuestion: {example.question}"
         self.texts = [str(paragraph) for paragraph in found_paragraphs(example)]
-        packs = engine.build_packs(self.texts, inside="system", progress=False)
+        packs = engine.build_packs(self.texts, compiled_for="system", progress=False)
         self._handles = [str(store.put(pack)) for pack in packs]
         # Building leaves KV behind; each question starts from the store.
         engine.clear_cache()

@@ -61,7 +61,7 @@ def follow(engine: HFEngine, store: PackStore, passages: Sequence[str], name: st
     """The usage of every step of the agent `name`, which reads `passages`."""
     found = list(passages)
     if name == "packs":
-        packs = engine.build_packs(passages, namespace="read", inside="system", progress=False)
+        packs = engine.build_packs(passages, namespace="read", compiled_for="system", progress=False)
         found = [str(store.put(pack)) for pack in packs]
     left = iter(found)
 

@@ -106,7 +106,7 @@ def answer(arguments: argparse.Namespace, examples: Sequence[common.Example], an
         return
     for at in track(missing, "Answering one by one"):
         # All conditions of a question share the prefill of its facts.
-        pack = engine.build_pack(_facts(examples[at]), inside="system", lazy=True)
+        pack = engine.build_pack(_facts(examples[at]), compiled_for="system", lazy=True)
         for condition in conditions:
             if (at, condition.name) not in answers.said:
                 answers.keep(at, condition.name, _say(arguments, engine, direction, examples[at], pack, condition))
@@ -123,7 +123,9 @@ def _answer_batches(  # noqa: PLR0913
 ) -> None:
     """Answer `--batch` questions of about the same length at a time, under all conditions that share their prompts."""
     twin = common.Twin(arguments, engine.tokenizer)
-    packs = {at: PackRef("", engine.build_pack(_facts(examples[at]), inside="system", lazy=True)) for at in missing}
+    packs = {
+        at: PackRef("", engine.build_pack(_facts(examples[at]), compiled_for="system", lazy=True)) for at in missing
+    }
     ordered = sorted(missing, key=lambda at: len(packs[at].pack.token_ids))
     sharing: dict[tuple[bool, str | None, str], list[Condition]] = {}
     for condition in _conditions(arguments):

@@ -8,7 +8,7 @@ score counts answers that contain the gold answer as words.
 
 Agent: a `FunctionAgent` searches at every one of so many steps, and each search gives the next passage of the data. The
 tool choice is forced, as a small model would stop or repeat itself. `packs`: search gives handles, and exchanges are
-absorbed (`absorb=True`). `handles`: handles, nothing absorbed. `text`: search gives text. `text, no cache`: text with
+absorbed (`compact=True`). `handles`: handles, nothing absorbed. `text`: search gives text. `text, no cache`: text with
 nothing kept between calls (`reuse=False`), as engines without a prefix cache do it. Sent: prompt tokens outside packs.
 Computed: tokens prefilled.
 """
@@ -40,7 +40,7 @@ __all__ = ["main", "run"]
 
 _NAMESPACE = "hotpot"
 _CONDITIONS: dict[str, dict[str, bool]] = {
-    "packs": {"absorb": True},
+    "packs": {"compact": True},
     "handles": {},
     "text": {},
     "text, no cache": {"keeps": False},

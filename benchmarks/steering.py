@@ -231,7 +231,7 @@ def cache_section(bench: Bench) -> dict[str, Any]:
 
 def speed_section(bench: Bench) -> dict[str, Any]:
     """Steered over unsteered, in turns, with everything warm."""
-    pack = bench.engine.build_pack("\n".join(f"The {n}th fact of many." for n in range(100)), inside="system")
+    pack = bench.engine.build_pack("\n".join(f"The {n}th fact of many." for n in range(100)), compiled_for="system")
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     tokens = {}
     for turn in range(2 * (bench.arguments.repeats + 1)):

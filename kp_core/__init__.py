@@ -20,7 +20,7 @@ from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles, strip_handles
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackSource, PackView
 from kp_core.prompt.prompt import Prompt, Span
@@ -46,7 +46,6 @@ __all__ = [
     "FactBank",
     "Generation",
     "Handle",
-    "Head",
     "Hit",
     "KVTensors",
     "KnowledgePack",
@@ -58,6 +57,7 @@ __all__ = [
     "PackSource",
     "PackStore",
     "PackView",
+    "Prefix",
     "PrefixTree",
     "Prompt",
     "Request",

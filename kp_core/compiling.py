@@ -8,7 +8,7 @@ from dataclasses import replace
 from tqdm.auto import tqdm
 
 from kp_core.engines.base import Engine
-from kp_core.engines.request import Inside
+from kp_core.engines.request import CompiledFor
 from kp_core.facts.base import Fact
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
@@ -23,11 +23,11 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     store: PackStore,
     *,
     namespace: str = "default",
-    inside: Inside = "user",
+    compiled_for: CompiledFor = "user",
     lazy: bool = False,
     progress: bool = True,
 ) -> None:
-    """Compile the packs of `facts` into `store`, for the place that `inside` says.
+    """Compile the packs of `facts` into `store`, for the place that `compiled_for` says.
 
     Each is stored as soon as it is made, and what is stored already for this model and place is not made again: an
     interrupted run goes on where it stopped. `lazy` packs are computed on first use instead.
@@ -36,7 +36,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     for fact in facts:
         known.setdefault(fact.text, fact)
     texts = list(known)
-    plans = engine.build_packs(texts, namespace=namespace, inside=inside, lazy=True, progress=False)
+    plans = engine.build_packs(texts, namespace=namespace, compiled_for=compiled_for, lazy=True, progress=False)
     bar = tqdm(plans, "Looking for packs", len(texts), unit="pack", delay=1, disable=not progress)
     missing: list[str] = []
     for text, plan in zip(texts, bar, strict=True):
@@ -48,15 +48,15 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             missing.append(text)
     provenance = [_provenance(known[text]) for text in missing]
     for pack in engine.build_packs(
-        missing, namespace=namespace, inside=inside, provenance=provenance, progress=progress
+        missing, namespace=namespace, compiled_for=compiled_for, provenance=provenance, progress=progress
     ):
         store.put(pack)
 
 
-def stored_handle(store: PackStore, text: str, namespace: str, inside: Inside = "user") -> Handle | None:
+def stored_handle(store: PackStore, text: str, namespace: str, compiled_for: CompiledFor = "user") -> Handle | None:
     """The handle `text` is stored under: as it is, or as memory of the system message, which ends its line."""
     forms = (text, text.strip() + "\n")
-    for form in reversed(forms) if inside == "system" else forms:
+    for form in reversed(forms) if compiled_for == "system" else forms:
         handle = store.handle(form, namespace)
         if handle in store:
             return handle
@@ -67,7 +67,7 @@ def _is_stored(plan: KnowledgePack, store: PackStore, *, lazy: bool) -> bool:
     """Whether the store holds what `plan` would become."""
     handle = store.handle(plan.text, plan.namespace)
     stored = store.peek(handle)
-    if stored is None or stored.token_ids != plan.token_ids or stored.head != plan.head:
+    if stored is None or stored.token_ids != plan.token_ids or stored.prefix != plan.prefix:
         return False
     return stored.fingerprint == plan.fingerprint and (lazy or not store.get(handle).is_lazy)
 

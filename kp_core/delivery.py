@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from kp_core.engines.base import Engine
-from kp_core.engines.request import Inside
+from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError
 from kp_core.facts import Fact, FactBank, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
@@ -64,7 +64,7 @@ def measure_rates(engine: Engine, folder: Path) -> Rates:
     engine.build_pack(_PROBE_TEXT)
     began = time.perf_counter()
     pack = engine.build_pack(_PROBE_TEXT)
-    prefill = len(pack.head.token_ids + pack.token_ids) / (time.perf_counter() - began)
+    prefill = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)
     return Rates(prefill, _read_bandwidth(folder), pack.nbytes / len(pack.token_ids))
 
 
@@ -78,7 +78,7 @@ class Found:
 
 
 class BankPacks:
-    """Delivers what `bank` finds as packs in `store`, compiled by `engine` for the place `inside`.
+    """Delivers what `bank` finds as packs in `store`, compiled by `engine` for the place `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they came in; `document` all
     facts of one source in that order (a fact without a source is its own document). `kv`: `stored` compiles a pack when
@@ -96,13 +96,13 @@ class BankPacks:
         *,
         unit: Unit = "fact",
         kv: KV = "auto",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         rates: Rates | None = None,
     ) -> None:
         if unit not in {"fact", "bank", "document"} or kv not in {"stored", "lazy", "auto"}:
             raise BankError(f"Got unit={unit!r}, kv={kv!r}; expected fact, bank or document, and stored, lazy or auto.")
         self.bank, self.engine, self.store = bank, engine, store
-        self.unit, self.kv, self.inside = unit, kv, inside
+        self.unit, self.kv, self.compiled_for = unit, kv, compiled_for
         self._rates = rates
         self.used: Counter[int] = Counter()
         """How often each bank gave the best fact of a unit that was found; `warm` goes by it."""
@@ -160,7 +160,7 @@ class BankPacks:
         for namespace in dict.fromkeys(fact.namespace for _, fact in wanted):
             texts = list(dict.fromkeys(text for text, fact in wanted if fact.namespace == namespace))
             about = dict(reversed(wanted))
-            build = partial(self.engine.build_packs, namespace=namespace, inside=self.inside)
+            build = partial(self.engine.build_packs, namespace=namespace, compiled_for=self.compiled_for)
             plans = list(build(texts, lazy=True, progress=False))
             missing = [plan.text for plan in plans if not self._holds(plan, with_kv=stored)]
             provenance = [_provenance(about[text]) for text in missing]
@@ -195,9 +195,9 @@ class BankPacks:
     def _holds(self, plan: KnowledgePack, *, with_kv: bool) -> bool:
         handle = self.store.handle(plan.text, plan.namespace)
         held = self.store.peek(handle)
-        if held is None or (held.token_ids, held.head, held.fingerprint) != (
+        if held is None or (held.token_ids, held.prefix, held.fingerprint) != (
             plan.token_ids,
-            plan.head,
+            plan.prefix,
             plan.fingerprint,
         ):
             return False

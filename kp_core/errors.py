@@ -135,7 +135,7 @@ class FingerprintMismatchError(PackError):
         )
         advice = advice or (
             "Its KV is not used. Rebuild it from its text with `engine.build_pack(pack.text, ...)`, or resolve with "
-            '`foreign="rebuild"`.'
+            '`mismatch="rebuild"`.'
         )
         super().__init__(f"{what} was not made by this model ({lines}). {advice}")
 

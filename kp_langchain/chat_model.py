@@ -64,9 +64,9 @@ class ChatKnowledgePacks(BaseChatModel):
     """Roles whose messages may bring packs; LangChain's names (`human`) and the core's (`user`) both do."""
     placement: Literal["in_place", "system"] = "in_place"
     """Where packs stand: where their handle stood, or at the head of the system message."""
-    absorb: bool = False
+    compact: bool = False
     """Whether tool exchanges that brought nothing but packs shrink to the latest call, so that prompts stay short."""
-    foreign: Literal["error", "rebuild"] = "error"
+    mismatch: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
     steering: Any = Field(default=None, exclude=True, repr=False)
     """A `kp_core.Steering` as it is, or a pair of it and alpha; with an alpha of `None`, at its default strength."""
@@ -133,7 +133,7 @@ class ChatKnowledgePacks(BaseChatModel):
             "packs": list(self.packs),
             "trusted_roles": sorted(self.trusted_roles),
             "placement": self.placement,
-            "absorb": self.absorb,
+            "compact": self.compact,
             "thinking": self.thinking,
             # Part of the key under which LangChain caches answers.
             "steering": None if self.steering is None else str(self.steering),
@@ -168,7 +168,7 @@ class ChatKnowledgePacks(BaseChatModel):
         """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
         shape = AnswerShape.of({"tools": [convert_to_openai_tool(tool) for tool in tools or ()]})
         prompt = self._engine().template.render(
-            to_messages(messages), view=self._view(), placement=self.placement, absorb=self.absorb, shape=shape
+            to_messages(messages), view=self._view(), placement=self.placement, compact=self.compact, shape=shape
         )
         return int(len(prompt) - prompt.pack_tokens)
 
@@ -305,8 +305,8 @@ class ChatKnowledgePacks(BaseChatModel):
             "view": self._view(),
             "packs": self.packs,
             "placement": self.placement,
-            "absorb": self.absorb,
-            "foreign": self.foreign,
+            "compact": self.compact,
+            "mismatch": self.mismatch,
             "thinking": self.thinking,
             "steering": self.steering,
             "scope": self.scope,

@@ -48,7 +48,7 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
 
 
 def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Message]:
-    """Where the first document of `variable` will stand in `prompt`, as messages for `build_pack(inside=...)`.
+    """Where the first document of `variable` will stand in `prompt`, as messages for `build_pack(compiled_for=...)`.
 
     A pack compiled for this place is used straight from the store when it is the first document. So the documents must
     be what `variable` begins with, and nothing before it may change from call to call: another variable there raises

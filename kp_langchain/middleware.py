@@ -90,7 +90,7 @@ class PackSummarizer:
                 spoken.append(message.model_copy(update={"content": text, "tool_calls": []}))
         if spoken:
             text = get_buffer_string(spoken)
-            handle = self._store.put(self._engine.build_pack(text, namespace=self._namespace, inside="system"))
+            handle = self._store.put(self._engine.build_pack(text, namespace=self._namespace, compiled_for="system"))
             carried[str(handle)] = None
         return "\n".join(carried)
 
@@ -102,7 +102,7 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
     state: Any = request.state
     here = {handle for message in request.messages for handle in _handles(message)}
     gone = [handle for handle in state.get("packs") or () if handle not in here and model.resolves(handle, "tool")]
-    settings = {**request.model_settings, "absorb": True}
+    settings = {**request.model_settings, "compact": True}
     if gone:
         settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *gone)))
     return request.override(model_settings=settings)

@@ -12,7 +12,7 @@ __all__ = ["SAMPLING", "core_choice", "request_of"]
 
 SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-_KNOWLEDGE = ("packs", "placement", "absorb", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
+_KNOWLEDGE = ("packs", "placement", "compact", "mismatch", "thinking", "steering", "scope", "reuse", "deterministic")
 _PER_CALL = (*SAMPLING, *_TOOLS, *_KNOWLEDGE, "model")
 # What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
 _IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})

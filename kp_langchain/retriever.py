@@ -26,7 +26,7 @@ from kp_core import (
     SentenceTransformerEmbedder,
 )
 from kp_core.compiling import compile_facts, stored_handle
-from kp_core.engines.request import Inside
+from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError
 from kp_core.facts import Filter, Reranker
 from kp_core.facts.rerank import hits_wanted
@@ -55,8 +55,8 @@ class KnowledgePackRetriever(BaseRetriever):
     returned, a bank standing where its first fact does. Scores stay cosines. `k`, `probes`, `where`, `score_threshold`
     and `rerank` may also be given to `invoke`.
 
-    `inside` is the place that packs were compiled for (see `from_facts`). Raises `BankError` for a blank question, and
-    for a bank that was not built.
+    `compiled_for` is the position that packs were compiled for (see `from_facts`). Raises `BankError` for a blank
+    question, and for a bank that was not built.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -71,7 +71,7 @@ class KnowledgePackRetriever(BaseRetriever):
     rerank: Reranker | None = Field(default=None, exclude=True)
     content: Literal["handle", "text"] = "handle"
     unit: Literal["fact", "bank"] = "fact"
-    inside: Any = Field(default="user", exclude=True)
+    compiled_for: Any = Field(default="user", exclude=True)
     """`"user"`, `"system"`, or messages that hold `{pack}`."""
 
     @classmethod
@@ -85,7 +85,7 @@ class KnowledgePackRetriever(BaseRetriever):
         embedder: Embedder | None = None,
         path: str | os.PathLike[str] | None = None,
         namespace: str = "default",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         lazy: bool = False,
         progress: bool = True,
         **fields: Any,  # noqa: ANN401
@@ -93,7 +93,7 @@ class KnowledgePackRetriever(BaseRetriever):
         """A retriever over `facts`: adds them to the bank, and compiles their packs into `store`.
 
         Without `bank`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
-        Packs are compiled for the place `inside`; for a prompt of LangChain that is `pack_place(prompt)`. Each is
+        Packs are compiled for the place `compiled_for`; for a prompt of LangChain that is `pack_place(prompt)`. Each is
         stored as soon as it is made, and what is stored already for this model and place is not made again: an
         interrupted run goes on where it stopped. `lazy` packs are computed on first use instead. `fields` are those of
         the retriever.
@@ -107,10 +107,12 @@ class KnowledgePackRetriever(BaseRetriever):
             raise BankError("Got a bank together with an embedder or a path; a bank brings its own.")
         facts = list(facts)
         bank.build(facts)
-        retriever = cls(bank=bank, store=store, namespace=namespace, inside=inside, **fields)
+        retriever = cls(bank=bank, store=store, namespace=namespace, compiled_for=compiled_for, **fields)
         if retriever.unit == "bank":
             facts = [retriever._whole(number) for number in range(bank.banks)]
-        compile_facts(facts, engine, store, namespace=namespace, inside=inside, lazy=lazy, progress=progress)
+        compile_facts(
+            facts, engine, store, namespace=namespace, compiled_for=compiled_for, lazy=lazy, progress=progress
+        )
         return retriever
 
     def _get_relevant_documents(
@@ -175,7 +177,7 @@ class KnowledgePackRetriever(BaseRetriever):
 
     def _document(self, hit: Hit) -> Document:
         fact = hit.fact
-        handle = stored_handle(self.store, fact.text, self.namespace, self.inside)
+        handle = stored_handle(self.store, fact.text, self.namespace, self.compiled_for)
         if handle is None:
             logger.warning("There is no pack of fact %s in %s; it goes as text.", fact.id, self.store.path)
         about = {

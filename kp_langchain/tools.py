@@ -55,7 +55,7 @@ def create_remember_tool(
     """
 
     def keep(text: str) -> tuple[str, list[Document]]:
-        handle = store.put(engine.build_pack(text, namespace=namespace, inside="system"))
+        handle = store.put(engine.build_pack(text, namespace=namespace, compiled_for="system"))
         return str(handle), resolve_documents([str(handle)], store)
 
     async def akeep(text: str) -> tuple[str, list[Document]]:

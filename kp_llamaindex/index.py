@@ -28,7 +28,7 @@ from llama_index.core.schema import BaseNode, Document, TransformComponent
 
 from kp_core import Embedder, Engine, FactBank, Message, PackStore
 from kp_core.compiling import compile_facts
-from kp_core.engines.request import Inside
+from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError, PromptError
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import to_messages
@@ -47,7 +47,7 @@ class KnowledgePackIndex:
     """A fact bank and a pack store, filled from LlamaIndex's nodes, with the faces of an index.
 
     The pack of a node holds what a text node would have given the model: its text, and the metadata that is not in its
-    `excluded_llm_metadata_keys`; that is also what is embedded. `inside` is the place packs are compiled for, by
+    `excluded_llm_metadata_keys`; that is also what is embedded. `compiled_for` is the place packs are compiled for, by
     default that of the first node in LlamaIndex's own question prompt: there the pack comes straight from the store,
     and anywhere else its tokens are computed once (see `pack_place`).
 
@@ -62,7 +62,7 @@ class KnowledgePackIndex:
         bank: FactBank,
         *,
         namespace: str = "default",
-        inside: Inside | None = None,
+        compiled_for: CompiledFor | None = None,
         lazy: bool = False,
         progress: bool = True,
         llm: LLM | None = None,
@@ -70,7 +70,7 @@ class KnowledgePackIndex:
         self.engine, self.store, self.bank = engine, store, bank
         self.namespace, self.lazy, self.progress = namespace, lazy, progress
         self.llm: LLM = llm or KnowledgePackLLM(engine=engine, store=store, namespaces=(namespace,))
-        self.inside = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm) if inside is None else inside
+        self.compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm) if compiled_for is None else compiled_for
 
     @classmethod
     def from_documents(
@@ -131,7 +131,7 @@ class KnowledgePackIndex:
             self.engine,
             self.store,
             namespace=self.namespace,
-            inside=self.inside,
+            compiled_for=self.compiled_for,
             lazy=self.lazy,
             progress=self.progress,
         )
@@ -146,7 +146,9 @@ class KnowledgePackIndex:
 
     def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:  # noqa: ANN401
         """A retriever; `settings` are those of `KnowledgePackRetriever`."""
-        return KnowledgePackRetriever(self.bank, self.store, namespace=self.namespace, inside=self.inside, **settings)
+        return KnowledgePackRetriever(
+            self.bank, self.store, namespace=self.namespace, compiled_for=self.compiled_for, **settings
+        )
 
     def as_query_engine(
         self,
@@ -230,7 +232,7 @@ class KnowledgePackSink(TransformComponent):
 
 
 def pack_place(template: BasePromptTemplate, llm: LLM | None = None, variable: str = "context_str") -> list[Message]:
-    """Where the first node will stand in a prompt of `template`, as messages for `inside`.
+    """Where the first node will stand in a prompt of `template`, as messages for `compiled_for`.
 
     A pack compiled for this place is used straight from the store when its node is the first one. `llm` selects among
     the variants of a template and brings its system prompt. Raises `PromptError` when another variable stands before

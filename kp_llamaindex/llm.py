@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _DEFAULT_OUTPUT = 512
 _SHAPE = ("tools", "tool_choice", "parallel_tool_calls", "response_schema")
-_KNOWLEDGE = ("packs", "placement", "absorb", "foreign", "thinking", "steering", "scope", "reuse", "deterministic")
+_KNOWLEDGE = ("packs", "placement", "compact", "mismatch", "thinking", "steering", "scope", "reuse", "deterministic")
 _PER_CALL = (*SAMPLING, "stop", *_SHAPE, *_KNOWLEDGE)
 
 
@@ -230,8 +230,8 @@ class KnowledgePackLLM(LLMSettings):
             "view": self._view(),
             "packs": self.packs or None,
             "placement": self.placement,
-            "absorb": self.absorb,
-            "foreign": self.foreign,
+            "compact": self.compact,
+            "mismatch": self.mismatch,
             "thinking": self.thinking,
             "steering": self.steering,
             "scope": self.scope,

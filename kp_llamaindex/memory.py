@@ -119,7 +119,7 @@ class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
 
     def _compile(self, text: str) -> str:
         engine = self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
-        pack = engine.build_pack(text, namespace=self.namespace, inside=self._place(), lazy=self.lazy)
+        pack = engine.build_pack(text, namespace=self.namespace, compiled_for=self._place(), lazy=self.lazy)
         return str(self.store.put(pack))
 
     def _place(self) -> list[Message]:

@@ -25,7 +25,7 @@ from kp_core import (
     SentenceTransformerEmbedder,
 )
 from kp_core.compiling import compile_facts, stored_handle
-from kp_core.engines.request import Inside
+from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError
 from kp_core.facts import Reranker
 from kp_core.facts.rerank import hits_wanted, reranked
@@ -67,7 +67,7 @@ class KnowledgePackRetriever(BaseRetriever):
         score_cutoff: float | None = None,
         rerank: Reranker | None = None,
         content: Literal["handle", "text"] = "handle",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
     ) -> None:
@@ -77,7 +77,7 @@ class KnowledgePackRetriever(BaseRetriever):
         self.bank, self.store, self.namespace = bank, store, namespace
         self.similarity_top_k, self.probes = similarity_top_k, probes
         self.filters, self.score_cutoff, self.rerank = filters, score_cutoff, rerank
-        self.content, self.inside = content, inside
+        self.content, self.compiled_for = content, compiled_for
 
     @classmethod
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -90,7 +90,7 @@ class KnowledgePackRetriever(BaseRetriever):
         embedder: Embedder | None = None,
         path: str | os.PathLike[str] | None = None,
         namespace: str = "default",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         lazy: bool = False,
         progress: bool = True,
         **settings: Any,  # noqa: ANN401
@@ -98,15 +98,17 @@ class KnowledgePackRetriever(BaseRetriever):
         """A retriever over `facts`: adds them to the bank, and compiles their packs into `store`.
 
         Without `bank`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
-        Packs are compiled for the place `inside`. Each is stored as soon as it is made, and what is stored already for
-        this model and place is not made again. `lazy` packs are computed on first use instead. `settings` are those of
-        the retriever.
+        Packs are compiled for the position `compiled_for`. Each is stored as soon as it is made, and what is stored
+        already for this model and position is not made again. `lazy` packs are computed on first use instead.
+        `settings` are those of the retriever.
         """
         bank = open_bank(bank, embedder, path)
         facts = list(facts)
         bank.build(facts)
-        compile_facts(facts, engine, store, namespace=namespace, inside=inside, lazy=lazy, progress=progress)
-        return cls(bank, store, namespace=namespace, inside=inside, **settings)
+        compile_facts(
+            facts, engine, store, namespace=namespace, compiled_for=compiled_for, lazy=lazy, progress=progress
+        )
+        return cls(bank, store, namespace=namespace, compiled_for=compiled_for, **settings)
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return [NodeWithScore(node=node, score=score) for node, score in self._found(query_bundle.query_str)]
@@ -136,7 +138,7 @@ class KnowledgePackRetriever(BaseRetriever):
     def _node(self, fact: Fact) -> PackNode:
         if self.content == "text":
             return to_node(fact)
-        handle = stored_handle(self.store, fact.text, self.namespace, self.inside)
+        handle = stored_handle(self.store, fact.text, self.namespace, self.compiled_for)
         if handle is None:
             logger.warning("There is no pack of fact %s in %s; it goes as text.", fact.id, self.store.path)
         return to_node(fact, "" if handle is None else str(handle))

@@ -42,11 +42,11 @@ class LLMSettings(ToolCallingLLM):
     placement: Literal["in_place", "system"] = Field(
         default="in_place", description="Packs stand where their handle stood, or at the head of the system message."
     )
-    absorb: bool = Field(
+    compact: bool = Field(
         default=False,
         description="Tool exchanges that brought nothing but packs shrink to the latest call, and prompts stay short.",
     )
-    foreign: Literal["error", "rebuild"] = "error"
+    mismatch: Literal["error", "rebuild"] = "error"
     thinking: bool | None = None
     steering: Any = Field(
         default=None,

@@ -47,7 +47,13 @@ class World:
         self.model = ChatKnowledgePacks(engine=engine, store=self.store, namespaces=[_NAMESPACE], max_tokens=MAX_TOKENS)
         # Every pack is known at once; which are also computed beforehand, `compile` says.
         self.place = pack_place(PROMPT)
-        common = {"engine": engine, "store": self.store, "bank": bank, "namespace": _NAMESPACE, "inside": self.place}
+        common = {
+            "engine": engine,
+            "store": self.store,
+            "bank": bank,
+            "namespace": _NAMESPACE,
+            "compiled_for": self.place,
+        }
         # Ranking a few hundred facts costs nothing beside embedding the question, so every bank is searched.
         bank.build(corpus.facts)
         everywhere = {"lazy": True, "probes": bank.banks}
@@ -63,7 +69,7 @@ class World:
         first = [retriever.invoke(text)[0] for retriever, texts in asked for text in texts]
         texts = list(dict.fromkeys(document.metadata["text"] for document in first))
         todo = [text for text in texts if self.store.get(self.store.handle(text, _NAMESPACE)).is_lazy]
-        for pack in self.engine.build_packs(todo, namespace=_NAMESPACE, inside=self.place):
+        for pack in self.engine.build_packs(todo, namespace=_NAMESPACE, compiled_for=self.place):
             self.store.put(pack)
         return len(texts)
 

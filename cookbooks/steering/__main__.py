@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"alpha {alpha:>4}, {said.usage.prompt_tokens} tokens sent: {' '.join(said.text.split())}")
 
     print("\n# 3. A pack that speaks otherwise: what it knows comes from its keys, how it speaks from its values")
-    pack = engine.build_pack(FACTS, inside="system")
+    pack = engine.build_pack(FACTS, compiled_for="system")
     for name, chosen in (("plain", pack), ("formal", pack.steer(formal)), ("casual", pack.steer(formal, -1))):
         said = engine.generate(QUESTION, packs=[chosen], max_tokens=tokens)
         print(f"{name}: {' '.join(said.text.split())}")

@@ -121,7 +121,7 @@ def _pack(pack: KnowledgePack) -> dict[str, Any]:
         "text": pack.text,
         "namespace": pack.namespace,
         "tokens": len(pack.token_ids),
-        "head_tokens": len(pack.head.token_ids),
+        "head_tokens": len(pack.prefix.token_ids),
         "kv_bytes": pack.nbytes,
         "fingerprint": pack.fingerprint.to_dict(),
         "provenance": dict(pack.provenance),

@@ -130,7 +130,7 @@ def measure(  # noqa: PLR0913 - one parameter per option
     tasks = [
         Task(
             row["question"],
-            [engine.build_pack(row["facts"], inside="system")] if "facts" in row else (),
+            [engine.build_pack(row["facts"], compiled_for="system")] if "facts" in row else (),
             row.get("expected"),
         )
         for row in rows

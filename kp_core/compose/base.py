@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kp_core.kv import KVTensors
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 
 __all__ = ["Composer"]
 
@@ -20,11 +20,11 @@ class Composer(Protocol):
     def name(self) -> str:
         """Short name of the method."""
 
-    def wants(self, pack: KnowledgePack, head: Head) -> bool:
-        """Whether the KV of `pack`, which may not be loaded yet, can stand behind `head`; if not, it is prefilled."""
+    def wants(self, pack: KnowledgePack, prefix: Prefix) -> bool:
+        """Whether the KV of `pack`, which may not be loaded yet, can stand behind `prefix`; if not, it is prefilled."""
 
-    def place(self, pack: KnowledgePack, head: Head) -> KVTensors:
-        """KV for the tokens of `pack` behind `head`: per layer `(kv_heads, tokens, head_dim)`.
+    def place(self, pack: KnowledgePack, prefix: Prefix) -> KVTensors:
+        """KV for the tokens of `pack` behind `prefix`: per layer `(kv_heads, tokens, head_dim)`.
 
         `pack` brings its KV and is not to be changed; what comes back is written to the cache as it is.
         """

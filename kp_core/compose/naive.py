@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 
 __all__ = ["NaiveComposer"]
 
@@ -20,11 +20,11 @@ class NaiveComposer:
 
     name: str = "naive"
 
-    def wants(self, pack: KnowledgePack, head: Head) -> bool:  # noqa: ARG002 - ignoring the head is the point
+    def wants(self, pack: KnowledgePack, prefix: Prefix) -> bool:  # noqa: ARG002 - ignoring the prefix is the point
         """Always."""
         return True
 
-    def place(self, pack: KnowledgePack, head: Head) -> KVTensors:  # noqa: ARG002 - it is the right one, or ignored
+    def place(self, pack: KnowledgePack, prefix: Prefix) -> KVTensors:  # noqa: ARG002 - it is the right one, or ignored
         """The pack's KV as it is."""
         if pack.kv is None:
             raise KVShapeError("Got a lazy pack; expected one that brings its KV.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, Unpack
 
-from kp_core.engines.request import Generation, Inside, Request
+from kp_core.engines.request import CompiledFor, Generation, Request
 from kp_core.engines.streams import AsyncStream, Stream
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -43,18 +43,18 @@ class Engine(Protocol):
         text: str,
         *,
         namespace: str = "default",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Mapping[str, str] | None = None,
     ) -> KnowledgePack:
-        """`text` compiled for the place that `inside` says (see `ChatTemplate.tokenise_pack`)."""
+        """`text` compiled for the place that `compiled_for` says (see `ChatTemplate.tokenise_pack`)."""
 
     def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
         self,
         texts: Sequence[str],
         *,
         namespace: str = "default",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Sequence[Mapping[str, str]] | None = None,
         progress: bool = True,

@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 class CheckedSource:
     """A source that gives only packs the model may use.
 
-    A pack of another model raises `FingerprintMismatchError`, or with `foreign="rebuild"` comes as text alone, to be
+    A pack of another model raises `FingerprintMismatchError`, or with `mismatch="rebuild"` comes as text alone, to be
     computed anew. A pack that had to be recovered from its text alone was announced by the store and comes as it is.
     """
 
     source: PackSource | None
     fingerprint: ModelFingerprint
-    foreign: Literal["error", "rebuild"]
+    mismatch: Literal["error", "rebuild"]
 
     def peek(self, handle: Handle) -> KnowledgePack | None:
         """The pack without KV, checked."""
@@ -46,7 +46,7 @@ class CheckedSource:
         """`pack`, or its text alone; raises when it is foreign and may not be rebuilt."""
         if pack.fingerprint in (self.fingerprint, ModelFingerprint.unknown()):
             return pack
-        if self.foreign == "error":
+        if self.mismatch == "error":
             pack.check(self.fingerprint)
         logger.warning("Pack %s was made by another model; its KV is computed anew from its text.", name)
         return replace(pack, kv=None, token_ids=(), fingerprint=ModelFingerprint.unknown())

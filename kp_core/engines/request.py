@@ -22,10 +22,10 @@ from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
-__all__ = ["FinishReason", "Generation", "Inside", "Limit", "Request", "Sampling", "sampling_of"]
+__all__ = ["CompiledFor", "FinishReason", "Generation", "Limit", "Request", "Sampling", "sampling_of"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
-Inside: TypeAlias = Sequence[Message] | Literal["user", "system"]
+CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Request(TypedDict, total=False):
     """Packs, or handles that `view` resolves, to place at the head of the system message."""
     placement: Placement
     """`"in_place"` (default): a pack stands where its handle stood. `"system"`: all packs go to the system head."""
-    absorb: bool
+    compact: bool
     """`True`: tool exchanges that brought nothing but packs shrink to the latest call and one short line, so that a
     prompt stays as long as it was however often an agent searched. Placed in place, their packs stand at the end of the
     message that the calls answer."""
     composer: Composer
     """What packs' KV may stand for; exact by default."""
-    foreign: Literal["error", "rebuild"]
+    mismatch: Literal["error", "rebuild"]
     """What to do with a pack of another model: refuse (default), or use its text and recompute."""
     steering: AskedSteering | None
     """What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is the default

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 
 __all__ = ["DTYPES", "PackContent", "from_json", "mapping", "string", "tensor_names", "to_json"]
 
@@ -37,7 +37,7 @@ class PackContent:
         content = {
             "dtype": self.dtype,
             "fingerprint": pack.fingerprint.to_dict(),
-            "head": {"cuts": pack.head.cuts, "token_ids": pack.head.token_ids},
+            "head": {"cuts": pack.prefix.cuts, "token_ids": pack.prefix.token_ids},
             "layers": len(names) // 2,
             "namespace": pack.namespace,
             "provenance": dict(pack.provenance),
@@ -64,7 +64,7 @@ class PackContent:
                 text=string(data["text"], "text"),
                 namespace=string(data["namespace"], "namespace"),
                 token_ids=_integers(data["token_ids"], "token_ids"),
-                head=Head(_integers(head["token_ids"], "head.token_ids"), _integers(head["cuts"], "head.cuts")),
+                prefix=Prefix(_integers(head["token_ids"], "head.token_ids"), _integers(head["cuts"], "head.cuts")),
                 fingerprint=ModelFingerprint.from_dict(mapping(data["fingerprint"], "fingerprint")),
                 provenance={string(name, "provenance"): string(text, name) for name, text in provenance.items()},
             )

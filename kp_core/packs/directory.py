@@ -18,7 +18,7 @@ from kp_core.packs.durable import discard_stale, make_dirs, publish, stage, sync
 from kp_core.packs.file import EncodedPack, PackHeader, read_header, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, mint
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 
 __all__ = ["PACK", "TEXT", "PackDirectory"]
 
@@ -109,7 +109,7 @@ class PackDirectory:
             return self.header(handle).pack
         with suppress(FileNotFoundError, PackCorruptError):
             text = self.text(handle)
-            return KnowledgePack(text, handle.namespace, (), Head(), ModelFingerprint.unknown())
+            return KnowledgePack(text, handle.namespace, (), Prefix(), ModelFingerprint.unknown())
         return None
 
     def write(self, handle: Handle, encoded: EncodedPack, text: str, staged: Path | None = None) -> None:

@@ -12,7 +12,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
-__all__ = ["Head", "KnowledgePack", "PackSteering"]
+__all__ = ["KnowledgePack", "PackSteering", "Prefix"]
 
 
 class PackSteering(Protocol):
@@ -32,7 +32,7 @@ class PackSteering(Protocol):
 
 
 @dataclass(frozen=True)
-class Head:
+class Prefix:
     """What stood before a pack when its KV was computed.
 
     `token_ids` are the tokens, `cuts` the positions at which their prefill was cut (ascending, the last one is
@@ -48,7 +48,7 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class KnowledgePack:
-    """Text, its tokens, and (unless the pack is lazy) the KV a model computed for them behind a head.
+    """Text, its tokens, and (unless the pack is lazy) the KV a model computed for them behind a prefix.
 
     `token_ids` is the part of the text's tokenisation that stays the same whatever follows it in a prompt; the last
     characters of `text` may therefore be in no token here, and are prefilled with what follows. `kv` holds one entry
@@ -60,7 +60,7 @@ class KnowledgePack:
     text: str
     namespace: str
     token_ids: tuple[int, ...]
-    head: Head
+    prefix: Prefix
     fingerprint: ModelFingerprint
     kv: KVTensors | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)

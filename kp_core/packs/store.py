@@ -268,7 +268,7 @@ class _PeekCache:
 
 def _ids(pack: KnowledgePack) -> int:
     # The constant stands for the objects around the ids, the text for its own bytes.
-    return 64 + len(pack.token_ids) + len(pack.head.token_ids) + len(pack.head.cuts) + len(pack.text) // 32
+    return 64 + len(pack.token_ids) + len(pack.prefix.token_ids) + len(pack.prefix.cuts) + len(pack.text) // 32
 
 
 def _displaces(pack: KnowledgePack, encoded: EncodedPack, stored: PackHeader | None) -> bool:
@@ -279,4 +279,4 @@ def _displaces(pack: KnowledgePack, encoded: EncodedPack, stored: PackHeader | N
         return False
     if not pack.is_lazy or stored.content.dtype is None:
         return True
-    return (pack.fingerprint, pack.head) != (stored.pack.fingerprint, stored.pack.head)
+    return (pack.fingerprint, pack.prefix) != (stored.pack.fingerprint, stored.pack.prefix)

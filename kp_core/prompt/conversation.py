@@ -26,7 +26,7 @@ from kp_core.tools import Tool
 __all__ = [
     "Turn",
     "TurnShaper",
-    "absorbed",
+    "compacted",
     "lift_packs",
     "map_strings",
     "to_turns",
@@ -37,7 +37,7 @@ __all__ = [
 _Call: TypeAlias = Mapping[str, Any]
 _GAP = "\n\n"
 _ROLES = ("system", "user", "assistant", "tool")
-_ABSORBED = "(In memory, with the results of all earlier calls.)"
+_COMPACTED = "(In memory, with the results of all earlier calls.)"
 _CALLING = (
     "You can call tools. To call one, write\n"
     '<tool_call>\n{"name": <the name of the tool>, "arguments": <its arguments>}\n</tool_call>\n'
@@ -102,7 +102,7 @@ def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, 
     return (Turn("system", ordered), *turns)
 
 
-def absorbed(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
+def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
     """`turns` with the tool exchanges that brought nothing but packs shrunk to a constant length.
 
     Of such exchanges behind one user or system message the latest call stays, and its result is one short line that
@@ -130,7 +130,7 @@ def absorbed(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Tu
         for span in spans[:-1]:
             made[span.start : span.stop] = [None] * len(span)
         for at in spans[-1][1:]:
-            made[at] = turns[at].with_segments([_ABSORBED])
+            made[at] = turns[at].with_segments([_COMPACTED])
     kept = tuple(turn for turn in made if turn is not None)
     return with_memory(kept, orphans) if orphans else kept
 

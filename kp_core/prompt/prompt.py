@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from kp_core.compose import ExactComposer
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef
 
 __all__ = ["Prompt", "Span", "Stands", "common_length"]
 
-Stands: TypeAlias = Callable[[KnowledgePack, Head], bool]
-"""Whether the KV of a pack may stand behind a head, as the `wants` of a composer says."""
+Stands: TypeAlias = Callable[[KnowledgePack, Prefix], bool]
+"""Whether the KV of a pack may stand behind a prefix, as the `wants` of a composer says."""
 
 _EXACTLY: Stands = ExactComposer().wants
 
@@ -81,7 +81,7 @@ class Prompt:
             for at in between:
                 _cut(cuts, at, chunk_tokens)
             if cuts[-1] < span.start and (
-                before < 0 or between or stands(span.pack, self._head(cuts, span.start, chunk_tokens))
+                before < 0 or between or stands(span.pack, self._prefix(cuts, span.start, chunk_tokens))
             ):
                 _cut(cuts, span.start, chunk_tokens)
             _cut(cuts, span.stop, chunk_tokens)
@@ -90,16 +90,16 @@ class Prompt:
             _cut(cuts, at, chunk_tokens)
         return tuple(itertools.pairwise(cuts))
 
-    def head(self, span: Span, chunk_tokens: int, stands: Stands = _EXACTLY) -> Head:
+    def prefix(self, span: Span, chunk_tokens: int, stands: Stands = _EXACTLY) -> Prefix:
         """What stands before `span`, as a pack at this place would record it."""
         cuts = [0, *(stop for _, stop in self.chunks(chunk_tokens, stands) if stop <= span.start)]
-        return self._head(cuts, span.start, chunk_tokens)
+        return self._prefix(cuts, span.start, chunk_tokens)
 
-    def _head(self, cuts: Sequence[int], start: int, chunk_tokens: int) -> Head:
+    def _prefix(self, cuts: Sequence[int], start: int, chunk_tokens: int) -> Prefix:
         """The first `start` tokens, prefilled with `cuts` and one at the end."""
         whole = list(cuts)
         _cut(whole, start, chunk_tokens)
-        return Head(self.token_ids[:start], tuple(whole[1:]))
+        return Prefix(self.token_ids[:start], tuple(whole[1:]))
 
     def until(self, stop: int) -> Prompt:
         """The first `stop` tokens as a prompt, without its rendered text; a pack that stands across is cut short."""

@@ -15,12 +15,12 @@ from typing import Any, Literal, TypeAlias
 
 from kp_core.errors import PromptError, TemplateError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.prompt.conversation import (
     Turn,
     TurnShaper,
-    absorbed,
+    compacted,
     lift_packs,
     map_strings,
     to_turns,
@@ -108,7 +108,7 @@ class ChatTemplate:
         view: PackView | None = None,
         packs: Sequence[PackRef] = (),
         placement: Placement = "in_place",
-        absorb: bool = False,
+        compact: bool = False,
         shape: AnswerShape = _FREE,
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
@@ -116,10 +116,10 @@ class ChatTemplate:
         """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
 
         `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
-        order of first appearance, and the messages keep only the handles. With `absorb`, tool exchanges that brought
-        nothing but packs shrink to the latest call (`prompt.conversation.absorbed`). The tools of `shape` are shown by
-        the template where it can, else listed at the end of the system message, as is the schema of the answer. `thinking`
-        switches templates that can.
+        order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought
+        nothing but packs shrink to the latest call (see `kp_core.prompt.conversation.compacted`). The tools of `shape`
+        are shown by the template where it can, else listed at the end of the system message, as is the schema of the
+        answer. `thinking` switches templates that can.
 
         Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
         """
@@ -128,8 +128,8 @@ class ChatTemplate:
         turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
         found = lift_packs(turns)[1] if placement == "system" else ()
         packs = (*packs, *found)
-        if absorb:
-            turns = absorbed(turns, {pack.handle for pack in packs})
+        if compact:
+            turns = compacted(turns, {pack.handle for pack in packs})
         if found:
             turns, _ = lift_packs(turns)
         if packs:
@@ -143,22 +143,24 @@ class ChatTemplate:
             turns = with_instruction(turns, _instruction(shape.schema))
         return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
 
-    def tokenise_pack(self, text: str, inside: Sequence[Message] | Literal["user", "system"] = "user") -> TokenisedPack:
-        """`text` as a pack that will stand where `inside` says.
+    def tokenise_pack(
+        self, text: str, compiled_for: Sequence[Message] | Literal["user", "system"] = "user"
+    ) -> TokenisedPack:
+        """`text` as a pack that will stand where `compiled_for` says.
 
-        `inside` is `"user"` (at the start of a user message), `"system"` (memory at the head of the system message), or
-        messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the pack; text at
-        the head of the system message gets a final newline, after which nothing merges.
+        `compiled_for` is `"user"` (at the start of a user message), `"system"` (memory at the head of the system
+        message), or messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the
+        pack; text at the head of the system message gets a final newline, after which nothing merges.
         """
         if not text.strip():
             raise PromptError("Got a blank text; expected something to know.")
-        if inside == "system":
+        if compiled_for == "system":
             text, followers = text.strip() + "\n", _PRINTED_FOLLOWER
             messages: Sequence[Message] = ({"role": "system", "content": _SLOT}, {"role": "user", "content": "?"})
         else:
             followers = _ANY_FOLLOWER
-            messages = ({"role": "user", "content": _SLOT},) if isinstance(inside, str) else inside
-        reference = PackRef("", KnowledgePack(text, "probe", (), Head(), ModelFingerprint.unknown()))
+            messages = ({"role": "user", "content": _SLOT},) if isinstance(compiled_for, str) else compiled_for
+        reference = PackRef("", KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown()))
         prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
         if not prompt.spans:
             raise TemplateError(f"The text {text[:40]!r} has no token of its own at this place of the template.")

@@ -48,8 +48,8 @@ def test_a_bank_is_a_pack(bank: MemoryFactBank, tmp_path: Path) -> None:
     found = made.search("Part 1 of b.md.", 2)
     assert len({each.hit.bank for each in found}) == 2
     for each in found:
-        inside = [f for f in bank.bank_facts(each.hit.bank) if f.namespace == each.hit.fact.namespace]
-        assert each.text == "\n".join(fact.text for fact in inside)
+        within = [f for f in bank.bank_facts(each.hit.bank) if f.namespace == each.hit.fact.namespace]
+        assert each.text == "\n".join(fact.text for fact in within)
 
 
 def test_a_document_is_a_pack_in_its_order(bank: MemoryFactBank, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import mint
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 
 HERE = Path(__file__).parent
 FORMAT = (HERE.parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -37,7 +37,7 @@ def golden_pack(name: str) -> KnowledgePack:
         text=TEXT,
         namespace="paris-1889",
         token_ids=(504, 414, 12345),
-        head=Head((1, 9690, 198, 2), (1, 4)),
+        prefix=Prefix((1, 9690, 198, 2), (1, 4)),
         fingerprint=ModelFingerprint(**{field.name: f"the {field.name}" for field in fields(ModelFingerprint)}),
         kv=kv,
         provenance={"title": "Tour Eiffel", "source": "https://example.org/é"},

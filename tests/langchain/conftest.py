@@ -62,7 +62,14 @@ def bank(tmp_path_factory, embedder):
 @pytest.fixture(scope="session")
 def isles(facts, smol, store, bank):
     return KnowledgePackRetriever.from_facts(
-        facts, engine=smol, store=store, bank=bank, namespace="isles", inside=pack_place(PROMPT), k=3, progress=False
+        facts,
+        engine=smol,
+        store=store,
+        bank=bank,
+        namespace="isles",
+        compiled_for=pack_place(PROMPT),
+        k=3,
+        progress=False,
     )
 
 

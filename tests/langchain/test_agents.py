@@ -55,7 +55,7 @@ def reader(pages):
 
 @pytest.fixture(scope="module")
 def pages(smol, store):
-    compile_facts([Fact(page) for page in PAGES], smol, store, namespace="book", inside="system", progress=False)
+    compile_facts([Fact(page) for page in PAGES], smol, store, namespace="book", compiled_for="system", progress=False)
     return [str(stored_handle(store, page, "book", "system")) for page in PAGES]
 
 
@@ -79,7 +79,7 @@ def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pa
     sent = [usage["prompt_tokens"] for usage in steps.usage]
     assert len(sent) == 21
     assert max(sent[1:]) <= 1.05 * min(sent[1:])
-    lengths = [len(smol.build_pack(page, inside="system", lazy=True).token_ids) for page in PAGES]
+    lengths = [len(smol.build_pack(page, compiled_for="system", lazy=True).token_ids) for page in PAGES]
     for step, usage in enumerate(steps.usage):
         assert usage["pack_tokens"] == sum(lengths[:step])
         # Computed is what stands behind the new pack, and that pack.
@@ -93,7 +93,7 @@ def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pa
 
 
 def test_a_model_absorbs_without_a_middleware(smol, store, pages):
-    model = ChatKnowledgePacks(engine=smol, store=store, banks=["book"], absorb=True, max_tokens=1)
+    model = ChatKnowledgePacks(engine=smol, store=store, banks=["book"], compact=True, max_tokens=1)
     messages = [HumanMessage("Read.")]
     sent = []
     for number, page in enumerate(pages[:3]):

@@ -84,11 +84,11 @@ def test_pack_place_is_where_the_first_document_will_stand():
         {"role": "user", "content": "Facts:\n{pack}\n\nQuestion: ?"},
     ]
     engine, fact = tiny_engine(), "The mill has four sails."
-    pack = engine.build_pack(fact, inside=place, lazy=True)
+    pack = engine.build_pack(fact, compiled_for=place, lazy=True)
     ids = engine.template.render(
         to_messages(prompt.format_messages(context=fact, question="How many sails?"))
     ).token_ids
-    assert ids[: len(pack.head) + len(pack.token_ids)] == pack.head.token_ids + pack.token_ids
+    assert ids[: len(pack.prefix) + len(pack.token_ids)] == pack.prefix.token_ids + pack.token_ids
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_packs_of_another_place_or_model_are_compiled_anew(changed, facts, shelf
     facts = facts[:2]
     made(facts, shelf, embedder, lazy=changed == "kv")
     engine = Counting(tiny_engine("qwen2") if changed == "model" else tiny_engine())
-    inside = [{"role": "user", "content": "Know: {pack}"}] if changed == "place" else "user"
-    made(facts, shelf, embedder, engine, inside=inside)
+    compiled_for = [{"role": "user", "content": "Know: {pack}"}] if changed == "place" else "user"
+    made(facts, shelf, embedder, engine, compiled_for=compiled_for)
     assert len(engine.built) == 2
 
 
@@ -86,7 +86,7 @@ def test_lazy_packs(facts, shelf, embedder):
 
 
 def test_memory_packs_have_the_handle_of_their_own_text(facts, shelf, embedder):
-    retriever = made(facts[:3], shelf, embedder, inside="system")
+    retriever = made(facts[:3], shelf, embedder, compiled_for="system")
     for document in retriever.invoke("flag"):
         [(_, _, handle)] = find_handles(document.page_content)
         assert shelf.get(handle).text == document.metadata["text"] + "\n"

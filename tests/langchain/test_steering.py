@@ -65,7 +65,7 @@ def test_a_call_overrides_the_model(engine, chat, steering):
 
 def test_the_default_strength_is_lower_beside_packs(engine, steering, tmp_path):
     store = PackStore(tmp_path)
-    pack = engine.build_pack("A fact of the 42 words.", inside="system")
+    pack = engine.build_pack("A fact of the 42 words.", compiled_for="system")
     chat = ChatKnowledgePacks(
         engine=engine, store=store, namespaces=["default"], steering=(steering, None), max_tokens=8
     )

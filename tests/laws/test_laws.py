@@ -46,15 +46,15 @@ def test_slices_join_to_the_whole(architecture, dtype, data):
 @dtypes
 @matrix
 @law
-@given(text=texts, inside=st.sampled_from(["user", "system"]))
-def test_a_stored_pack_comes_back_the_same(architecture, dtype, text, inside, tmp_path):
+@given(text=texts, compiled_for=st.sampled_from(["user", "system"]))
+def test_a_stored_pack_comes_back_the_same(architecture, dtype, text, compiled_for, tmp_path):
     engine, store = tiny_engine(architecture, dtype), PackStore(tmp_path)
-    pack = engine.build_pack(text, namespace="law", inside=inside, provenance={"title": text[:9]})
+    pack = engine.build_pack(text, namespace="law", compiled_for=compiled_for, provenance={"title": text[:9]})
     before = bits(pack.kv)
     handle = store.put(pack)
     back = PackStore(tmp_path).get(handle)
     assert back.kv.equal(pack.kv)
-    for field in ("text", "namespace", "token_ids", "head", "fingerprint", "provenance"):
+    for field in ("text", "namespace", "token_ids", "prefix", "fingerprint", "provenance"):
         assert getattr(back, field) == getattr(pack, field)
     assert all(torch.equal(old, new) for old, new in zip(before, bits(pack.kv), strict=True))
 
@@ -71,9 +71,9 @@ def test_a_stored_pack_comes_back_the_same(architecture, dtype, text, inside, tm
 )
 def test_warm_is_cold_bit_for_bit(architecture, dtype, text, before, after, placement, warm, tmp_path):
     engine, store = tiny_engine(architecture, dtype), PackStore(tmp_path)
-    inside = "system" if placement == "system" else [{"role": "user", "content": before + "{pack}"}]
+    compiled_for = "system" if placement == "system" else [{"role": "user", "content": before + "{pack}"}]
     engine.clear_cache()
-    handle = store.put(engine.build_pack(text, namespace="law", inside=inside))
+    handle = store.put(engine.build_pack(text, namespace="law", compiled_for=compiled_for))
     request = {"view": store.view("law"), "placement": placement}
     question = f"{before}{handle}{after}"
     cold = engine.prefill(question, reuse=False, **request)
@@ -117,7 +117,7 @@ def test_a_pack_of_another_model_is_refused(architecture, dtype):
     with pytest.raises(FingerprintMismatchError) as caught:
         mine.generate("Who?", packs=[pack])
     assert "config" in caught.value.differences
-    assert mine.generate("Who?", packs=[pack], foreign="rebuild", max_tokens=2).usage.pack_tokens > 0
+    assert mine.generate("Who?", packs=[pack], mismatch="rebuild", max_tokens=2).usage.pack_tokens > 0
 
 
 @matrix

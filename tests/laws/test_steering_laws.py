@@ -123,7 +123,7 @@ def test_warm_is_cold_and_steered_never_leaks(architecture, dtype, scope):
 def test_any_order_of_plain_and_steered_requests_gives_what_each_gives_alone(architecture, dtype, data):
     engine = tiny_engine(architecture, dtype)
     mean, last = steering_of(engine), steering_of(engine, "last_token")
-    pack = engine.build_pack("The 7th er is the an. " * 4, inside="system")
+    pack = engine.build_pack("The 7th er is the an. " * 4, compiled_for="system")
     kinds = {
         "plain": {},
         "system": {"steering": mean, "scope": "system"},
@@ -148,7 +148,7 @@ def test_any_order_of_plain_and_steered_requests_gives_what_each_gives_alone(arc
 def test_a_steering_of_nothing_is_no_steering(architecture, dtype):
     engine = tiny_engine(architecture, dtype)
     steering = steering_of(engine)
-    pack = engine.build_pack("A fact of the 42 words.", inside="system")
+    pack = engine.build_pack("A fact of the 42 words.", compiled_for="system")
     plain = engine.generate(question(), packs=[pack], max_tokens=4)
     for nothing in (steering - steering, 0 * steering, (steering, 0.0), None):
         for scope in (None, "system", "pack", "prompt"):
@@ -168,7 +168,7 @@ def test_a_steering_of_nothing_is_no_steering(architecture, dtype):
 def test_a_steered_pack_is_a_new_one_and_cannot_be_stored_as_plain(architecture, tmp_path):
     engine = tiny_engine(architecture)
     steering = steering_of(engine)
-    pack = engine.build_pack("A fact of the 42 words.", inside="system")
+    pack = engine.build_pack("A fact of the 42 words.", compiled_for="system")
     before = [tensor.clone() for tensor in (*pack.kv.keys, *pack.kv.values)]
     steered = pack.steer(steering, 1.5)
     assert pack.steering is None
@@ -194,7 +194,9 @@ def test_a_steered_pack_is_a_new_one_and_cannot_be_stored_as_plain(architecture,
 def test_steering_costs_no_forward_pass(architecture):
     engine = tiny_engine(architecture)
     steering = steering_of(engine)
-    packs = [engine.build_pack(text, inside="system") for text in ("A fact of the 42 words.", "Another, of the an.")]
+    packs = [
+        engine.build_pack(text, compiled_for="system") for text in ("A fact of the 42 words.", "Another, of the an.")
+    ]
     engine.clear_cache()
     plain = engine.prefill([{"role": "user", "content": "Who?"}], packs=packs)
     engine.clear_cache()
@@ -207,7 +209,7 @@ def test_steering_costs_no_forward_pass(architecture):
 @matrix
 def test_a_pinned_steered_pack_stays(architecture):
     engine = tiny_engine(architecture)
-    pack = engine.build_pack("A fact of the 42 words.", inside="system").steer(steering_of(engine))
+    pack = engine.build_pack("A fact of the 42 words.", compiled_for="system").steer(steering_of(engine))
     cold = engine.prefill(question(), packs=[pack], reuse=False).logits
     engine.clear_cache()
     pinned = engine.pin(pack)

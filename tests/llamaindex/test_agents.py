@@ -143,7 +143,7 @@ async def test_retriever_tools_send_handles(tiny_index):
             str(results[0].tool_output), role="tool", additional_kwargs={"tool_call_id": "call00001", "name": "search"}
         ),
     ]
-    prompt = llm.engine.template.render(to_messages(said), view=tiny_index.store.view("default"), absorb=True)
+    prompt = llm.engine.template.render(to_messages(said), view=tiny_index.store.view("default"), compact=True)
     assert "(In memory, with the results of all earlier calls.)" in llm.engine.template.text(prompt)
     assert len(prompt.spans) == 2
 
@@ -191,10 +191,10 @@ async def read_everything(engine, store, handles, **settings):
 @pytest.mark.parametrize(("placement", "steps"), [("in_place", 20), ("system", 6)])
 async def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(long_engine, store, placement, steps):
     shelf = [f"Book {number}: " + f"the number {number * 7919} is on page {number}. " * 4 for number in range(steps)]
-    packs = [long_engine.build_pack(text, inside="system", lazy=True) for text in shelf]
+    packs = [long_engine.build_pack(text, compiled_for="system", lazy=True) for text in shelf]
     handles = [str(store.put(pack)) for pack in packs]
     long_engine.clear_cache()
-    usages, messages = await read_everything(long_engine, store, handles, absorb=True, placement=placement)
+    usages, messages = await read_everything(long_engine, store, handles, compact=True, placement=placement)
     assert len(usages) == steps + 1
     sent = [usage["prompt_tokens"] for usage in usages[1:]]
     assert max(sent) <= 1.05 * min(sent)

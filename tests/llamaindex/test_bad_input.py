@@ -66,7 +66,7 @@ def test_a_pack_of_another_model(store, handle, caplog):
     with pytest.raises(FingerprintMismatchError, match=r"dtype: pack has float32.*Rebuild it from its text"):
         delivered(llm_in(store, "isles", engine=other), ChatMessage(handle))
     with caplog.at_level(logging.WARNING, "kp_core"):
-        assert delivered(llm_in(store, "isles", engine=other, foreign="rebuild"), ChatMessage(handle)) > 0
+        assert delivered(llm_in(store, "isles", engine=other, mismatch="rebuild"), ChatMessage(handle)) > 0
     assert "made by another model" in caplog.text
 
 

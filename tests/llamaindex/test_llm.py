@@ -50,7 +50,7 @@ def test_packs_do_not_count_as_sent(store):
 
 
 def test_packs_of_every_call(store):
-    handle = str(store.put(tiny_engine().build_pack(FACT, inside="system", lazy=True)))
+    handle = str(store.put(tiny_engine().build_pack(FACT, compiled_for="system", lazy=True)))
     llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces="default", max_tokens=2, packs=[handle])
     assert llm.namespaces == ("default",)
     assert llm.complete("Hi").raw["usage"]["pack_tokens"] > 0

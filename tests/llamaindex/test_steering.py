@@ -55,7 +55,7 @@ def test_a_call_overrides_the_llm(engine, tiny, steering):
 
 
 def test_the_default_strength_is_lower_beside_packs(engine, store, steering):
-    pack = engine.build_pack("A fact of the 42 words.", inside="system")
+    pack = engine.build_pack("A fact of the 42 words.", compiled_for="system")
     handle = str(store.put(pack))
     llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], steering=(steering, None), max_tokens=8)
     assert llm.complete(ASKED).text == said(engine, steering=steering)

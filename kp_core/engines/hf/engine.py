@@ -26,7 +26,7 @@ from kp_core.engines.local.contrast import Contrast
 from kp_core.engines.local.fill import Prefilled, Prefiller
 from kp_core.engines.local.tree import Node
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
-from kp_core.engines.request import Generation, Inside, Limit, Request, Sampling, sampling_of
+from kp_core.engines.request import CompiledFor, Generation, Limit, Request, Sampling, sampling_of
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.errors import ContextOverflowError
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -137,17 +137,19 @@ class HFEngine:
         text: str,
         *,
         namespace: str = "default",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Mapping[str, str] | None = None,
     ) -> KnowledgePack:
-        """`text` compiled for the place that `inside` says (see `ChatTemplate.tokenise_pack`).
+        """`text` compiled for the place that `compiled_for` says (see `ChatTemplate.tokenise_pack`).
 
         A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`,
         ...) travels with the pack.
         """
         return next(
-            self.build_packs([text], namespace=namespace, inside=inside, lazy=lazy, provenance=[provenance or {}])
+            self.build_packs(
+                [text], namespace=namespace, compiled_for=compiled_for, lazy=lazy, provenance=[provenance or {}]
+            )
         )
 
     def build_packs(  # noqa: PLR0913
@@ -155,7 +157,7 @@ class HFEngine:
         texts: Sequence[str],
         *,
         namespace: str = "default",
-        inside: Inside = "user",
+        compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Sequence[Mapping[str, str]] | None = None,
         progress: bool = True,
@@ -171,16 +173,20 @@ class HFEngine:
             "transformers": transformers.__version__,
         }
         known = [{}] * len(texts) if provenance is None else provenance
-        jobs = ((job, None) for job in builder.jobs(texts, inside)) if lazy else builder.build(texts, inside)
+        jobs = (
+            ((job, None) for job in builder.jobs(texts, compiled_for)) if lazy else builder.build(texts, compiled_for)
+        )
         bar = tqdm(jobs, "Building packs", len(texts), delay=1, unit="pack", disable=not progress)
         for (job, kv), about in zip(bar, known, strict=True):
-            yield KnowledgePack(job.text, namespace, job.token_ids, job.head, self.fingerprint, kv, made | dict(about))
+            yield KnowledgePack(
+                job.text, namespace, job.token_ids, job.prefix, self.fingerprint, kv, made | dict(about)
+            )
 
     def pin(self, pack: KnowledgePack) -> Node:
         """Keep the KV of `pack`, at the place it was built for, in memory until `unpin` of what is given back."""
         pack.check(self.fingerprint)
-        start, ids = len(pack.head), pack.head.token_ids + pack.token_ids
-        prompt = Prompt(ids, (Span(start, len(ids), PackRef("", pack)),), pack.head.cuts)
+        start, ids = len(pack.prefix), pack.prefix.token_ids + pack.token_ids
+        prompt = Prompt(ids, (Span(start, len(ids), PackRef("", pack)),), pack.prefix.cuts)
         blocks = self._blocks(prompt, {}, answering=False)
         run = self._prefiller.start(prompt, len(ids), self.fingerprint, deterministic=True, logits=False, blocks=blocks)
         try:
@@ -240,7 +246,7 @@ class HFEngine:
         """The answer to a conversation (a string is one user message).
 
         Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
-        `FingerprintMismatchError` for packs of another model (unless `foreign="rebuild"`) and, as its kind
+        `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`) and, as its kind
         `SteeringMismatchError`, for a steering of one, `SteeringError` for one that the prompt has no place for,
         `SamplingError`.
         """
@@ -271,13 +277,13 @@ class HFEngine:
 
     def _resolve(self, messages: Sequence[Message] | str, request: Request) -> tuple[Prompt, PackSource]:
         view = request.get("view")
-        checked = CheckedSource(view.source if view else None, self.fingerprint, request.get("foreign", "error"))
+        checked = CheckedSource(view.source if view else None, self.fingerprint, request.get("mismatch", "error"))
         prompt = self._template.render(
             messages,
             view=None if view is None else checked_view(view, checked),
             packs=explicit_packs(request.get("packs", ()), view, checked),
             placement=request.get("placement", "in_place"),
-            absorb=request.get("absorb", False),
+            compact=request.get("compact", False),
             shape=AnswerShape.of(request),
             thinking=request.get("thinking"),
         )

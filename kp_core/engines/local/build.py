@@ -11,10 +11,10 @@ import torch
 
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.fill import Prefiller
-from kp_core.engines.request import Inside
+from kp_core.engines.request import CompiledFor
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import Head
+from kp_core.packs.pack import Prefix
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
 
@@ -29,18 +29,18 @@ _WINDOW = 256
 class _Job:
     text: str
     token_ids: tuple[int, ...]
-    head: Head
+    prefix: Prefix
 
     @property
     def shape(self) -> tuple[int, int]:
-        return len(self.head), len(self.token_ids)
+        return len(self.prefix), len(self.token_ids)
 
 
 class PackBuilder:
-    """Computes the KV of texts behind the head that their place in the template gives them.
+    """Computes the KV of texts behind the prefix that their place in the template gives them.
 
-    Batches hold texts of one length behind one head. How a sum is rounded depends on the shapes of the matrices and not
-    on their content, so each shape of batch is first computed both ways and compared bit for bit; only shapes that
+    Batches hold texts of one length behind one prefix. How a sum is rounded depends on the shapes of the matrices and
+    not on their content, so each shape of batch is first computed both ways and compared bit for bit; only shapes that
     passed are batched from then on.
     """
 
@@ -48,20 +48,20 @@ class PackBuilder:
         self._prefiller, self._template, self._fingerprint = prefiller, template, fingerprint
         self._exact_shapes: dict[tuple[int, int], bool] = {}
 
-    def jobs(self, texts: Iterable[str], inside: Inside) -> Iterator[_Job]:
+    def jobs(self, texts: Iterable[str], compiled_for: CompiledFor) -> Iterator[_Job]:
         """Texts as they will stand in prompts, tokenised."""
         for text in texts:
-            tokenised = self._template.tokenise_pack(text, inside)
-            head = tokenised.prompt.head(tokenised.prompt.spans[0], self._prefiller.chunk_tokens)
-            yield _Job(tokenised.text, tokenised.token_ids, head)
+            tokenised = self._template.tokenise_pack(text, compiled_for)
+            prefix = tokenised.prompt.prefix(tokenised.prompt.spans[0], self._prefiller.chunk_tokens)
+            yield _Job(tokenised.text, tokenised.token_ids, prefix)
 
-    def build(self, texts: Iterable[str], inside: Inside) -> Iterator[tuple[_Job, KVTensors]]:
+    def build(self, texts: Iterable[str], compiled_for: CompiledFor) -> Iterator[tuple[_Job, KVTensors]]:
         """Each text with its KV, in order."""
-        jobs = self.jobs(texts, inside)
+        jobs = self.jobs(texts, compiled_for)
         while window := list(itertools.islice(jobs, _WINDOW)):
-            groups: Mapping[tuple[Head, int], list[int]] = defaultdict(list)
+            groups: Mapping[tuple[Prefix, int], list[int]] = defaultdict(list)
             for index, job in enumerate(window):
-                groups[job.head, len(job.token_ids)].append(index)
+                groups[job.prefix, len(job.token_ids)].append(index)
             batches = [
                 indices[at : at + _BATCH] for indices in groups.values() for at in range(0, len(indices), _BATCH)
             ]
@@ -86,20 +86,20 @@ class PackBuilder:
         return together
 
     def _together(self, jobs: list[_Job]) -> list[KVTensors]:
-        head, tokens = jobs[0].head, len(jobs[0].token_ids)
+        prefix, tokens = jobs[0].prefix, len(jobs[0].token_ids)
         prefiller = self._prefiller
-        prompt = Prompt(head.token_ids, breaks=head.cuts)
-        run = prefiller.start(prompt, len(head) + tokens, self._fingerprint, deterministic=True, logits=False)
+        prompt = Prompt(prefix.token_ids, breaks=prefix.cuts)
+        run = prefiller.start(prompt, len(prefix) + tokens, self._fingerprint, deterministic=True, logits=False)
         try:
             if len(jobs) == 1:
                 buffer = run.buffer
             else:
-                buffer = KVBuffer(prefiller.model.shape, len(head) + tokens, len(jobs))
-                if len(head):
-                    buffer.append(run.buffer.read(0, len(head)))
+                buffer = KVBuffer(prefiller.model.shape, len(prefix) + tokens, len(jobs))
+                if len(prefix):
+                    buffer.append(run.buffer.read(0, len(prefix)))
             ids = torch.tensor([job.token_ids for job in jobs], device=prefiller.model.device)
             for start in range(0, tokens, prefiller.chunk_tokens):
                 prefiller.forward_batch(ids[:, start : start + prefiller.chunk_tokens], buffer)
-            return [buffer.read(len(head), len(head) + tokens, row) for row in range(len(jobs))]
+            return [buffer.read(len(prefix), len(prefix) + tokens, row) for row in range(len(jobs))]
         finally:
             prefiller.finish(run)

@@ -249,16 +249,16 @@ class _PackKV:
 
     def _load(self, span: Span) -> KVTensors | None:
         wants = self._sources.composer.wants
-        pack, head = span.pack, self._prompt.head(span, self._chunk_tokens, wants)
-        if not (self._fits(span, pack) and wants(pack, head)):
+        pack, prefix = span.pack, self._prompt.prefix(span, self._chunk_tokens, wants)
+        if not (self._fits(span, pack) and wants(pack, prefix)):
             return None
         if pack.kv is None and self._sources.packs is not None and find_handles(span.handle):
             pack = self._sources.packs.get(Handle.parse(span.handle))
         # What came from the source may have been replaced since it was looked at.
-        if pack.kv is None or not (self._fits(span, pack) and wants(pack, head)):
+        if pack.kv is None or not (self._fits(span, pack) and wants(pack, prefix)):
             logger.info("Pack %s has no KV for this place; it is computed from its text.", span.handle)
             return None
-        return self._sources.composer.place(pack, head).to(self._device)
+        return self._sources.composer.place(pack, prefix).to(self._device)
 
     def _fits(self, span: Span, pack: KnowledgePack) -> bool:
         """Same model, same tokens."""

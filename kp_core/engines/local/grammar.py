@@ -222,7 +222,7 @@ class _Scan:
 
 
 def _rank_inside(text: str) -> int:
-    """Inside a string: end it; else say something short."""
+    """CompiledFor a string: end it; else say something short."""
     if text.startswith('"') and not text.strip('"}] \n'):
         return 100 + len(text)
     if len(text) == 1 and text.isascii() and text.isprintable():

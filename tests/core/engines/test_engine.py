@@ -85,7 +85,7 @@ def test_usage_adds_up(smol, asked):
 
 
 def test_prompt_tokens_stay_constant_as_memory_grows(smol):
-    packs = [smol.build_pack(f"Island {n} lies {n} miles from Veyl.", inside="system") for n in range(1, 11)]
+    packs = [smol.build_pack(f"Island {n} lies {n} miles from Veyl.", compiled_for="system") for n in range(1, 11)]
     smol.clear_cache()
     sent, computed = [], []
     for count in (1, 2, 5, 10):
@@ -252,7 +252,7 @@ def test_lazy_packs_are_computed_on_first_use(smol, store):
     full = smol.build_pack(FACT, namespace="lazy")
     assert lazy.is_lazy
     assert lazy.nbytes == 0
-    assert (lazy.token_ids, lazy.head) == (full.token_ids, full.head)
+    assert (lazy.token_ids, lazy.prefix) == (full.token_ids, full.prefix)
     smol.clear_cache()
     handle = store.put(lazy)
     answer = smol.generate(f"{handle}{ASK}", view=store.view("lazy"), max_tokens=6)
@@ -268,7 +268,7 @@ def test_packs_of_another_model_are_refused_or_rebuilt(smol, store, caplog):
     assert {"weights", "config", "tokenizer", "chat_template", "chunk_tokens"} <= set(caught.value.differences)
     with pytest.raises(FingerprintMismatchError):
         smol.generate("Who?", packs=[foreign])
-    rebuilt = smol.generate(question, view=view, foreign="rebuild", max_tokens=8)
+    rebuilt = smol.generate(question, view=view, mismatch="rebuild", max_tokens=8)
     assert "another model" in caplog.text
     assert rebuilt.token_ids == smol.generate(FACT + ASK, reuse=False, max_tokens=8).token_ids
 

@@ -18,7 +18,7 @@ from kp_core.errors import PackCorruptError, PackError, PackVersionError
 from kp_core.kv import KVTensors
 from kp_core.packs.file import encode_pack, read_header, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 
 TEXT = "Paris “lies” on the\nSeine \u2028\x00\x7f <|im_end|> 🗼"
 FINGERPRINT = ModelFingerprint(**{field.name: f"{field.name}-é" for field in fields(ModelFingerprint)})
@@ -36,7 +36,7 @@ def make_pack(tokens: int = 5, *, kv: bool = True, dtype: torch.dtype = torch.bf
         text=TEXT,
         namespace="geo",
         token_ids=tuple(range(7, 7 + tokens)),
-        head=Head((1, 2, 3), (2, 3)),
+        prefix=Prefix((1, 2, 3), (2, 3)),
         fingerprint=FINGERPRINT,
         kv=make_kv(tokens, dtype) if kv else None,
         provenance={"title": "Städte", "source": "a\nb"},
@@ -159,7 +159,7 @@ def test_metadata_follow_the_schema():
         {"token_ids": (1.0, 2, 3, 4, 5)},
         {"token_ids": (True, 2, 3, 4, 5)},
         {"token_ids": (-1, 2, 3, 4, 5)},
-        {"head": Head((2**53,), (1,))},
+        {"prefix": Prefix((2**53,), (1,))},
         {"fingerprint": replace(FINGERPRINT, rope="\ud800")},
         {"kv": KVTensors((torch.zeros(1, 5, 2, dtype=torch.int8),), (torch.zeros(1, 5, 2, dtype=torch.int8),))},
     ],

@@ -26,7 +26,7 @@ from kp_core.errors import (
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import Head, KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.store import PackCorruptWarning, PackStore
 
 FINGERPRINT = ModelFingerprint(**{field.name: field.name for field in fields(ModelFingerprint)})
@@ -39,7 +39,7 @@ def make_pack(
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(2, tokens, 4, generator=generator).bfloat16() for _ in range(4)]
     kv = KVTensors(tuple(tensors[:2]), tuple(tensors[2:]))
-    pack = KnowledgePack(text, namespace, tuple(range(tokens)), Head((9, 8), (2,)), FINGERPRINT, kv, {"title": text})
+    pack = KnowledgePack(text, namespace, tuple(range(tokens)), Prefix((9, 8), (2,)), FINGERPRINT, kv, {"title": text})
     return replace(pack, **changes)
 
 
@@ -176,15 +176,15 @@ def test_putting_again_writes_nothing(store):
     ("stored", "new", "wins"),
     [
         (make_pack(), make_pack(kv=None), "stored"),
-        (make_pack(), make_pack(kv=None, head=Head((1,), (1,))), "new"),
+        (make_pack(), make_pack(kv=None, prefix=Prefix((1,), (1,))), "new"),
         (make_pack(), make_pack(kv=None, fingerprint=replace(FINGERPRINT, weights="b")), "new"),
-        (make_pack(), make_pack(kv=None, token_ids=(), head=Head(), fingerprint=UNKNOWN), "stored"),
-        (make_pack(kv=None), make_pack(kv=None, token_ids=(), head=Head(), fingerprint=UNKNOWN), "stored"),
+        (make_pack(), make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), "stored"),
+        (make_pack(kv=None), make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), "stored"),
         (make_pack(kv=None), make_pack(), "new"),
         (make_pack(kv=None), make_pack(kv=None, provenance={"title": "new"}), "new"),
         (make_pack(), make_pack(seed=1), "new"),
         (make_pack(), make_pack(fingerprint=replace(FINGERPRINT, weights="b")), "new"),
-        (make_pack(kv=None, token_ids=(), head=Head(), fingerprint=UNKNOWN), make_pack(kv=None), "new"),
+        (make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), make_pack(kv=None), "new"),
     ],
 )
 def test_what_displaces_what(store, stored, new, wins):
@@ -203,8 +203,8 @@ def test_peek_reads_a_file_once_and_sees_every_change(store, monkeypatch):
     monkeypatch.setattr(store, "_read", lambda *args, **kwargs: reads.append(1) or original(*args, **kwargs))
     assert store.peek(handle) is store.peek(handle)
     assert len(reads) == 1
-    PackStore(store.path).put(make_pack(seed=1, head=Head((7, 7), (2,))))  # Another process; the size is the same.
-    assert store.peek(handle).head == Head((7, 7), (2,))
+    PackStore(store.path).put(make_pack(seed=1, prefix=Prefix((7, 7), (2,))))  # Another process; the size is the same.
+    assert store.peek(handle).prefix == Prefix((7, 7), (2,))
     assert len(reads) == 2
 
 
@@ -281,7 +281,7 @@ def test_a_damaged_head_leaves_the_text(store):
         path.write_bytes(b"junk" * 10)
         with pytest.warns(PackCorruptWarning):
             found = store.peek(handle) if count == 1 else store.get(handle)
-        assert same(found, KnowledgePack("Paris.", "geo", (), Head(), UNKNOWN))
+        assert same(found, KnowledgePack("Paris.", "geo", (), Prefix(), UNKNOWN))
         assert len(list((store.path / "quarantine").iterdir())) == count
 
 
@@ -358,7 +358,7 @@ def test_any_damage_is_found_or_harmless(store, data):
     at = data.draw(st.integers(0, 15) | st.integers(0, len(intact) - 1))
     cut = data.draw(st.booleans())
     path.write_bytes(intact[:at] if cut else intact[:at] + bytes([intact[at] ^ 0x21]) + intact[at + 1 :])
-    text_alone = KnowledgePack(pack.text, pack.namespace, (), Head(), UNKNOWN)
+    text_alone = KnowledgePack(pack.text, pack.namespace, (), Prefix(), UNKNOWN)
     with warnings.catch_warnings(action="ignore", category=PackCorruptWarning):
         peeked, found = store.peek(handle), store.get(handle)
     assert any(same(found, expected) for expected in (pack, pack.without_kv(), text_alone))

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from kp_core import ChatTemplate, Head, KnowledgePack, ModelFingerprint, PackView
+from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackView, Prefix
 from kp_core.errors import PromptError, TemplateError, UnsupportedContentError
 from kp_core.packs.view import PackRef
 from kp_core.testing import CHATML, tiny_tokenizer
@@ -69,7 +69,7 @@ class Packs:
 
     def peek(self, handle):
         text = self.texts.get(str(handle))
-        return text and KnowledgePack(text, "a", (), Head(), ModelFingerprint.unknown())
+        return text and KnowledgePack(text, "a", (), Prefix(), ModelFingerprint.unknown())
 
     get = peek
 
@@ -147,14 +147,14 @@ def test_merges_over_the_edge_are_named():
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-@pytest.mark.parametrize("inside", ["user", "system", [{"role": "user", "content": "Facts:\n{pack}\n\nAsk:"}]])
-def test_pack_tokens_are_stable_whatever_follows(kind, inside):
+@pytest.mark.parametrize("compiled_for", ["user", "system", [{"role": "user", "content": "Facts:\n{pack}\n\nAsk:"}]])
+def test_pack_tokens_are_stable_whatever_follows(kind, compiled_for):
     made = template(kind, merges=7)
-    tokenised = made.tokenise_pack("Orla Venn keeps the light.", inside)
-    for follower in ("", "\n\nWho?", " the end", "er", ".", "\n") if inside != "system" else ("Be brief.",):
-        if inside == "system":
+    tokenised = made.tokenise_pack("Orla Venn keeps the light.", compiled_for)
+    for follower in ("", "\n\nWho?", " the end", "er", ".", "\n") if compiled_for != "system" else ("Be brief.",):
+        if compiled_for == "system":
             messages = [{"role": "system", "content": tokenised.text + follower}, {"role": "user", "content": "u"}]
-        elif inside == "user":
+        elif compiled_for == "user":
             messages = tokenised.text + follower
         else:
             messages = [{"role": "user", "content": f"Facts:\n{tokenised.text}{follower}"}]
@@ -188,7 +188,7 @@ def test_absorbed_exchanges_leave_one_call_and_their_packs():
     made = template("tools")
     asked = {"role": "user", "content": "Who?"}
     searches = [*exchange(1, HANDLE), *exchange(2, f"{OTHER}\n\n{HANDLE}")]
-    prompt = made.render([asked, *searches], view=Packs().view(), absorb=True)
+    prompt = made.render([asked, *searches], view=Packs().view(), compact=True)
     assert made.text(prompt) == (
         "<|im_start|>user\nWho?\n\n<found>\nOrla Venn keeps the light.\nIt burns blue oil.\n</found><|im_end|>\n"
         '<|im_start|>assistant\n<tool_call>{"name": "search", "arguments": {"page": 2}}</tool_call><|im_end|>\n'
@@ -196,7 +196,7 @@ def test_absorbed_exchanges_leave_one_call_and_their_packs():
     )
     assert [check.as_text for check in made.verify(prompt)] == ["", ""]
     # Nothing that stands before a new pack moves.
-    before = made.render([asked, *searches[:2]], view=Packs().view(), absorb=True)
+    before = made.render([asked, *searches[:2]], view=Packs().view(), compact=True)
     [own] = before.spans
     assert before.token_ids[: own.stop] == prompt.token_ids[: own.stop]
 
@@ -210,7 +210,7 @@ def test_absorbing_keeps_the_prompt_at_its_length(kind):
         sent = []
         for count in range(1, 10):
             searches = [m for n, handle in enumerate(list(texts)[:count]) for m in exchange(n, handle)]
-            prompt = made.render([asked, *searches], view=view, absorb=True, placement=placement)
+            prompt = made.render([asked, *searches], view=view, compact=True, placement=placement)
             assert len(prompt.spans) == count
             made.verify(prompt)
             sent.append(len(prompt) - prompt.pack_tokens)
@@ -222,16 +222,16 @@ def test_only_what_packs_hold_is_absorbed():
     asked = {"role": "user", "content": "Who?"}
     for kept in ("It rains.", f"Found: {HANDLE}", FOREIGN, ""):
         messages = [asked, *exchange(1, kept)]
-        assert made.render(messages, view=view, absorb=True) == made.render(messages, view=view)
+        assert made.render(messages, view=view, compact=True) == made.render(messages, view=view)
     # A call without its result is under way, and stays.
     messages = [asked, *exchange(1, HANDLE), *exchange(2, OTHER)[:1]]
-    rendered = made.text(made.render(messages, view=view, absorb=True))
+    rendered = made.text(made.render(messages, view=view, compact=True))
     assert '"page": 1' in rendered
     assert '"page": 2' in rendered
     # A role that is not trusted absorbs nothing.
     distrusted = Packs().view(trusted_roles={"system"})
     messages = [asked, *exchange(1, HANDLE)]
-    assert made.render(messages, view=distrusted, absorb=True) == made.render(messages, view=distrusted)
+    assert made.render(messages, view=distrusted, compact=True) == made.render(messages, view=distrusted)
 
 
 def test_parallel_calls_are_absorbed_together():
@@ -239,32 +239,32 @@ def test_parallel_calls_are_absorbed_together():
     asked = {"role": "user", "content": "Who?"}
     (first, found), (second, also) = exchange(1, HANDLE), exchange(2, OTHER)
     both = {**first, "tool_calls": [*first["tool_calls"], *second["tool_calls"]]}
-    prompt = made.render([asked, both, found, also], view=view, absorb=True)
+    prompt = made.render([asked, both, found, also], view=view, compact=True)
     assert [span.handle for span in prompt.spans] == [HANDLE, OTHER]
     assert made.text(prompt).count("(In memory") == 2
     mixed = [asked, both, found, {**also, "content": "Nothing was found."}]
-    assert made.render(mixed, view=view, absorb=True) == made.render(mixed, view=view)
+    assert made.render(mixed, view=view, compact=True) == made.render(mixed, view=view)
 
 
 def test_every_turn_keeps_its_own_findings():
     made, view = template("tools"), Packs().view()
     first = [{"role": "user", "content": "Who?"}, *exchange(1, HANDLE), {"role": "assistant", "content": "Orla."}]
     then = [{"role": "user", "content": "Oil?"}, *exchange(2, f"{HANDLE} {OTHER}")]
-    before = made.render(first, view=view, absorb=True, add_generation_prompt=False)
-    prompt = made.render([*first, *then], view=view, absorb=True)
+    before = made.render(first, view=view, compact=True, add_generation_prompt=False)
+    prompt = made.render([*first, *then], view=view, compact=True)
     # What was said stays where it was, and a pack stands where it was found first.
     assert prompt.token_ids[: len(before)] == before.token_ids
     assert [span.handle for span in prompt.spans] == [HANDLE, OTHER]
     # Packs that the caller places are not placed again.
     packs = [PackRef(handle, Packs().peek(handle)) for handle in (OTHER, HANDLE)]
-    placed = made.render([*first, *then], view=view, packs=packs, absorb=True)
+    placed = made.render([*first, *then], view=view, packs=packs, compact=True)
     assert [span.handle for span in placed.spans] == [OTHER, HANDLE]
     assert "<found>" not in made.text(placed)
 
 
 def test_findings_without_a_question_are_memory():
     made, view = template("tools"), Packs().view()
-    rendered = made.text(made.render(exchange(1, HANDLE), view=view, absorb=True))
+    rendered = made.text(made.render(exchange(1, HANDLE), view=view, compact=True))
     assert rendered.startswith("<|im_start|>system\nOrla Venn keeps the light.\n<|im_end|>")
 
 

@@ -89,7 +89,7 @@ def test_without_questions_that_have_answers_the_default_beside_packs_is_cautiou
 
 def test_every_task_is_asked_as_given():
     spoken = Spoken()
-    pack = tiny_engine().build_pack("A fact of it.", inside="system")
+    pack = tiny_engine().build_pack("A fact of it.", compiled_for="system")
     sweep(spoken, tasks=[Task("Who?", [pack])], alphas=[1], scope="pack", max_tokens=7)
     assert spoken.asked == [("Who?", 0.0, "pack", (pack,), 7), ("Who?", 1.0, "pack", (pack,), 7)]
 

@@ -122,7 +122,7 @@ def test_many_at_a_time_are_answered_as_one_by_one(scope):
     pairs = preset("formal")[:2]
     steering = engine.make_steering(pairs, method=method, layers=(0.0, 1.0), progress=False).at_strength(2)
     asked = ["Who?", "Who is the 7th er of the 42 words?", "an, the"]
-    packs = [engine.build_pack("A fact of the an. " * length, inside="system") for length in (3, 1, 2)]
+    packs = [engine.build_pack("A fact of the an. " * length, compiled_for="system") for length in (3, 1, 2)]
     prompts = [engine.template.render(text, packs=[PackRef("", pack)]) for text, pack in zip(asked, packs, strict=True)]
     steerings = {"plain": None, "steered": steering, "other way": -steering}
     found = batched.answers(tiny_twin(), prompts, scope, steerings, 6)

@@ -124,7 +124,7 @@ def test_packs_of_several_messages_are_steered_one_after_the_other(architecture)
 
 def test_packs_of_one_message_are_computed_first_and_altered_together():
     engine = tiny_engine()
-    packs = [engine.build_pack(text, inside="system") for text in ("The an of it.", "An er, the 42nd.")]
+    packs = [engine.build_pack(text, compiled_for="system") for text in ("The an of it.", "An er, the 42nd.")]
     steering = steering_of(engine)
     found = engine.generate("Who?", packs=packs, steering=steering, scope="pack", max_tokens=4)
     spans = [(span.start, span.stop) for span in found.prompt.spans]
@@ -144,7 +144,7 @@ def test_packs_of_one_message_are_computed_first_and_altered_together():
 def test_without_a_scope_the_head_is_steered_with_its_packs_and_packs_alone_elsewhere():
     engine = tiny_engine()
     steering, half = steering_of(engine), 0.5 * steering_of(engine)
-    pack = engine.build_pack("A fact of the an.", inside="system")
+    pack = engine.build_pack("A fact of the an.", compiled_for="system")
 
     def logits(messages=MESSAGES, **request):
         return engine.prefill(messages, **request).logits
@@ -250,7 +250,7 @@ def test_pairs_that_say_nothing_are_refused(pairs, settings, says):
 def test_what_cannot_be_applied_is_refused_at_the_call():
     engine, steering = tiny_engine(), steering_of(tiny_engine())
     last = steering_of(engine, "last_token")
-    pack = engine.build_pack("A fact of the an.", inside="system")
+    pack = engine.build_pack("A fact of the an.", compiled_for="system")
     other = tiny_engine("qwen3")
     for request, error, says in [
         ({"steering": "formal"}, SteeringError, "type str"),
@@ -269,9 +269,9 @@ def test_what_cannot_be_applied_is_refused_at_the_call():
             engine.stream("Who?", **request)
     with pytest.raises(SteeringMismatchError, match="make_steering"):
         pack.steer(steering_of(other))
-    foreign = other.build_pack("A fact of the an.", inside="system").steer(steering_of(other))
+    foreign = other.build_pack("A fact of the an.", compiled_for="system").steer(steering_of(other))
     with pytest.raises(FingerprintMismatchError, match="steering has"):
-        engine.stream("Who?", packs=[foreign], foreign="rebuild")
+        engine.stream("Who?", packs=[foreign], mismatch="rebuild")
     recovered = replace(pack, kv=None, token_ids=(), fingerprint=ModelFingerprint.unknown())
     assert torch.equal(
         engine.prefill("Who?", packs=[recovered.steer(steering)]).logits,
@@ -361,7 +361,7 @@ def test_a_steering_beyond_its_cliff_warns():
     for alpha, says in ((2.5, "1.25 times beyond"), (-1.5, "1.5 times beyond")):
         with pytest.warns(SteeringWarning, match=says):
             engine.generate("Who?", steering=(steering, alpha), max_tokens=1)
-    steered = engine.build_pack("A fact.", inside="system").steer(steering, 4)
+    steered = engine.build_pack("A fact.", compiled_for="system").steer(steering, 4)
     with pytest.warns(SteeringWarning, match="2 times beyond"):
         engine.generate("Who?", packs=[steered], max_tokens=1)
     with pytest.warns(SteeringWarning, match="far beyond"):
@@ -371,7 +371,7 @@ def test_a_steering_beyond_its_cliff_warns():
 
 def test_the_default_strength_is_lower_beside_knowledge_and_what_was_calibrated_where_it_was():
     engine, steering = tiny_engine(), steering_of(tiny_engine())
-    pack = engine.build_pack("A fact of the an.", inside="system")
+    pack = engine.build_pack("A fact of the an.", compiled_for="system")
     calibrated = replace(steering, recommended=(2.0, 0.25))
     for asked, alone, beside in ((steering, 1, 0.7), (calibrated, 2, 0.25), (2 * calibrated, 1, 0.125)):
         for packs, alpha in (((), alone), ([pack], beside)):
@@ -504,7 +504,7 @@ def test_steering_needs_no_room_in_the_prefix_tree(cache_bytes):
     roomy = tiny_engine()
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=cache_bytes)
     steering = engine.make_steering(PAIRS, layers=(0.0, 1.0), progress=False).at_strength(2)
-    pack = engine.build_pack("A fact of the 42 words. " * 3, inside="system")
+    pack = engine.build_pack("A fact of the 42 words. " * 3, compiled_for="system")
     for request in ({}, {"scope": "prompt"}, {"packs": [pack]}):
         cold = engine.prefill(MESSAGES, steering=steering, reuse=False, **request).logits
         for _ in range(3):

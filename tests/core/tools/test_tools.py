@@ -146,7 +146,7 @@ def test_templates_without_tools_list_them_in_the_system_message(smol):
 
 
 def test_tools_behind_memory_leave_packs_their_tokens(smol):
-    packs = [smol.build_pack(f"Island {n} lies {n} miles from Veyl.", inside="system") for n in (1, 2)]
+    packs = [smol.build_pack(f"Island {n} lies {n} miles from Veyl.", compiled_for="system") for n in (1, 2)]
     smol.clear_cache()
     for count in (1, 2):
         usage = smol.prefill("Which island?", packs=packs[:count], tools=[WEATHER]).usage
