@@ -6,13 +6,14 @@ Importing this package loads neither transformers nor any framework; `load_engin
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from kp_core.bundled import bundled_embedder
 from kp_core.compose import Composer, ExactComposer, NaiveComposer
-from kp_core.engines.base import Engine
+from kp_core.engines.base import Engine, TokenStream
 from kp_core.engines.local.tree import PrefixTree
-from kp_core.engines.request import Generation, Request, Sampling
+from kp_core.engines.request import Generation, Request
+from kp_core.engines.session import Session
+from kp_core.engines.shared import load_engine
 from kp_core.engines.streams import AsyncStream, Stream
 from kp_core.errors import KnowledgePackError
 from kp_core.facts import ChromaFactBank, Fact, FactBank, Hit, MemoryFactBank
@@ -23,15 +24,13 @@ from kp_core.packs.handle import Handle, find_handles, strip_handles
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackSource, PackView
+from kp_core.plan import Plan, Region, Sampling
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Steering
 from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
 from kp_core.usage import Usage
-
-if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
 
 __all__ = [
     "AsyncStream",
@@ -57,15 +56,19 @@ __all__ = [
     "PackSource",
     "PackStore",
     "PackView",
+    "Plan",
     "Prefix",
     "PrefixTree",
     "Prompt",
+    "Region",
     "Request",
     "Sampling",
     "SentenceTransformerEmbedder",
+    "Session",
     "Span",
     "Steering",
     "Stream",
+    "TokenStream",
     "Tool",
     "ToolCall",
     "ToolCallDelta",
@@ -76,16 +79,6 @@ __all__ = [
     "load_engine",
     "strip_handles",
 ]
-
-
-def load_engine(model: Any = None, **settings: Any) -> HFEngine:  # noqa: ANN401 - as `HFEngine` takes them
-    """An engine for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.HFEngine`.
-
-    Without `model`, the bundled SmolLM2-135M-Instruct.
-    """
-    from kp_core.engines.hf import HFEngine
-
-    return HFEngine(model, **settings)
 
 
 def bundled_model() -> Path:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tqdm.auto import tqdm
 
-from kp_core.engines.base import Engine
 from kp_core.engines.request import CompiledFor
+from kp_core.engines.session import Session
 from kp_core.facts.base import Fact
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
@@ -19,7 +19,7 @@ __all__ = ["compile_facts", "stored_handle"]
 
 def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     facts: Sequence[Fact],
-    engine: Engine,
+    engine: Session,
     store: PackStore,
     *,
     namespace: str = "default",

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from kp_core.engines.base import Engine
 from kp_core.engines.request import CompiledFor
+from kp_core.engines.session import Session
 from kp_core.errors import BankError
 from kp_core.facts import Fact, FactBank, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
@@ -59,7 +59,7 @@ class Rates:
         return asdict(self) | {"read_tokens_per_s": self.read_tokens_per_s, "stores": self.stores}
 
 
-def measure_rates(engine: Engine, folder: Path) -> Rates:
+def measure_rates(engine: Session, folder: Path) -> Rates:
     """Build a pack of about 500 tokens twice and time the second; write 64 MiB to `folder`, read them, remove them."""
     engine.build_pack(_PROBE_TEXT)
     began = time.perf_counter()
@@ -91,7 +91,7 @@ class BankPacks:
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
         bank: FactBank,
-        engine: Engine,
+        engine: Session,
         store: PackStore,
         *,
         unit: Unit = "fact",

@@ -22,7 +22,10 @@
     │   └── SourceError             a file of knowledge that cannot be read as such
     ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
     │   └── SteeringMismatchError   a steering of another model; a FingerprintMismatchError as well
+    ├── OptionError                 an option that does not exist, with the near miss
+    ├── UnsupportedRequestError     what this engine cannot do, and which one can
     ├── SamplingError               generation options out of range
+    ├── BusyError                   more background work than an engine keeps
     └── GenerationTimeoutError      an answer that took longer than it was given
 
 Each message says what was got, what was expected and what to do.
@@ -30,11 +33,13 @@ Each message says what was got, what was expected and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "BankError",
     "BankLockedError",
+    "BusyError",
     "ContextOverflowError",
     "FingerprintMismatchError",
     "GenerationTimeoutError",
@@ -43,6 +48,7 @@ __all__ = [
     "KnowledgePackError",
     "MissingDependencyError",
     "ModelError",
+    "OptionError",
     "PackCorruptError",
     "PackError",
     "PackNotFoundError",
@@ -57,6 +63,8 @@ __all__ = [
     "ToolError",
     "UnsupportedContentError",
     "UnsupportedModelError",
+    "UnsupportedRequestError",
+    "refuse_unknown",
 ]
 
 
@@ -168,6 +176,14 @@ class SourceError(BankError):
     """A file of knowledge, or a row of one, that cannot be read as such; the message names file and line."""
 
 
+class OptionError(KnowledgePackError, TypeError):
+    """An option that does not exist."""
+
+
+class UnsupportedRequestError(KnowledgePackError):
+    """Something that an engine does not offer; the message says what does."""
+
+
 class SamplingError(KnowledgePackError, ValueError):
     """A generation option out of range."""
 
@@ -180,5 +196,19 @@ class SteeringMismatchError(FingerprintMismatchError, SteeringError):
     """A steering that was made with another model than the one it is to act on."""
 
 
+class BusyError(KnowledgePackError):
+    """More background work was given to an engine than it keeps."""
+
+
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):
     """An answer that took longer than `timeout` seconds; its memory was given back."""
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise `OptionError` for the first of `given` that is not `known`, naming what it may have been meant to be."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Expected some of: {', '.join(names)}."
+            raise OptionError(f"{what} has no option {name!r}. {hint}")

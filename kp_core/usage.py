@@ -27,6 +27,10 @@ class Usage:
     """Tokens generated, the end-of-turn token included."""
     ttft_s: float
     """Seconds from the call to the first token."""
+    recognised_tokens: int = 0
+    """Those of `prompt_tokens` in which packs were recognised by their text."""
+    approximate_tokens: int = 0
+    """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
 
     def to_dict(self) -> dict[str, int | float]:
         """The fields by name."""

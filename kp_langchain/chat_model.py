@@ -15,7 +15,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
-from kp_core import Engine, Handle, PackStore, PackView, Request
+from kp_core import Handle, PackStore, PackView, Session
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import ToolError
@@ -166,7 +166,7 @@ class ChatKnowledgePacks(BaseChatModel):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
     ) -> int:
         """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
-        shape = AnswerShape.of({"tools": [convert_to_openai_tool(tool) for tool in tools or ()]})
+        shape = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ())
         prompt = self._engine().template.render(
             to_messages(messages), view=self._view(), placement=self.placement, compact=self.compact, shape=shape
         )
@@ -196,7 +196,7 @@ class ChatKnowledgePacks(BaseChatModel):
         if offered or choice not in ("auto", "none"):
             # Two tools of one name are refused when they are sent, as either of them may still be dropped.
             named = {tool["function"]["name"]: tool for tool in offered}
-            AnswerShape.of({"tools": list(named.values()), "tool_choice": choice})
+            AnswerShape.of(list(named.values()), choice)
         bound = {"tools": offered, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls, **options}
         return self.bind(**{name: value for name, value in bound.items() if value is not None})
 
@@ -289,9 +289,9 @@ class ChatKnowledgePacks(BaseChatModel):
         finally:
             await stream.aclose()
 
-    def _engine(self, model: str | None = None) -> Engine:
+    def _engine(self, model: str | None = None) -> Session:
         if self.engine is not None and model in (None, self.model_name):
-            return cast("Engine", self.engine)
+            return cast("Session", self.engine)
         return shared_engine(model or self.model, self.dtype, self.device)
 
     def _view(self) -> PackView | None:
@@ -299,7 +299,7 @@ class ChatKnowledgePacks(BaseChatModel):
             return None
         return self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
 
-    def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> Request:
+    def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields, overridden by the options of one call."""
         settings: dict[str, Any] = {
             "view": self._view(),

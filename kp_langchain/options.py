@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from kp_core import Request
 from kp_langchain.structured import response_schema
 
 __all__ = ["SAMPLING", "core_choice", "request_of"]
@@ -18,7 +17,7 @@ _PER_CALL = (*SAMPLING, *_TOOLS, *_KNOWLEDGE, "model")
 _IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
 
 
-def request_of(settings: Mapping[str, Any], options: Mapping[str, Any]) -> Request:
+def request_of(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """`settings` overridden by the options of one call, in the core's words; packs of both, the model's first.
 
     Raises `TypeError` for options that do not exist, `ToolError` for a response format that is none.
@@ -32,7 +31,7 @@ def request_of(settings: Mapping[str, Any], options: Mapping[str, Any]) -> Reque
         request["tool_choice"] = core_choice(request["tool_choice"])
     if (wanted := request.pop("response_format", None)) is not None:
         request["response_schema"] = response_schema(wanted)
-    return cast("Request", {name: value for name, value in request.items() if value is not None})
+    return {name: value for name, value in request.items() if value is not None}
 
 
 def core_choice(tool_choice: object) -> str:

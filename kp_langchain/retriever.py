@@ -17,13 +17,13 @@ from pydantic import ConfigDict, Field
 from kp_core import (
     ChromaFactBank,
     Embedder,
-    Engine,
     Fact,
     FactBank,
     Hit,
     MemoryFactBank,
     PackStore,
     SentenceTransformerEmbedder,
+    Session,
 )
 from kp_core.compiling import compile_facts, stored_handle
 from kp_core.engines.request import CompiledFor
@@ -79,7 +79,7 @@ class KnowledgePackRetriever(BaseRetriever):
         cls,
         facts: Iterable[Fact],
         *,
-        engine: Engine,
+        engine: Session,
         store: PackStore,
         bank: FactBank | None = None,
         embedder: Embedder | None = None,

@@ -10,7 +10,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import BaseTool, StructuredTool
 
-from kp_core import Engine, Handle, PackStore, find_handles
+from kp_core import Handle, PackStore, Session, find_handles
 
 __all__ = ["create_pack_search_tool", "create_remember_tool", "resolve_documents", "to_handles"]
 
@@ -42,7 +42,7 @@ def create_pack_search_tool(
 
 
 def create_remember_tool(
-    engine: Engine,
+    engine: Session,
     store: PackStore,
     *,
     namespace: str = "default",

@@ -26,7 +26,7 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMPLATE, CITATION_REFINE_TEMPLATE
 from llama_index.core.schema import BaseNode, Document, TransformComponent
 
-from kp_core import Embedder, Engine, FactBank, Message, PackStore
+from kp_core import Embedder, FactBank, Message, PackStore, Session
 from kp_core.compiling import compile_facts
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError, PromptError
@@ -57,7 +57,7 @@ class KnowledgePackIndex:
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
-        engine: Engine,
+        engine: Session,
         store: PackStore,
         bank: FactBank,
         *,
@@ -92,7 +92,7 @@ class KnowledgePackIndex:
         cls,
         nodes: Sequence[BaseNode],
         *,
-        engine: Engine,
+        engine: Session,
         store: PackStore,
         bank: FactBank | None = None,
         embedder: Embedder | None = None,

@@ -21,7 +21,7 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
-from kp_core import Engine, Request, strip_handles
+from kp_core import Session, strip_handles
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import loaded_engine, shared_engine
 from kp_core.errors import SamplingError
@@ -181,7 +181,7 @@ class KnowledgePackLLM(LLMSettings):
     async def _astream(
         self,
         messages: Sequence[ChatMessage],
-        request: Request,
+        request: dict[str, Any],
         form: Callable[[ChatResponse], T],
     ) -> AsyncGenerator[T, None]:
         answer = Answer()
@@ -201,10 +201,10 @@ class KnowledgePackLLM(LLMSettings):
             with suppress(ValueError):
                 await stream.aclose()
 
-    def _engine(self) -> Engine:
+    def _engine(self) -> Session:
         return self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
 
-    def _metadata(self, engine: Engine) -> LLMMetadata:
+    def _metadata(self, engine: Session) -> LLMMetadata:
         positions = engine.max_positions
         budget = self.pack_budget
         if budget is None:
@@ -220,7 +220,7 @@ class KnowledgePackLLM(LLMSettings):
             model_name=self.model_name,
         )
 
-    def _request(self, options: Mapping[str, Any]) -> Request:
+    def _request(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields, overridden by the options of one call."""
         unknown = sorted(set(options) - set(_PER_CALL))
         if unknown:
@@ -239,7 +239,7 @@ class KnowledgePackLLM(LLMSettings):
             **{name: getattr(self, name) for name in SAMPLING},
             **tool_options(given),
         }
-        return cast("Request", {name: value for name, value in request.items() if value is not None})
+        return {name: value for name, value in request.items() if value is not None}
 
 
 def use_in_settings(llm: KnowledgePackLLM) -> None:

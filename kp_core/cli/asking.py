@@ -28,7 +28,7 @@ from kp_core.cli.shared import (
     print_json,
 )
 from kp_core.delivery import KV, BankPacks, Found, Unit
-from kp_core.engines.base import Engine
+from kp_core.engines.session import Session
 from kp_core.errors import ContextOverflowError
 from kp_core.facts import LexicalReranker
 from kp_core.steering import AskedSteering, load_steering
@@ -160,7 +160,7 @@ class _Asker:
         # What the question costs to embed is known before minutes go into loading a model.
         if not len(opened):
             opened.route("anything")
-        self.engine: Engine = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
+        self.engine: Session = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
         self.store = PackStore(bank / "packs")
         self.packs = BankPacks(opened, self.engine, self.store, unit=_unit(unit), kv=_kv(kv))
         self.view = self.store.view(*dict.fromkeys(fact.namespace for fact in opened.facts()))

@@ -24,7 +24,7 @@ from kp_core.cli.shared import (
     print_json,
     read_one,
 )
-from kp_core.engines.base import Engine
+from kp_core.engines.session import Session
 from kp_core.errors import BankError, KnowledgePackError, PackError
 from kp_core.packs.directory import PackDirectory
 from kp_core.packs.handle import Handle
@@ -95,7 +95,7 @@ class _TemplateCheck:
     wrong: list[str] = field(default_factory=list)
 
 
-def _check_template(engine: Engine, store: PackStore) -> _TemplateCheck:
+def _check_template(engine: Session, store: PackStore) -> _TemplateCheck:
     """Render a question behind the handle of each pack and behind its text: the same bytes, the same tokens.
 
     Packs made with another tokenizer or chat template are counted, not judged.
@@ -120,7 +120,7 @@ def _check_template(engine: Engine, store: PackStore) -> _TemplateCheck:
     return found
 
 
-def _difference(engine: Engine, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
+def _difference(engine: Session, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
     template, view = engine.template, store.view(handle.namespace)
     prompt = template.render(f"{handle}\n\n{_QUESTION}", view=view)
     twin = template.render(f"{pack.text}\n\n{_QUESTION}")

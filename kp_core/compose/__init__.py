@@ -1,7 +1,7 @@
 """Composers: what a pack's KV may stand for, in a prompt that holds several packs."""
 
-from kp_core.compose.base import Composer
+from kp_core.compose.base import Composer, Forward
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
 
-__all__ = ["Composer", "ExactComposer", "NaiveComposer"]
+__all__ = ["Composer", "ExactComposer", "Forward", "NaiveComposer"]

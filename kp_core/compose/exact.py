@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kp_core.compose.base import Forward
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack
+from kp_core.prompt.prompt import Prompt, Span
 
 __all__ = ["ExactComposer"]
 
@@ -15,18 +18,17 @@ __all__ = ["ExactComposer"]
 class ExactComposer:
     """Sequential composition (Knowledge Packs, arXiv 2604.03270): the answer is that of the text, token for token.
 
-    A pack's KV is taken only behind the very prefix it was computed behind: same tokens, same cuts. Everywhere else its
+    A pack's KV is taken only behind the very prefix it was compiled for: same tokens, same cuts. Everywhere else its
     tokens are prefilled behind what stands before them, and the prefix tree keeps the result.
     """
 
-    name: str = "exact"
+    exact = True
+    key = "exact"
 
-    def wants(self, pack: KnowledgePack, prefix: Prefix) -> bool:
-        """Only behind the prefix it was computed behind."""
-        return pack.prefix == prefix
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:  # noqa: ARG002 - whatever the prompt, the rest is computed
+        """None."""
+        return ()
 
-    def place(self, pack: KnowledgePack, prefix: Prefix) -> KVTensors:  # noqa: ARG002 - it is the right one, or ignored
-        """The pack's KV as it is."""
-        if pack.kv is None:
-            raise KVShapeError("Got a lazy pack; expected one that brings its KV.")
-        return pack.kv
+    def fill(self, region: Span, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:  # noqa: ARG002
+        """Never asked for."""
+        raise KVShapeError(f"Got the region {region.start}:{region.stop} to compose; exact composition makes none.")

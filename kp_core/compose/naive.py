@@ -1,12 +1,15 @@
-"""Naive composition: the oracle of what goes wrong."""
+"""KV as it is, at a position it was not compiled for."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kp_core.compose.base import Forward
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack
+from kp_core.prompt.prompt import Prompt, Span
 
 __all__ = ["NaiveComposer"]
 
@@ -18,14 +21,16 @@ class NaiveComposer:
     Fast and wrong. It is here to measure other composers against, never to answer with.
     """
 
-    name: str = "naive"
+    key: str = "naive"
+    exact = False
 
-    def wants(self, pack: KnowledgePack, prefix: Prefix) -> bool:  # noqa: ARG002 - ignoring the prefix is the point
-        """Always."""
-        return True
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
+        """All packs."""
+        return prompt.spans
 
-    def place(self, pack: KnowledgePack, prefix: Prefix) -> KVTensors:  # noqa: ARG002 - it is the right one, or ignored
+    def fill(self, region: Span, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:  # noqa: ARG002
         """The pack's KV as it is."""
+        [pack] = packs
         if pack.kv is None:
-            raise KVShapeError("Got a lazy pack; expected one that brings its KV.")
+            raise KVShapeError(f"Got a lazy pack for the region {region.start}:{region.stop}; expected its KV.")
         return pack.kv

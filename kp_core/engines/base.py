@@ -1,74 +1,113 @@
-"""The seam to a model: conversations and handles in, answers and counts out."""
+"""The seam to a model: plans in, tokens and KV out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, Unpack
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from kp_core.engines.request import CompiledFor, Generation, Request
-from kp_core.engines.streams import AsyncStream, Stream
+from torch import Tensor
+
+from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import KnowledgePack
-from kp_core.prompt.resolve import Message
-from kp_core.prompt.template import ChatTemplate
+from kp_core.plan import Plan
 
-__all__ = ["Engine"]
+__all__ = ["CAPABILITIES", "CachingEngine", "Engine", "FinishReason", "TokenStream"]
+
+FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
+
+CAPABILITIES = {
+    "cache": "a prefix tree that can be looked into, cleared and pinned (`CachingEngine`)",
+    "compose": "KV of packs from composers other than the exact one",
+    "deterministic": "reuse of prefilled KV alone",
+    "grammar": "answers held to a grammar: tools and response schemas",
+    "kv": "KV of given tokens: building packs and steerings",
+    "logits": "the logits behind a prompt",
+    "losses": "the likelihood of a given answer",
+    "sampling": "temperature, top_p, top_k, repetition_penalty and seed",
+    "steer": "altered values and keys",
+}
+"""What `Engine.supports` may name."""
 
 
+class TokenStream:
+    """The tokens of one answer as they come, and what they cost so far.
+
+    Iterating prefills and generates; `close` stops and gives the memory back. `tokens` makes the iterator and may set
+    the attributes of the stream it is given.
+    """
+
+    def __init__(self, tokens: Callable[[TokenStream], Iterator[int]]) -> None:
+        self.computed_tokens = 0
+        """Tokens of the prompt that were prefilled; all others were at hand."""
+        self.approximate_tokens = 0
+        """Tokens of the prompt whose KV an approximate composer made."""
+        self.finish: FinishReason = "length"
+        """Why the stream ended: `"stop"` behind an end token, `"cancelled"`, else `"length"`."""
+        self.first_logits: Tensor | None = None
+        """Logits behind the prompt, `(vocabulary,)`, once it is prefilled, of engines that support `logits`."""
+        self.losses: list[float] = []
+        """Minus the logarithm of the probability of each token of a forced answer."""
+        self._tokens = tokens(self)
+
+    def __iter__(self) -> TokenStream:
+        return self
+
+    def __next__(self) -> int:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """End here."""
+        close = getattr(self._tokens, "close", None)
+        if close is not None:
+            close()
+
+
+@runtime_checkable
 class Engine(Protocol):
-    """Runs a model: the only seam that touches one."""
+    """Runs a model: the only seam that touches one. A `Session` makes conversations of it."""
 
     @property
-    def name(self) -> str:
-        """What people call the model."""
+    def identity(self) -> ModelFingerprint:
+        """Which model, and in what numerics."""
 
     @property
-    def tokenizer(self) -> Any:  # noqa: ANN401 - whatever the implementation reads text with
-        """The model's tokenizer, with Hugging Face's `encode` and `decode`."""
-
-    @property
-    def fingerprint(self) -> ModelFingerprint:
-        """Identity of the model."""
-
-    @property
-    def template(self) -> ChatTemplate:
-        """The model's chat template."""
+    def tokenizer(self) -> Any:  # noqa: ANN401 - of the transformers family, with or without weights
+        """The model's tokenizer, with Hugging Face's `encode`, `decode`, `chat_template` and `backend_tokenizer`."""
 
     @property
     def max_positions(self) -> int:
         """Most tokens of prompt and answer together."""
 
-    def build_pack(
-        self,
-        text: str,
-        *,
-        namespace: str = "default",
-        compiled_for: CompiledFor = "user",
-        lazy: bool = False,
-        provenance: Mapping[str, str] | None = None,
-    ) -> KnowledgePack:
-        """`text` compiled for the place that `compiled_for` says (see `ChatTemplate.tokenise_pack`)."""
+    @property
+    def supports(self) -> frozenset[str]:
+        """What it can do beyond greedy answers, in words of `CAPABILITIES`."""
 
-    def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
-        self,
-        texts: Sequence[str],
-        *,
-        namespace: str = "default",
-        compiled_for: CompiledFor = "user",
-        lazy: bool = False,
-        provenance: Sequence[Mapping[str, str]] | None = None,
-        progress: bool = True,
-    ) -> Iterator[KnowledgePack]:
-        """The packs of `texts`, in order, each bit-identical to what `build_pack` gives."""
+    def run(self, plan: Plan) -> TokenStream:
+        """The answer to a plan; refuses at the call what cannot be, prefills at the first token."""
 
-    def generate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
-        """The answer to a conversation."""
+    def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
+        """The KV of `plan.wanted` for each plan, in order: per layer `(kv_heads, tokens, head_dim)`."""
 
-    def stream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Stream:
-        """The answer piece by piece."""
 
-    async def agenerate(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> Generation:
-        """As `generate`; cancelling the task stops the generation."""
+class CachingEngine(Engine, Protocol):
+    """What comes with the capability `cache`."""
 
-    def astream(self, messages: Sequence[Message] | str, **request: Unpack[Request]) -> AsyncStream:
-        """As `stream`."""
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of KV in the prefix tree."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per token."""
+
+    def found(self, plan: Plan) -> int:
+        """How many tokens of a prompt, from the first on, the prefix tree has now."""
+
+    def pin(self, plan: Plan) -> object:
+        """Keep the prompt of `plan` in the prefix tree until `unpin` of what is given back."""
+
+    def unpin(self, pinned: object) -> None:
+        """Undo one `pin`."""
+
+    def clear_cache(self) -> None:
+        """Drop all KV that is neither pinned nor in use."""

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Literal
 
+from kp_core.engines.request import Mismatch
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
@@ -24,15 +24,16 @@ class CheckedSource:
     """A source that gives only packs the model may use.
 
     A pack of another model raises `FingerprintMismatchError`, or with `mismatch="rebuild"` comes as text alone, to be
-    computed anew. A pack that had to be recovered from its text alone was announced by the store and comes as it is.
+    computed anew. With `"accept"` a pack of the same model in other numerics comes as it is. A pack that was recovered
+    from its text alone, or that an earlier release made, is computed anew without being asked.
     """
 
     source: PackSource | None
     fingerprint: ModelFingerprint
-    mismatch: Literal["error", "rebuild"]
+    mismatch: Mismatch
 
     def peek(self, handle: Handle) -> KnowledgePack | None:
-        """The pack without KV, checked."""
+        """The pack without its KV, checked."""
         pack = None if self.source is None else self.source.peek(handle)
         return None if pack is None else self.check(pack, str(handle))
 
@@ -43,12 +44,16 @@ class CheckedSource:
         return self.check(self.source.get(handle), str(handle))
 
     def check(self, pack: KnowledgePack, name: str) -> KnowledgePack:
-        """`pack`, or its text alone; raises when it is foreign and may not be rebuilt."""
-        if pack.fingerprint in (self.fingerprint, ModelFingerprint.unknown()):
+        """`pack`, or its text alone; raises when another model made it and it may not be rebuilt."""
+        made = pack.fingerprint
+        if made in (self.fingerprint, ModelFingerprint.unknown()):
             return pack
-        if self.mismatch == "error":
+        if self.mismatch == "accept" and made.same_model(self.fingerprint):
+            return pack
+        if self.mismatch != "rebuild" and not made.is_legacy:
             pack.check(self.fingerprint)
-        logger.warning("Pack %s was made by another model; its KV is computed anew from its text.", name)
+        reason = "an earlier release" if made.is_legacy else "another model"
+        logger.warning("Pack %s was made by %s; its KV is computed anew from its text.", name, reason)
         return replace(pack, kv=None, token_ids=(), fingerprint=ModelFingerprint.unknown())
 
 

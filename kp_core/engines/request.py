@@ -1,151 +1,174 @@
-"""What may be asked of an engine, and what comes back."""
+"""What may be asked of one generation, in one table: every option with its default, its meaning and its place."""
 
 from __future__ import annotations
 
-import math
 import threading
-import time
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeAlias, TypedDict
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from kp_core.compose import Composer
-from kp_core.errors import SamplingError
+from kp_core.compose import Composer, ExactComposer
+from kp_core.engines.base import FinishReason
+from kp_core.errors import OptionError, SamplingError, refuse_unknown
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackView
+from kp_core.plan import Sampling
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import Placement
 from kp_core.steering import AskedSteering, Scope
-from kp_core.tools import Tool, ToolCall, ToolChoice
+from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
-__all__ = ["CompiledFor", "FinishReason", "Generation", "Limit", "Request", "Sampling", "sampling_of"]
+__all__ = ["OPTIONS", "CompiledFor", "Generation", "Mismatch", "Option", "Prefill", "Request"]
 
-FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
+Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
+_Where: TypeAlias = Literal["model", "call", "core"]
+
+_EXACT = ExactComposer()
+_DEPRECATED = {"absorb": "compact", "foreign": "mismatch"}
+_ABOUT: Mapping[str, str] = {
+    "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
+    "temperature": "How freely tokens are chosen; 0 (default) is greedy.",
+    "top_p": ("Choose among the likeliest tokens that have this share of probability together; 1 (default) is all."),
+    "top_k": "Choose among so many of the likeliest tokens; 0 (default) is all.",
+    "repetition_penalty": "Above 1 (default), tokens that stood before become less likely.",
+    "seed": "Equal seeds choose equal tokens.",
+    "stop": "Strings that end the answer and are left out of it.",
+    "view": "Resolves handles in the messages; without it they stay text.",
+    "packs": "Packs, or handles that resolve, to place at the head of the system message.",
+    "placement": (
+        "`in_place`: a pack stands where its handle stood. `system`: all packs go to the head of the system message."
+    ),
+    "compact": (
+        "Tool exchanges that brought nothing but packs shrink to the latest call and one short line, so that "
+        "a prompt stays as long as it was however often an agent searched."
+    ),
+    "recognise": ("Exact texts of packs of at least 64 tokens, in messages of trusted roles, are read from their KV."),
+    "composer": "Makes the KV of packs that do not stand where they were compiled.",
+    "mismatch": (
+        "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
+        "of the same model in other numerics as an approximation."
+    ),
+    "steering": (
+        "What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is "
+        "the default strength, which is lower beside packs."
+    ),
+    "scope": (
+        "What is steered: `pack`, `system`, `prompt` or `last_token`; by default the system message with the "
+        "packs in it, or packs alone where some stand elsewhere."
+    ),
+    "thinking": "Switches thinking on or off, for templates that can.",
+    "timeout": "Seconds after which a generation ends with `GenerationTimeoutError`.",
+    "tools": "What the model may call.",
+    "tool_choice": "`auto`, `any`, `none`, or the name of the tool to call.",
+    "parallel_tool_calls": "Several calls in one answer; by default only with `tool_choice='auto'`.",
+    "response_schema": "The answer is JSON of this schema (`True`: any object), held to it by a grammar.",
+    "reuse": "`False` prefills everything and keeps nothing: the slow way, to compare with.",
+    "deterministic": (
+        "`True` reuses prefilled KV only, never decoded KV, so that a replayed conversation is bit-identical."
+    ),
+    "cancel": "Set it from any thread to end the generation after the token in progress.",
+}
+_PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse", "deterministic")
+_OF_THE_CORE = ("view", "cancel")
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen; the defaults are greedy. Raises `SamplingError` for a value out of range."""
+class Request(Sampling):
+    """Every option of one generation. `Request.of` makes one from options by name, and refuses unknown ones.
 
-    max_tokens: int | None = None
-    """Most tokens to generate; `None` is 512, or fewer where the context ends sooner."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all."""
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: Sequence[str] = ()
-    """Strings that end the answer and are left out of it; they may span tokens."""
+    Raises `SamplingError` for a value out of range, `ToolError` for tools and schemas that contradict themselves.
+    """
+
+    view: PackView | None = None
+    packs: Sequence[KnowledgePack | str] = ()
+    placement: Placement = "in_place"
+    compact: bool = False
+    recognise: bool = True
+    composer: Composer = _EXACT
+    mismatch: Mismatch = "error"
+    steering: AskedSteering | None = None
+    scope: Scope | None = None
+    thinking: bool | None = None
+    timeout: float | None = None
+    tools: Sequence[Tool | Mapping[str, Any]] = ()
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool | None = None
+    response_schema: Mapping[str, Any] | Literal[True] | None = None
+    reuse: bool = True
+    deterministic: bool = False
+    cancel: threading.Event | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        checks = {
-            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "None or an integer >= 1"),
-            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
-            "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
-            "top_k": (self.top_k >= 0, "an integer >= 0"),
-            "repetition_penalty": (
-                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-                "a finite number > 0",
-            ),
-            "stop": (all(self.stop), "strings that are not empty"),
-        }
-        for name, (holds, expected) in checks.items():
-            if not holds:
-                raise SamplingError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
+        super().__post_init__()
+        if self.timeout is not None and not self.timeout > 0:
+            raise SamplingError(f"Got timeout={self.timeout!r}; expected None or a number of seconds > 0.")
+        if self.mismatch not in ("error", "rebuild", "accept"):
+            raise OptionError(f"Got mismatch={self.mismatch!r}; expected 'error', 'rebuild' or 'accept'.")
+        if not isinstance(self.composer, Composer):
+            raise OptionError(
+                f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "
+                "`key`, `regions` and `fill`."
+            )
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:
+        """The request that `options` make, over `base` where there is one.
 
-class Request(TypedDict, total=False):
-    """What may be asked of one generation, beside its messages."""
+        Raises `OptionError` for a name that is no option, with the near miss.
+        """
+        named = current_names(options, "A request")
+        return cls(**named) if base is None else replace(base, **named)
 
-    view: PackView | None
-    """Resolves handles in the messages; without it they stay text."""
-    packs: Sequence[KnowledgePack | str]
-    """Packs, or handles that `view` resolves, to place at the head of the system message."""
-    placement: Placement
-    """`"in_place"` (default): a pack stands where its handle stood. `"system"`: all packs go to the system head."""
-    compact: bool
-    """`True`: tool exchanges that brought nothing but packs shrink to the latest call and one short line, so that a
-    prompt stays as long as it was however often an agent searched. Placed in place, their packs stand at the end of the
-    message that the calls answer."""
-    composer: Composer
-    """What packs' KV may stand for; exact by default."""
-    mismatch: Literal["error", "rebuild"]
-    """What to do with a pack of another model: refuse (default), or use its text and recompute."""
-    steering: AskedSteering | None
-    """What to add to cached values: a `Steering` as it is, or `(steering, alpha)`; an alpha of `None` is the default
-    strength, which is lower beside packs."""
-    scope: Scope | None
-    """What is steered; without it the system head with the packs in it, or packs alone where some stand elsewhere."""
-    tools: Sequence[Tool | Mapping[str, Any]]
-    """What the model may call, each as `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-    tool_choice: ToolChoice
-    parallel_tool_calls: bool | None
-    """Several calls in one answer; by default only with `tool_choice="auto"`."""
-    response_schema: Mapping[str, Any] | Literal[True] | None
-    """The answer is JSON of this schema (`True`: any object), held to it by a grammar."""
-    thinking: bool | None
-    """Switches thinking on or off, for templates that can."""
-    reuse: bool
-    """`False` prefills everything and leaves nothing behind: the slow way, to compare with."""
-    deterministic: bool
-    """`True` reuses prefilled KV only, never decoded KV, so that a replayed conversation is bit-identical."""
-    timeout: float | None
-    """Seconds after which the generation ends with `GenerationTimeoutError`; looked at after each chunk and token."""
-    cancel: threading.Event | None
-    """Set it from any thread to end the generation after the token in progress."""
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    repetition_penalty: float
-    seed: int | None
-    stop: Sequence[str]
+    @cached_property
+    def shape(self) -> AnswerShape:
+        """What the answer must look like."""
+        return AnswerShape.of(
+            self.tools, self.tool_choice, schema=self.response_schema, parallel=self.parallel_tool_calls
+        )
 
 
 @dataclass(frozen=True)
-class Limit:
-    """Whether a generation must end: it was cancelled, or its time is up."""
+class Option:
+    """One row of the table: `where` says who may set it: the settings of a model, each call alone, or the core."""
 
-    cancel: threading.Event | None
-    began: float
-    """On the clock of `time.perf_counter`."""
-    timeout: float | None
-    """Seconds."""
-
-    @classmethod
-    def of(cls, request: Mapping[str, Any], began: float) -> Limit:
-        """The limit of a request that began at `began`; raises `SamplingError` for a timeout that is no time."""
-        timeout = request.get("timeout")
-        if timeout is not None and not timeout > 0:
-            raise SamplingError(f"Got timeout={timeout!r}; expected None or a number of seconds > 0.")
-        return cls(request.get("cancel"), began, timeout)
-
-    def is_set(self) -> bool:
-        """Whether it must end; the same question as to an event."""
-        return self.is_over or (self.cancel is not None and self.cancel.is_set())
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time is up."""
-        return self.timeout is not None and self.spent > self.timeout
-
-    @property
-    def spent(self) -> float:
-        """Seconds since the request began."""
-        return time.perf_counter() - self.began
+    name: str
+    type: str
+    default: Any
+    about: str
+    where: _Where
 
 
-def sampling_of(request: Mapping[str, object]) -> Sampling:
-    """The sampling part of a request."""
-    return Sampling(**{field.name: request[field.name] for field in fields(Sampling) if field.name in request})  # type: ignore[arg-type]
+OPTIONS: Mapping[str, Option] = {
+    each.name: Option(
+        each.name,
+        str(each.type),
+        each.default,
+        _ABOUT[each.name],
+        "call" if each.name in _PER_CALL else "core" if each.name in _OF_THE_CORE else "model",
+    )
+    for each in fields(Request)
+}
+"""All options by name; the fields of both adapters, their checks and the page of options come from here."""
+
+
+def current_names(options: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """`options` under their present names; raises `OptionError` for names that never were."""
+    refuse_unknown(options, (*OPTIONS, *_DEPRECATED), what)
+    named = {}
+    for name, value in options.items():
+        if name in _DEPRECATED:
+            new = _DEPRECATED[name]
+            warnings.warn(f"`{name}` is now called `{new}`.", DeprecationWarning, stacklevel=4)
+            name = new  # noqa: PLW2901 - the rest of the loop knows the new name only
+        named[name] = value
+    return named
 
 
 @dataclass(frozen=True)
@@ -163,3 +186,12 @@ class Generation:
     """The calls that were completed, in order."""
     reasoning: str = ""
     """What stood in the `<think>` block."""
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a prefill alone gives: the first logits, of shape `(vocabulary,)`, and what it cost."""
+
+    logits: Tensor
+    usage: Usage
+    prompt: Prompt

@@ -1,28 +1,63 @@
-"""One engine per model and process: adapters that are made ten times load the weights once."""
+"""One session per model and process: adapters that are made ten times load the weights once."""
 
 from __future__ import annotations
 
+import importlib
 import threading
+from typing import Any
 
 from kp_core.engines.base import Engine
+from kp_core.engines.session import Session
+from kp_core.errors import ModelError
 
-__all__ = ["loaded_engine", "shared_engine"]
+__all__ = ["load_engine", "loaded_engine", "session_of", "shared_engine"]
 
-_engines: dict[tuple[str | None, str | None, str | None], Engine] = {}
+_sessions: dict[tuple[str | None, str | None, str | None], Session] = {}
 _loading = threading.Lock()
 
 
-def shared_engine(model: str | None = None, dtype: str | None = None, device: str | None = None) -> Engine:
-    """The engine this process keeps for `(model, dtype, device)`, loaded when it is first asked for."""
+def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any) -> Session:  # noqa: ANN401
+    """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.load_session`.
+
+    Without `model`, the bundled SmolLM2-135M-Instruct. `model` may also be an `Engine` of any kind, and `engine` names
+    a function that makes one, as `package.module:function`; it is called with `model` and `settings`. Raises
+    `ModelError` for what is neither.
+    """
+    if engine is not None:
+        module, _, name = engine.partition(":")
+        try:
+            make = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ModelError(f"Got engine={engine!r}; expected 'package.module:function' ({error}).") from error
+        return session_of(make(model, **settings))
+    if isinstance(model, Session | Engine):
+        return session_of(model)
+    from kp_core.engines.hf import load_session
+
+    return load_session(model, **settings)
+
+
+def session_of(engine: object) -> Session:
+    """`engine` itself where it is a session, else a session on it; raises `ModelError` for what is no engine."""
+    if isinstance(engine, Session):
+        return engine
+    if not isinstance(engine, Engine):
+        raise ModelError(
+            f"Got a {type(engine).__name__} as engine; expected what `kp_core.load_engine(...)` gives, or an object "
+            "with `identity`, `tokenizer`, `max_positions`, `supports`, `run` and `kv`."
+        )
+    return Session(engine)
+
+
+def shared_engine(model: str | None = None, dtype: str | None = None, device: str | None = None) -> Session:
+    """The session this process keeps for `(model, dtype, device)`, loaded when it is first asked for."""
     key = (model, dtype, device)
     with _loading:
-        if key not in _engines:
-            from kp_core.engines.hf import HFEngine
-
-            _engines[key] = HFEngine(model, dtype=dtype, device=device)
-        return _engines[key]
+        if key not in _sessions:
+            _sessions[key] = load_engine(model, dtype=dtype, device=device)
+        return _sessions[key]
 
 
-def loaded_engine(model: str | None = None, dtype: str | None = None, device: str | None = None) -> Engine | None:
+def loaded_engine(model: str | None = None, dtype: str | None = None, device: str | None = None) -> Session | None:
     """As `shared_engine`, but `None` where that would have to load; never waits."""
-    return _engines.get((model, dtype, device))
+    return _sessions.get((model, dtype, device))

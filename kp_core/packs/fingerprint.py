@@ -34,6 +34,15 @@ class ModelFingerprint:
     chunk_tokens: str
     """Longest canonical prefill chunk, which decides the shapes, and so the rounding."""
 
+    def same_model(self, other: ModelFingerprint) -> bool:
+        """Whether both are of one model, whatever the numerics."""
+        return set(self.diff(other)) <= {"dtype", "chunk_tokens"}
+
+    @property
+    def is_legacy(self) -> bool:
+        """Whether an earlier release took it."""
+        return False
+
     def diff(self, other: ModelFingerprint) -> dict[str, tuple[str, str]]:
         """Each field that differs, as `(mine, other's)`; empty when equal."""
         mine, theirs = self.to_dict(), other.to_dict()

@@ -65,6 +65,8 @@ class KnowledgePack:
     kv: KVTensors | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
     """Where the pack comes from (`title`, `source`) and what computed it (`device`, `torch`): strings, for people."""
+    stored_bytes: int = field(default=0, compare=False)
+    """Bytes of KV that the pack's source holds, though they are not loaded."""
     steering: PackSteering | None = None
     """What the engine adds to the pack's values wherever it places them (see `steer`). `kv` is always the plain KV, so
     that nothing altered is ever taken for what the model computed."""

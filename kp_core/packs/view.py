@@ -56,6 +56,7 @@ class PackView:
     source: PackSource
     namespaces: Collection[str]
     trusted_roles: Collection[str] = TRUSTED_ROLES
+    recognise: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.namespaces, str):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,11 +35,17 @@ class AnswerShape:
     schema: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, request: Mapping[str, Any]) -> AnswerShape:
+    def of(
+        cls,
+        tools: Iterable[Tool | Mapping[str, Any]] = (),
+        choice: ToolChoice = "auto",
+        *,
+        schema: Mapping[str, Any] | bool | None = None,
+        parallel: bool | None = None,
+    ) -> AnswerShape:
         """The shape that a request asks for; raises `ToolError` for what contradicts itself."""
-        tools = tuple(Tool.of(tool) for tool in request.get("tools") or ())
-        choice, schema = request.get("tool_choice") or "auto", request.get("response_schema")
-        names = [tool.name for tool in tools]
+        offered = tuple(Tool.of(tool) for tool in tools)
+        names = [tool.name for tool in offered]
         if len(set(names)) < len(names):
             raise ToolError(f"Got the tools {', '.join(names)}; expected a different name for each.")
         if choice not in ("auto", "none") and choice not in (("any", *names) if names else ()):
@@ -53,7 +59,7 @@ class AnswerShape:
             schema = {"type": "object"}
         if schema is not None and not isinstance(schema, Mapping):
             raise ToolError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
-        return cls(tools, choice, request.get("parallel_tool_calls"), schema)
+        return cls(offered, choice, parallel, schema)
 
     @property
     def callable(self) -> tuple[Tool, ...]:

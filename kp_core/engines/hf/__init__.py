@@ -1,6 +1,6 @@
-"""The Hugging Face engine; the only place that imports transformers."""
+"""Hugging Face models on this machine; the only place that imports transformers."""
 
 from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.engine import HFEngine, Prefill
+from kp_core.engines.hf.engine import load_session
 
-__all__ = ["HFEngine", "Prefill", "bundled_model"]
+__all__ = ["bundled_model", "load_session"]

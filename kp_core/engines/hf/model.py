@@ -13,8 +13,12 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf import attention
+from kp_core.engines.hf.cache import cache_of
+from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
+from kp_core.engines.local.grammar import Constraint
 from kp_core.errors import UnsupportedModelError
+from kp_core.plan import Sampling
 
 __all__ = ["CausalModel"]
 
@@ -85,19 +89,23 @@ class CausalModel:
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         """
         if not logits:
-            self._model.base_model(input_ids=ids, past_key_values=buffer.cache, use_cache=True)
+            self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
             return None
         keep = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self._model(input_ids=ids, past_key_values=buffer.cache, use_cache=True, **keep)
+        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True, **keep)
         last: Tensor = output.logits[:, -1]
         return last.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
-        output = self._model(input_ids=ids, past_key_values=buffer.cache, use_cache=True)
+        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
         every: Tensor = output.logits[0]
         return every.clone()
+
+    def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
+        """How the next token is chosen."""
+        return Sampler(sampling, prompt_ids, self.shape.device, constraint)
 
     @torch.inference_mode()
     def _measure_shape(self) -> CacheShape:

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from kp_core.engines.local.grammar import Constraint
-from kp_core.engines.request import Sampling
+from kp_core.plan import Sampling
 
 __all__ = ["Sampler"]
 

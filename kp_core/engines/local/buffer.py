@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kp_core.engines.local.tree import Run
 from kp_core.kv import KVTensors
 
-__all__ = ["BufferPool", "CacheShape", "KVBuffer"]
+__all__ = ["BufferLayer", "BufferPool", "CacheShape", "KVBuffer"]
 
 # Buffers come in steps of this many tokens, so that one fits the next request of about the same length.
 _STEP = 256
@@ -33,37 +32,18 @@ class CacheShape:
         return sum(heads * (key + value) for heads, key, value in self.layers) * self.dtype.itemsize
 
 
-class _BufferLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+class BufferLayer:
     """One layer: `(batch, kv_heads, capacity, head_dim)`, of which the first `length` tokens are filled."""
 
-    is_sliding = False
-
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
         self.keys, self.values, self.length = keys, values, 0
-        self.is_initialized = True
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: a buffer is allocated whole."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens behind the filled ones; gives views of all filled tokens."""
-        start, self.length = self.length, self.length + key_states.shape[2]
-        self.keys[:, :, start : self.length] = key_states
-        self.values[:, :, start : self.length] = value_states
+        start, self.length = self.length, self.length + keys.shape[2]
+        self.keys[:, :, start : self.length] = keys
+        self.values[:, :, start : self.length] = values
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-    def get_seq_length(self) -> int:
-        """Tokens filled."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """Tokens there is room for."""
-        return int(self.keys.shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will see."""
-        return self.length + query_length, 0
 
 
 class KVBuffer:
@@ -74,12 +54,13 @@ class KVBuffer:
     """
 
     def __init__(self, shape: CacheShape, capacity: int, batch: int = 1) -> None:
-        def room(heads: int, dim: int) -> Tensor:
+        def empty(heads: int, dim: int) -> Tensor:
             return torch.empty(batch, heads, capacity, dim, dtype=shape.dtype, device=shape.device)
 
         self.capacity = capacity
-        self.layers = [_BufferLayer(room(heads, key), room(heads, value)) for heads, key, value in shape.layers]
-        self.cache = Cache(layers=list(self.layers))
+        self.layers = [BufferLayer(empty(heads, key), empty(heads, value)) for heads, key, value in shape.layers]
+        self.view: object = None
+        """The buffer as the library that runs the model wants it; made by that library's side, once."""
         self.nbytes = shape.bytes_per_token * capacity * batch
         self.runs: list[tuple[int, int]] = []
 

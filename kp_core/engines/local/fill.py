@@ -1,34 +1,70 @@
-"""Prefill in canonical chunks, over the prefix tree and one pooled buffer."""
+"""Filling a plan: the KV of a prompt into one pooled buffer, from the prefix tree, packs, composers and the model."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kp_core.compose import Composer, ExactComposer
-from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.local.buffer import BufferPool, KVBuffer
-from kp_core.engines.local.steer import altered, steered_edges
+from kp_core.engines.local.altered import altered
+from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
+from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.tree import Path, PrefixTree
-from kp_core.engines.request import Limit
+from kp_core.errors import KVShapeError, PackNotFoundError
 from kp_core.kv import KVTensors
-from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.view import PackSource
+from kp_core.plan import Limit, Plan, Region, Sampling
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.steering import Block
 
-_EXACT = ExactComposer()
-
-__all__ = ["Cancelled", "Prefilled", "Prefiller"]
+__all__ = ["Cancelled", "Filled", "Filler", "LocalModel"]
 
 logger = logging.getLogger(__name__)
+
+
+class LocalModel(Protocol):
+    """A causal language model on this machine: one chunk in, KV and logits out."""
+
+    @property
+    def shape(self) -> CacheShape:
+        """What it caches."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens a sequence may have."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Length of the logits."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        """Tokens that end a turn."""
+
+    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+        """Run `ids`, `(batch, new)`, behind what `buffer` holds; the logits behind the last, `(batch, vocabulary)`."""
+
+    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
+        """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
+
+    def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
+        """How the next token is chosen."""
+
+
+class Sampler(Protocol):
+    """Chooses tokens."""
+
+    def __call__(self, logits: Tensor, left: int) -> int:
+        """The next token, from logits of shape `(vocabulary,)`; `left` may still come, this one included."""
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
@@ -36,27 +72,29 @@ class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
 
 
 @dataclass
-class Prefilled:
+class Filled:
     """A prompt whose KV stands in `buffer`, with the logits behind it; must be given back."""
 
     buffer: KVBuffer
     path: Path
     logits: Tensor | None
     computed: int
+    approximate: int = 0
+    """Tokens whose KV an approximate composer made."""
 
 
-class Prefiller:
+class Filler:
     """Brings prompts into buffers, computing only what is neither in the tree nor in a pack."""
 
-    def __init__(self, model: CausalModel, cache_bytes: int, chunk_tokens: int) -> None:
+    def __init__(self, model: LocalModel, cache_bytes: int, chunk_tokens: int) -> None:
         self.model, self.chunk_tokens = model, chunk_tokens
         self.tree = PrefixTree(cache_bytes)
         self.pool = BufferPool(model.shape)
         # One prompt at a time: a second one that begins alike then finds the KV of the first.
-        self._prefilling = threading.Lock()
+        self._filling = threading.Lock()
         self._computing = threading.Lock()
 
-    def forward(self, ids: tuple[int, ...], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Logits `(vocabulary,)` behind `ids`, or `None` without `logits`; threads take turns."""
         found = self.forward_batch(torch.tensor([ids], device=self.model.device), buffer, logits=logits)
         return None if found is None else found[0]
@@ -66,8 +104,8 @@ class Prefiller:
         with self._computing:
             return self.model.forward(ids, buffer, logits=logits)
 
-    def perplexity(self, run: Prefilled, tokens: Sequence[int]) -> float:
-        """Perplexity per token of `tokens` behind `run`, which must have logits; leaves their KV in the buffer."""
+    def losses(self, run: Filled, tokens: Sequence[int]) -> list[float]:
+        """Minus the logarithm of the probability of each of `tokens` behind `run`; leaves their KV in the buffer."""
         if run.logits is None:
             raise AssertionError("a prefilled prompt has logits")
         ids = torch.tensor([tokens], device=self.model.device)
@@ -75,194 +113,166 @@ class Prefiller:
         if len(tokens) > 1:
             with self._computing:
                 logits = torch.cat([logits, self.model.forward_all(ids[:, :-1], run.buffer)])
-        return float(torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device)).exp())
+        found = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
+        return [float(loss) for loss in found]
 
-    def start(  # noqa: PLR0913 - the switches of a request
-        self,
-        prompt: Prompt,
-        capacity: int,
-        fingerprint: ModelFingerprint,
-        source: PackSource | None = None,
-        composer: Composer = _EXACT,
-        *,
-        reuse: bool = True,
-        deterministic: bool = False,
-        logits: bool = True,
-        cancel: Limit | None = None,
-        blocks: Sequence[Block] = (),
-    ) -> Prefilled:
-        """Prefill `prompt` into a buffer for `capacity` tokens, with the KV of `blocks` altered.
+    def start(self, plan: Plan, capacity: int, *, logits: bool = True) -> Filled:
+        """Prefill the prompt of `plan` into a buffer for `capacity` tokens; raises `Cancelled` at its limit."""
+        with self._filling:
+            tree = self.tree if plan.reuse else PrefixTree(0)
+            return (self._steered if plan.below else self._plain)(plan, capacity, tree, logits=logits)
 
-        Raises `Cancelled` when `cancel` is set meanwhile.
-        """
-        with self._prefilling:
-            tree = self.tree if reuse else PrefixTree(0)
-            sources = _Sources(tree, fingerprint, source, composer, reuse, not deterministic, cancel)
-            if blocks:
-                return self._start_steered(prompt, capacity, blocks, sources, logits=logits)
-            return self._start_plain(prompt, capacity, sources, logits=logits)
-
-    def _start_plain(self, prompt: Prompt, capacity: int, sources: _Sources, *, logits: bool) -> Prefilled:
-        chunks = prompt.chunks(self.chunk_tokens, sources.composer.wants)
-        run = self._at(sources.match(prompt, chunks, {}, logits=logits), prompt, capacity)
-        try:
-            packs = _PackKV(prompt, self.chunk_tokens, sources, self.model.shape.device) if sources.reuse else None
-            for start, stop in chunks:
-                if stop > run.buffer.length:
-                    self._chunk(run, prompt, max(start, run.buffer.length), stop, packs, logits=logits)
-                _check(sources.cancel)
-        except BaseException:
-            self.finish(run)
-            raise
-        return run
-
-    def _start_steered(
-        self, prompt: Prompt, capacity: int, blocks: Sequence[Block], sources: _Sources, *, logits: bool
-    ) -> Prefilled:
-        edges, at = steered_edges(prompt.chunks(self.chunk_tokens, sources.composer.wants), blocks)
-        labels = {edge: block.label for edge, block in at.items()}
-        path, first = sources.match(prompt, edges, labels, logits=logits), blocks[0]
-        kv, computed = None, 0
-        if path.tokens < first.stop:
-            # The first block stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
-            # packs, and only then a forward pass.
-            path.release()
-            below = self._start_plain(prompt.until(first.stop), capacity, sources, logits=False)
-            try:
-                path = sources.match(prompt, edges, labels, logits=logits)
-                kv, computed = below.buffer.read(path.tokens, max(first.stop, path.tokens)), below.computed
-            finally:
-                self.finish(below)
-        run = self._at(path, prompt, capacity, computed)
-        try:
-            if kv is not None and kv.tokens:
-                self._place(run, prompt, first, kv)
-            for edge in edges:
-                if edge[1] > run.buffer.length and edge in at:
-                    self._compute_block(run, prompt, at[edge], sources.cancel)
-                elif edge[1] > run.buffer.length:
-                    # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
-                    self._chunk(run, prompt, max(edge[0], run.buffer.length), edge[1], None, logits=logits)
-                _check(sources.cancel)
-        except BaseException:
-            self.finish(run)
-            raise
-        return run
-
-    def _at(self, path: Path, prompt: Prompt, capacity: int, computed: int = 0) -> Prefilled:
-        """A run whose buffer holds what `path` found."""
-        logits = path.last.logits if path.tokens == len(prompt) else None
-        return Prefilled(self.pool.take(capacity, path.runs), path, logits, computed)
-
-    def _compute_block(self, run: Prefilled, prompt: Prompt, block: Block, cancel: Limit | None) -> None:
-        """Compute a block behind altered KV, then alter it."""
-        for start, stop in block.pieces:
-            self.forward(prompt.token_ids[start:stop], run.buffer, logits=False)
-            run.computed += stop - start
-            _check(cancel)
-        kv = run.buffer.read(block.start, block.stop)
-        run.buffer.truncate(block.start)
-        self._place(run, prompt, block, kv)
-
-    def _place(self, run: Prefilled, prompt: Prompt, block: Block, kv: KVTensors) -> None:
-        """Write plain `kv`, which ends where `block` ends, to the buffer, the block's own part of it altered."""
-        before = kv.tokens - (block.stop - block.start)
-        if before > 0:
-            run.buffer.append(kv.slice(0, before))
-        steered = altered(kv.slice(before, kv.tokens), block)
-        run.buffer.append(steered)
-        if run.path.is_open and run.path.tokens == block.start:
-            run.path.extend((*prompt.token_ids[block.start : block.stop], block.label), steered)
-
-    def finish(self, run: Prefilled) -> None:
+    def finish(self, run: Filled) -> None:
         """Give buffer and path back; the buffer keeps what it holds for the next prompt that begins alike."""
         run.buffer.note(run.path.runs)
         run.path.release()
         self.pool.give(run.buffer)
 
-    def _chunk(  # noqa: PLR0913
-        self, run: Prefilled, prompt: Prompt, start: int, stop: int, packs: _PackKV | None, *, logits: bool
-    ) -> None:
-        ids = prompt.token_ids[start:stop]
-        is_last = logits and stop == len(prompt)
-        # Packs were computed behind canonical chunks, so behind anything else their KV is not exact.
-        kv = packs.find(start, stop) if packs is not None and not is_last and run.path.is_canonical else None
-        if kv is not None:
-            run.buffer.append(kv)
-        else:
-            run.logits = self.forward(ids, run.buffer, logits=is_last)
+    def match(self, plan: Plan, tree: PrefixTree | None = None, *, logits: bool = True) -> Path:
+        """What the tree has of a prompt; must be released."""
+        decoded = not plan.deterministic
+        ids = plan.prompt.token_ids
+        return (tree or self.tree).match(ids, plan.edges, decoded=decoded, logits=logits, labels=plan.labels)
+
+    def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
+        run = self._at(self.match(plan, tree, logits=logits), plan.prompt, capacity)
+        try:
+            for region in plan.regions:
+                is_composed = region.composer is not None
+                kv = None if region.stop <= run.buffer.length else self._load(region, plan)
+                if is_composed and (kv is not None or region.stop <= run.buffer.length):
+                    run.approximate += 0 if region.composer is None or region.composer.exact else len(region)
+                if is_composed and kv is not None:
+                    self._keep(run, plan.prompt, region, kv)
+                self._chunks(run, plan, region, kv, logits=logits)
+        except BaseException:
+            self.finish(run)
+            raise
+        return run
+
+    def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
+        if plan.below is None:
+            raise AssertionError("a steered plan has a plain one below it")
+        path, first = self.match(plan, tree, logits=logits), next(region for region in plan.regions if region.block)
+        kv, computed = None, 0
+        if path.tokens < first.stop:
+            # The first block stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
+            # packs, and only then a forward pass.
+            path.release()
+            below = self._plain(plan.below, capacity, tree, logits=False)
+            try:
+                path = self.match(plan, tree, logits=logits)
+                kv, computed = below.buffer.read(path.tokens, max(first.stop, path.tokens)), below.computed
+            finally:
+                self.finish(below)
+        run = self._at(path, plan.prompt, capacity, computed)
+        try:
+            if kv is not None and kv.tokens:
+                self._alter(run, plan.prompt, first, kv)
+            for region in plan.regions:
+                if region.stop <= run.buffer.length:
+                    continue
+                if region.block:
+                    self._compute_block(run, plan, region)
+                    continue
+                # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
+                self._chunks(run, plan, region, None, logits=logits)
+        except BaseException:
+            self.finish(run)
+            raise
+        return run
+
+    def _at(self, path: Path, prompt: Prompt, capacity: int, computed: int = 0) -> Filled:
+        """A run whose buffer holds what `path` found."""
+        logits = path.last.logits if path.tokens == len(prompt) else None
+        return Filled(self.pool.take(capacity, path.runs), path, logits, computed)
+
+    def _chunks(self, run: Filled, plan: Plan, region: Region, ready: KVTensors | None, *, logits: bool) -> None:
+        """Bring the chunks of a region in: from the KV that is `ready` for all of it, or by forward passes."""
+        for begin, stop in region.chunks:
+            start = max(begin, run.buffer.length)
+            if stop > start:
+                ids = plan.prompt.token_ids[start:stop]
+                # The logits behind a prompt are known to a forward pass alone. And packs were compiled behind canonical
+                # chunks: behind decoded tokens their KV is not exact.
+                is_last = logits and stop == len(plan.prompt)
+                kv = None
+                if ready is not None and run.path.is_canonical and not is_last:
+                    kv = ready.slice(start - region.start, stop - region.start)
+                    run.buffer.append(kv)
+                else:
+                    run.logits = self.forward(ids, run.buffer, logits=is_last)
+                    run.computed += stop - start
+                if run.path.is_open and run.path.tokens == start:
+                    run.path.extend(ids, run.buffer.read(start, stop) if kv is None else kv, run.logits)
+            _check(plan.limit)
+
+    def _compute_block(self, run: Filled, plan: Plan, region: Region) -> None:
+        """Compute a block behind altered KV, then alter it."""
+        for start, stop in region.chunks:
+            self.forward(plan.prompt.token_ids[start:stop], run.buffer, logits=False)
             run.computed += stop - start
-        if run.path.is_open and run.path.tokens == start:
-            run.path.extend(ids, kv if kv is not None else run.buffer.read(start, stop), run.logits)
+            _check(plan.limit)
+        kv = run.buffer.read(region.start, region.stop)
+        run.buffer.truncate(region.start)
+        self._alter(run, plan.prompt, region, kv)
+
+    def _alter(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors) -> None:
+        """Write plain `kv`, which ends where the block of `region` ends, with the block's own part of it altered."""
+        before = kv.tokens - len(region)
+        if before > 0:
+            run.buffer.append(kv.slice(0, before))
+        if region.block is None:
+            raise AssertionError("a steered region has a block")
+        self._keep(run, prompt, region, altered(kv.slice(before, kv.tokens), region.block))
+
+    def _keep(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors) -> None:
+        """Write the KV of a labelled region to the buffer, and to the tree as one node."""
+        run.buffer.append(kv)
+        if run.path.is_open and run.path.tokens == region.start:
+            run.path.extend((*prompt.token_ids[region.start : region.stop], region.label), kv)
+
+    def _load(self, region: Region, plan: Plan) -> KVTensors | None:
+        """The KV that a pack or a composer brings for a region, on the device of the cache."""
+        if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
+            return None
+        span, shape = region.span, self.model.shape
+        pack = self._read(span, plan)
+        if pack is None or pack.kv is None:
+            logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
+            return None
+        kv = pack.kv if region.composer is None else region.composer.fill(span, [pack], self._forward)
+        if kv.tokens != len(region):
+            raise KVShapeError(
+                f"The composer {region.composer and region.composer.key!r} made KV of {kv.tokens} tokens; expected "
+                f"{len(region)}, as the pack {span.handle} has at its position."
+            )
+        return KVTensors(*(tuple(t.to(shape.device, shape.dtype) for t in side) for side in (kv.keys, kv.values)))
+
+    def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
+        """The pack of a span with its KV, as long as it is still the one that was planned with."""
+        planned = pack = span.pack
+        if pack.kv is None and plan.packs is not None and find_handles(span.handle):
+            try:
+                pack = plan.packs.get(Handle.parse(span.handle))
+            except PackNotFoundError:
+                return None
+        same = ("token_ids", "prefix", "fingerprint")
+        if any(getattr(pack, name) != getattr(planned, name) for name in same):
+            return None
+        return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
+
+    def _forward(self, ids: Sequence[int], past: KVTensors | None = None) -> KVTensors:
+        """See `kp_core.compose.Forward`."""
+        before = 0 if past is None else past.tokens
+        buffer = KVBuffer(self.model.shape, before + len(ids))
+        if past is not None:
+            buffer.append(past)
+        for at in range(0, len(ids), self.chunk_tokens):
+            self.forward(ids[at : at + self.chunk_tokens], buffer, logits=False)
+        return buffer.read(before, before + len(ids))
 
 
-def _check(cancel: Limit | None) -> None:
-    if cancel is not None and cancel.is_set():
+def _check(limit: Limit) -> None:
+    if limit.is_set():
         raise Cancelled
-
-
-@dataclass(frozen=True)
-class _Sources:
-    """Where the KV of one request may come from."""
-
-    tree: PrefixTree
-    fingerprint: ModelFingerprint
-    packs: PackSource | None
-    composer: Composer
-    reuse: bool
-    decoded: bool
-    cancel: Limit | None
-
-    def match(
-        self,
-        prompt: Prompt,
-        edges: Sequence[tuple[int, int]],
-        labels: Mapping[tuple[int, int], int],
-        *,
-        logits: bool,
-    ) -> Path:
-        """What the tree has of `prompt`."""
-        return self.tree.match(
-            self.composer.name, prompt.token_ids, edges, decoded=self.decoded, logits=logits, labels=labels
-        )
-
-
-@dataclass
-class _PackKV:
-    """The KV that the packs of one prompt bring, as the composer places it; read from the source once."""
-
-    _prompt: Prompt
-    _chunk_tokens: int
-    _sources: _Sources
-    _device: torch.device
-    _loaded: dict[int, KVTensors | None] = field(default_factory=dict)
-
-    def find(self, start: int, stop: int) -> KVTensors | None:
-        """KV of the chunk `start:stop`, when a pack has it."""
-        for span in self._prompt.spans:
-            if span.start <= start and stop <= span.stop:
-                if span.start not in self._loaded:
-                    self._loaded[span.start] = self._load(span)
-                kv = self._loaded[span.start]
-                return None if kv is None else kv.slice(start - span.start, stop - span.start)
-        return None
-
-    def _load(self, span: Span) -> KVTensors | None:
-        wants = self._sources.composer.wants
-        pack, prefix = span.pack, self._prompt.prefix(span, self._chunk_tokens, wants)
-        if not (self._fits(span, pack) and wants(pack, prefix)):
-            return None
-        if pack.kv is None and self._sources.packs is not None and find_handles(span.handle):
-            pack = self._sources.packs.get(Handle.parse(span.handle))
-        # What came from the source may have been replaced since it was looked at.
-        if pack.kv is None or not (self._fits(span, pack) and wants(pack, prefix)):
-            logger.info("Pack %s has no KV for this place; it is computed from its text.", span.handle)
-            return None
-        return self._sources.composer.place(pack, prefix).to(self._device)
-
-    def _fits(self, span: Span, pack: KnowledgePack) -> bool:
-        """Same model, same tokens."""
-        return (
-            pack.token_ids == self._prompt.token_ids[span.start : span.stop]
-            and pack.fingerprint == self._sources.fingerprint
-        )

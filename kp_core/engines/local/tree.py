@@ -110,16 +110,15 @@ class PrefixTree:
         self.budget_bytes = budget_bytes
         self.nbytes = 0
         self.lock = threading.RLock()
-        self._roots: dict[str, Node] = {}
+        self._root = Node((), None, None)
         # Oldest first. A path is touched from its leaf to its root, so leaves grow old before what they stand on.
         self._age: OrderedDict[Node, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._age)
 
-    def match(  # noqa: PLR0913 - what a prompt is, and what may be found of it
+    def match(
         self,
-        key: str,
         ids: tuple[int, ...],
         chunks: Sequence[tuple[int, int]],
         *,
@@ -127,17 +126,17 @@ class PrefixTree:
         logits: bool = True,
         labels: Mapping[tuple[int, int], int] = _UNLABELLED,
     ) -> Path:
-        """The longest path under `key` that begins the prompt `ids`, cut at `chunks`.
+        """The longest path that begins the prompt `ids`, cut at `chunks`.
 
-        `key` keeps KV of different making (model, steering) apart. With `decoded=False` no generated token is matched.
-        With `logits`, a path over the whole prompt is given only where the logits behind it are kept.
+        With `decoded=False` no generated token is matched. With `logits`, a path over the whole prompt is given only
+        where the logits behind it are kept.
 
-        `labels` names chunks whose KV was altered, each by a negative number: such a chunk is one node, whose `ids` end
-        with its label, so that neither it nor anything below it is found without the label. No decoded node reaches
-        into a labelled chunk.
+        `labels` names chunks whose KV was altered or composed, each by a negative number: such a chunk is one node,
+        whose `ids` end with its label, so that neither it nor anything below it is found without the label. No decoded
+        node reaches into a labelled chunk.
         """
         with self.lock:
-            path = Path(self, self._roots.setdefault(key, Node((), None, None)))
+            path = Path(self, self._root)
             for start, stop in chunks:
                 label = (labels[start, stop],) if (start, stop) in labels else ()
                 while path.tokens < stop:

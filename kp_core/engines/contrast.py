@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.metadata
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from kp_core.engines.local.fill import Prefiller
+from kp_core.engines.base import Engine
 from kp_core.errors import SteeringError
 from kp_core.kv import KVTensors
-from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import Prefix
+from kp_core.plan import Plan
 from kp_core.prompt.prompt import Prompt, common_length
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import LayerRange, Method, Pair, Side, Steering, resolve_layers
@@ -34,8 +35,8 @@ class _Means(NamedTuple):
 class Contrast:
     """Reads pairs of conversations and keeps what their KV have apart."""
 
-    def __init__(self, prefiller: Prefiller, template: ChatTemplate, fingerprint: ModelFingerprint) -> None:
-        self._prefiller, self._template, self._fingerprint = prefiller, template, fingerprint
+    def __init__(self, engine: Engine, template: ChatTemplate, wanted: Callable[[Prefix, Sequence[int]], Plan]) -> None:
+        self._engine, self._template, self._wanted = engine, template, wanted
 
     def make(  # noqa: PLR0913 - as the engine's method
         self,
@@ -67,12 +68,15 @@ class Contrast:
                 "Got c_k with method='mean'. RoPE rotates each cached key by its position, so a mean over positions "
                 "mixes rotations and is no direction. Leave c_k out, or use method='last_token'."
             )
-        chosen = resolve_layers(layers, len(self._prefiller.model.shape.layers))
         prompts = [self._prompts(pair, index, method) for index, pair in enumerate(pairs)]
-        sums: list[tuple[_Means, _Means]] = [
-            self._read_pair(*found, method)
-            for found in tqdm(prompts, "Reading pairs", delay=1, unit="pair", disable=not progress)
-        ]
+        plans = [plan for pair in prompts for plan in self._plans(*pair)]
+        means: list[_Means] = []
+        bar = tqdm(self._engine.kv(plans), "Reading pairs", len(plans), delay=1, unit="side", disable=not progress)
+        chosen: tuple[int, ...] = ()
+        for kv in bar:
+            chosen = chosen or resolve_layers(layers, kv.layers)
+            means.append(_means(kv, method))
+        sums = list(zip(means[::2], means[1::2], strict=True))
         deltas = {
             name: {
                 layer: torch.stack([getattr(a, name)[layer] - getattr(b, name)[layer] for a, b in sums]).mean(dim=0)
@@ -83,14 +87,14 @@ class Contrast:
         scales = {layer: sum(a.norms[layer] + b.norms[layer] for a, b in sums) / (2 * len(sums)) for layer in chosen}
         made = Steering(
             deltas["values"],
-            self._fingerprint,
+            self._engine.identity,
             method,
             deltas["keys"] if method == "last_token" else {},
             scales,
             provenance={
                 "made": f"{method} of {len(pairs)} pairs",
                 "torch": torch.__version__,
-                "transformers": transformers.__version__,
+                "transformers": importlib.metadata.version("transformers"),
             },
         )
         return made.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
@@ -110,34 +114,26 @@ class Contrast:
     def _render(self, side: Side, *, answering: bool) -> Prompt:
         return self._template.render(side, add_generation_prompt=answering)
 
-    def _read_pair(self, positive: Prompt, negative: Prompt, method: Method) -> tuple[_Means, _Means]:
+    def _plans(self, positive: Prompt, negative: Prompt) -> tuple[Plan, Plan]:
+        """The KV of both sides from the first message on that differs; only what is before is looked up."""
         shared = common_length(positive.token_ids, negative.token_ids)
         start = max((at for at in positive.breaks if at <= shared), default=0)
-        first, second = (self._read(prompt, start, method) for prompt in (positive, negative))
+        first, second = (
+            self._wanted(
+                Prefix(side.token_ids[:start], tuple(at for at in side.breaks if at < start)), side.token_ids[start:]
+            )
+            for side in (positive, negative)
+        )
         return first, second
 
-    def _read(self, prompt: Prompt, start: int, method: Method) -> _Means:
-        kv = self._compute(prompt, start)
-        if method == "last_token":
-            at = max(kv.tokens - 2, 0)
-            kv = kv.slice(at, at + 1)
-        return _Means(
-            [key.double().mean(dim=1).cpu() for key in kv.keys],
-            [value.double().mean(dim=1).cpu() for value in kv.values],
-            # All heads of one token are one vector.
-            [float(value.double().square().sum(dim=(0, 2)).sqrt().mean()) for value in kv.values],
-        )
 
-    def _compute(self, prompt: Prompt, start: int) -> KVTensors:
-        """KV of the tokens from `start` on; only what stands before them goes through the prefix tree."""
-        prefiller, ids = self._prefiller, prompt.token_ids
-        breaks = tuple(at for at in prompt.breaks if at < start)
-        run = prefiller.start(
-            Prompt(ids[:start], breaks=breaks), len(ids), self._fingerprint, deterministic=True, logits=False
-        )
-        try:
-            for at in range(start, len(ids), prefiller.chunk_tokens):
-                prefiller.forward(ids[at : at + prefiller.chunk_tokens], run.buffer, logits=False)
-            return run.buffer.read(start, len(ids))
-        finally:
-            prefiller.finish(run)
+def _means(kv: KVTensors, method: Method) -> _Means:
+    if method == "last_token":
+        at = max(kv.tokens - 2, 0)
+        kv = kv.slice(at, at + 1)
+    return _Means(
+        [key.double().mean(dim=1).cpu() for key in kv.keys],
+        [value.double().mean(dim=1).cpu() for value in kv.values],
+        # All heads of one token are one vector.
+        [float(value.double().square().sum(dim=(0, 2)).sqrt().mean()) for value in kv.values],
+    )

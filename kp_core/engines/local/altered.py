@@ -1,8 +1,8 @@
-"""Altering KV as a plan says."""
+"""Altering KV as a block of a plan says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from kp_core.errors import SteeringError
 from kp_core.kv import KVTensors
 from kp_core.steering import Block
 
-__all__ = ["altered", "steered_edges"]
+__all__ = ["altered"]
 
 
 @torch.inference_mode()
@@ -43,23 +43,3 @@ def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], spa
         precise = torch.promote_types(plain.dtype, torch.float32)
         shifted = plain.to(precise) + delta.to(plain.device, precise)[:, None]
         tensors[layer][:, span] = shifted.to(plain.dtype)
-
-
-def steered_edges(
-    chunks: Sequence[tuple[int, int]], blocks: Sequence[Block]
-) -> tuple[list[tuple[int, int]], dict[tuple[int, int], Block]]:
-    """The chunks of a prompt with each block as one, and which of them are blocks."""
-    return list(_edges(chunks, blocks)), {(block.start, block.stop): block for block in blocks}
-
-
-def _edges(chunks: Sequence[tuple[int, int]], blocks: Sequence[Block]) -> Iterator[tuple[int, int]]:
-    done = 0
-    waiting = list(blocks)
-    for _, stop in chunks:
-        while waiting and waiting[0].start <= done < stop:
-            block = waiting.pop(0)
-            yield block.start, block.stop
-            done = block.stop
-        if done < stop:
-            yield done, stop
-            done = stop

@@ -1,0 +1,100 @@
+"""A plan as a table for people: where each part of a prompt will come from, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kp_core.plan import Plan, Region
+
+__all__ = ["Explanation", "Row", "explain"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tokens `start:stop` of a prompt: what they are, and the source of their KV.
+
+    `source` is `tree` (at hand in memory), `pack` (read from the store), `composed` (by `method`), `steered` or
+    `computed`. `seconds` is an estimate from what the engine did before; `None` before it did anything.
+    """
+
+    start: int
+    stop: int
+    what: str
+    source: str
+    method: str = ""
+    seconds: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a request would do; nothing of it has been done. `str` is a table."""
+
+    rows: tuple[Row, ...]
+    token_budget: int
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Tokens by source."""
+        found: dict[str, int] = {}
+        for row in self.rows:
+            found[row.source] = found.get(row.source, 0) + row.tokens
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        rows = [{**asdict(row), "tokens": row.tokens} for row in self.rows]
+        return {"regions": rows, "tokens": dict(self.counts), "token_budget": self.token_budget}
+
+    def __str__(self) -> str:
+        cells = [("tokens", "from", "to", "source", "estimate", "what")]
+        for row in self.rows:
+            cost = "?" if row.seconds is None else f"{row.seconds:.3f} s"
+            source = f"{row.source} ({row.method})" if row.method else row.source
+            cells.append((str(row.tokens), str(row.start), str(row.stop), source, cost, row.what))
+        widths = [max(len(row[column]) for row in cells) for column in range(5)]
+        lines = [
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row[:3], widths[:3], strict=True)),
+                       *(cell.ljust(width) for cell, width in zip(row[3:5], widths[3:], strict=True)), row[5]]).rstrip()
+            for row in cells
+        ]  # fmt: skip
+        total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
+        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens"])
+
+
+def explain(plan: Plan, found: int, seconds_per_token: float | None) -> Explanation:
+    """The rows of `plan`, of which the prefix tree has the first `found` tokens."""
+    rows: list[Row] = []
+    for region in plan.regions:
+        known = min(max(found, region.start), region.stop)
+        for start, stop, source in ((region.start, known, "tree"), (known, region.stop, _source(region))):
+            if start < stop:
+                is_computed = source in ("computed", "steered")
+                cost = 0.0 if not is_computed else None if seconds_per_token is None else seconds_per_token
+                method = region.composer.key if region.composer and source == "composed" else ""
+                about = None if cost is None else cost * (stop - start)
+                new = Row(start, stop, _what(plan, start, stop), source, method, about)
+                rows.append(new)
+    return Explanation(tuple(rows), plan.token_budget)
+
+
+def _source(region: Region) -> str:
+    """Where the KV would come from; a pack without KV is computed from its text."""
+    pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
+    if pack is not None and pack.kv is None and not pack.stored_bytes:
+        return "computed"
+    return region.source
+
+
+def _what(plan: Plan, start: int, stop: int) -> str:
+    """The packs that have tokens here, or that it is text."""
+    inside = [span for span in plan.prompt.spans if span.start < stop and start < span.stop]
+    names = [f"{span.handle}{' (recognised)' if span.recognised else ''} {span.pack.text[:32]!r}" for span in inside]
+    is_all = len(inside) == 1 and inside[0].start <= start and stop <= inside[0].stop
+    return "text" if not names else ", ".join(names if is_all else ["text", *names])

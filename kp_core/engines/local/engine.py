@@ -1,0 +1,171 @@
+"""The engine of one machine: plans over a prefix tree, packs and a model that runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from kp_core.engines.base import CAPABILITIES, TokenStream
+from kp_core.engines.local.build import Builder
+from kp_core.engines.local.fill import Cancelled, Filled, Filler, LocalModel, Sampler
+from kp_core.engines.local.grammar import Grammars
+from kp_core.engines.local.tree import Node
+from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.plan import Plan
+
+__all__ = ["LocalEngine"]
+
+
+class LocalEngine:
+    """Runs plans with a `LocalModel`: an `Engine` with all capabilities, and a `CachingEngine`.
+
+    `identity` and `check` are called when the identity is asked for and before each request: the first may take
+    seconds, the second raises when the model is no longer what it was. `cache_bytes` is the budget of the prefix tree,
+    `chunk_tokens` the longest canonical chunk.
+
+    Several threads may call it: prompts are prefilled one after the other, answers are decoded in turns.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it is made of
+        self,
+        model: LocalModel,
+        tokenizer: Any,  # noqa: ANN401
+        *,
+        identity: Callable[[], ModelFingerprint],
+        check: Callable[[], None],
+        cache_bytes: int,
+        chunk_tokens: int,
+    ) -> None:
+        self.tokenizer, self._identity, self._check = tokenizer, identity, check
+        self._filler = Filler(model, cache_bytes, chunk_tokens)
+        # Kept, as it remembers which shapes of batch are exact.
+        self._builder = Builder(self._filler)
+        eos = getattr(tokenizer, "eos_token_id", None)
+        self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
+        self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
+
+    @property
+    def identity(self) -> ModelFingerprint:
+        """See `Engine.identity`."""
+        return self._identity()
+
+    @property
+    def max_positions(self) -> int:
+        """See `Engine.max_positions`."""
+        return self._filler.model.max_positions
+
+    @property
+    def supports(self) -> frozenset[str]:
+        """All there is."""
+        return frozenset(CAPABILITIES)
+
+    @property
+    def cached_bytes(self) -> int:
+        """See `CachingEngine.cached_bytes`."""
+        return self._filler.tree.nbytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """See `CachingEngine.bytes_per_token`."""
+        return self._filler.model.shape.bytes_per_token
+
+    def run(self, plan: Plan) -> TokenStream:
+        """See `Engine.run`.
+
+        Raises `ToolError` for a grammar that cannot be compiled, `SamplingError` when no answer of it fits into the
+        token budget.
+        """
+        self._check()
+        if plan.forced:
+            return TokenStream(partial(self._forced, plan))
+        constraint = None
+        if plan.grammar is not None:
+            constraint = self._grammars.constraint(plan.grammar, plan.token_budget, opened=plan.opened)
+        sampler = self._filler.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
+        return TokenStream(partial(self._answer, plan, sampler))
+
+    def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
+        """See `Engine.kv`."""
+        self._check()
+        return self._builder.build(plans)
+
+    def found(self, plan: Plan) -> int:
+        """See `CachingEngine.found`."""
+        path = self._filler.match(plan)
+        path.release()
+        return path.tokens
+
+    def pin(self, plan: Plan) -> Node:
+        """See `CachingEngine.pin`."""
+        run = self._filler.start(plan, len(plan.prompt), logits=False)
+        try:
+            return run.path.pin()
+        finally:
+            self._filler.finish(run)
+
+    def unpin(self, pinned: object) -> None:
+        """See `CachingEngine.unpin`."""
+        if not isinstance(pinned, Node):
+            raise TypeError(f"Got {type(pinned).__name__}; expected what `pin` gave back.")
+        self._filler.tree.unpin(pinned)
+
+    def clear_cache(self) -> None:
+        """Drop all KV that is neither pinned nor in use, and the buffers that wait."""
+        self._filler.tree.clear()
+        self._filler.pool.clear()
+
+    def _start(self, plan: Plan, stream: TokenStream, room: int) -> Filled | None:
+        """The prompt, prefilled; `None` when the request was cancelled meanwhile."""
+        try:
+            run = self._filler.start(plan, len(plan.prompt) + room)
+        except Cancelled:
+            stream.finish = "cancelled"
+            return None
+        stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
+        stream.first_logits = run.logits
+        return run
+
+    def _answer(self, plan: Plan, sampler: Sampler, stream: TokenStream) -> Iterator[int]:
+        run = self._start(plan, stream, plan.token_budget)
+        if run is None:
+            return
+        tokens: list[int] = []
+        try:
+            for left in range(plan.token_budget, 0, -1):
+                if run.logits is None:
+                    raise AssertionError("a prefilled prompt has logits")
+                tokens.append(sampler(run.logits, left))
+                if tokens[-1] in self._end_tokens:
+                    stream.finish = "stop"
+                yield tokens[-1]
+                if stream.finish == "stop":
+                    return
+                if plan.limit.is_set():
+                    stream.finish = "cancelled"
+                    return
+                # The KV of a token is computed when the next one is asked for.
+                if left > 1:
+                    run.logits = self._filler.forward(tokens[-1:], run.buffer)
+        finally:
+            self._finish(run, plan, tokens)
+
+    def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
+        run = self._start(plan, stream, len(plan.forced))
+        if run is None:
+            return
+        try:
+            stream.losses = self._filler.losses(run, plan.forced)
+            yield from plan.forced
+        finally:
+            self._filler.finish(run)
+
+    def _finish(self, run: Filled, plan: Plan, tokens: Sequence[int]) -> None:
+        """Let the next turn find what was decoded, and give the memory back."""
+        prompt = len(plan.prompt)
+        decoded = run.buffer.length - prompt
+        if decoded > 0 and run.path.is_open and run.path.tokens == prompt:
+            kv = run.buffer.read(prompt, run.buffer.length)
+            run.path.extend(tuple(tokens[:decoded]), kv, is_decoded=True)
+        self._filler.finish(run)

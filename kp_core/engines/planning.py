@@ -1,0 +1,177 @@
+"""From messages to a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kp_core.compose import Composer, NaiveComposer
+from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
+from kp_core.engines.request import Request
+from kp_core.errors import ContextOverflowError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.plan import Limit, Plan, plan_regions
+from kp_core.prompt.cuts import Cuts, cut, is_home
+from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.resolve import Message
+from kp_core.prompt.template import ChatTemplate
+from kp_core.steering import Block, as_steering, plan_blocks
+
+__all__ = ["Learned", "Planner"]
+
+_DEFAULT_MAX_TOKENS = 512
+_RECOGNISED_TOKENS = 64  # A shorter pack costs more as a chunk of its own than it saves.
+_REMEMBERED = 4096  # Positions of recognised texts that are counted.
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A pack that was met a second time behind a prefix it was not compiled for."""
+
+    span: Span
+    token_ids: tuple[int, ...]
+    prefix: Prefix
+
+    def pack(self) -> KnowledgePack:
+        """The pack as it would be compiled for this prefix, without its KV."""
+        return replace(self.span.pack, token_ids=self.token_ids, prefix=self.prefix, kv=None)
+
+
+@dataclass
+class _Sourced:
+    """What was decided about the packs of one prompt."""
+
+    packs: set[Span]
+    composed: dict[Span, Composer]
+    learned: list[Learned]
+
+
+class Planner:
+    """Makes plans for one model."""
+
+    def __init__(self, template: ChatTemplate, identity: ModelFingerprint, max_positions: int) -> None:
+        self._template, self._identity, self._max_positions = template, identity, max_positions
+        self._chunk_tokens = int(identity.chunk_tokens)
+        self._met: Counter[tuple[str, int]] = Counter()
+
+    def plan(
+        self,
+        messages: Sequence[Message] | str,
+        request: Request,
+        limit: Limit,
+        *,
+        tokens: int | None = None,
+        answering: bool = True,
+    ) -> tuple[Plan, list[Learned]]:
+        """The plan of one request, whose answer may take `tokens` (by default what its sampling says).
+
+        And the packs that should be compiled for where they stand. Raises `PromptError` and its kinds,
+        `FingerprintMismatchError` for packs and steerings of another model, `SteeringError`.
+        """
+        view = request.view
+        checked = CheckedSource(view.source if view else None, self._identity, request.mismatch)
+        prompt = self._template.render(
+            messages,
+            view=None if view is None else replace(checked_view(view, checked), recognise=request.recognise),
+            packs=explicit_packs(request.packs, view, checked),
+            placement=request.placement,
+            compact=request.compact,
+            shape=request.shape,
+            thinking=request.thinking,
+        )
+        cuts, sourced = self._cut(prompt, request)
+        prompt = cuts.prompt
+        blocks = self.blocks(prompt, cuts, request, answering=answering)
+        budget = self._budget(prompt, request, tokens)
+        plan = Plan(
+            prompt,
+            plan_regions(cuts, sourced.packs, sourced.composed, blocks),
+            request,
+            budget,
+            packs=checked,
+            reuse=request.reuse,
+            deterministic=request.deterministic,
+            limit=limit,
+        )
+        if blocks:
+            start, below = self._cut(prompt.until(blocks[0].stop), request)
+            regions = plan_regions(start, below.packs, below.composed)
+            plan = replace(plan, below=replace(plan, prompt=start.prompt, regions=regions))
+        return plan, sourced.learned
+
+    def blocks(self, prompt: Prompt, cuts: Cuts, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
+        """What is to be steered in `prompt`."""
+        steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
+        blocks = plan_blocks(prompt, steering, request.scope, cuts.chunks, answering=answering)
+        for block in blocks:
+            for part in block.parts:
+                part.steering.check(self._identity)
+                part.steering.warn_beyond_cliff()
+        return blocks
+
+    def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
+        """The plan that holds `pack` behind the prefix it was compiled for, and nothing behind it."""
+        prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), pack.prefix.cuts)
+        cuts, sourced = self._cut(prompt, Request())
+        blocks = self.blocks(prompt, cuts, Request(), answering=False)
+        plan = Plan(prompt, plan_regions(cuts, sourced.packs, blocks=blocks), deterministic=True)
+        if blocks:
+            plan = replace(plan, below=replace(plan, regions=plan_regions(cuts, sourced.packs)))
+        return plan
+
+    def wanted(self, prefix: Prefix, token_ids: Sequence[int]) -> Plan:
+        """The plan for the KV of `token_ids` behind `prefix`."""
+        before = Prompt(prefix.token_ids, breaks=prefix.cuts)
+        ids = (*prefix.token_ids, *token_ids)
+        regions = plan_regions(cut(before, self._chunk_tokens))
+        return Plan(replace(before, token_ids=ids), regions, wanted=(len(prefix), len(ids)), deterministic=True)
+
+    def _cut(self, prompt: Prompt, request: Request) -> tuple[Cuts, _Sourced]:
+        """The canonical chunks of `prompt`, and where the KV of its packs comes from."""
+        sourced = _Sourced(set(), {}, [])
+        wanted = set(request.composer.regions(prompt))
+
+        def stands(span: Span, prefix: Callable[[], Prefix]) -> bool | None:
+            pack, home = span.pack, is_home(span, prefix)
+            fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
+            own = pack.fingerprint == self._identity
+            if span.recognised:
+                return self._recognised(prompt, span, prefix, sourced, usable=home and fits and own)
+            if home and fits and own:
+                sourced.packs.add(span)
+            elif own and fits and span in wanted and not home:
+                sourced.composed[span] = request.composer
+            elif fits and not own and request.mismatch == "accept" and pack.prefix.token_ids == prefix().token_ids:
+                sourced.composed[span] = NaiveComposer("accept")
+            return home or span in sourced.composed
+
+        return cut(prompt, self._chunk_tokens, stands), sourced
+
+    def _recognised(
+        self, prompt: Prompt, span: Span, prefix: Callable[[], Prefix], sourced: _Sourced, *, usable: bool
+    ) -> bool | None:
+        """Whether a pack that was recognised by its text is used; at the second time in one place, it is compiled."""
+        pack = span.pack
+        if len(span) < _RECOGNISED_TOKENS or pack.steering is not None:
+            return None
+        if usable and (pack.kv is not None or pack.stored_bytes):
+            sourced.packs.add(span)
+            return True
+        place = (span.handle, hash(prefix()))
+        if self._met[place] == 0 and len(self._met) >= _REMEMBERED:
+            del self._met[next(iter(self._met))]
+        self._met[place] += 1
+        if self._met[place] < 2:
+            return None
+        sourced.learned.append(Learned(span, prompt.token_ids[span.start : span.stop], prefix()))
+        return True
+
+    def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
+        """How many tokens the answer may take."""
+        left = self._max_positions - len(prompt)
+        wanted = tokens if tokens is not None else request.max_tokens or min(_DEFAULT_MAX_TOKENS, max(left, 1))
+        if wanted > left:
+            raise ContextOverflowError(len(prompt), wanted, self._max_positions)
+        return wanted

@@ -1,0 +1,299 @@
+"""Conversations on any engine: messages in, plans to the engine, answers and counts out."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import math
+import platform
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine
+from kp_core.engines.contrast import Contrast
+from kp_core.engines.explain import Explanation, explain
+from kp_core.engines.idle import IdleQueue, Job
+from kp_core.engines.planning import Learned, Planner
+from kp_core.engines.reading import Reading, check_time, usage_of
+from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
+from kp_core.engines.streams import AsyncStream, Stream, in_thread
+from kp_core.errors import BusyError, UnsupportedRequestError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.view import PackRef
+from kp_core.plan import Limit, Plan
+from kp_core.prompt.cuts import prefix_of
+from kp_core.prompt.prompt import Span
+from kp_core.prompt.resolve import Message
+from kp_core.prompt.template import ChatTemplate, TokenisedPack
+from kp_core.steering import LayerRange, Method, Pair, Steering
+from kp_core.tools import Delta
+
+__all__ = ["Session"]
+
+
+class Session:
+    """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
+
+    `template` is by default the chat template of the engine's tokenizer. Options of a request are those of `Request`, by name; unknown ones raise
+    `OptionError`, and what the engine does not support raises `UnsupportedRequestError`, both at the call. Several
+    threads may use one session.
+    """
+
+    def __init__(self, engine: Engine, *, name: str | None = None, template: ChatTemplate | None = None) -> None:
+        self.engine = engine
+        self.name = name or type(engine).__name__
+        """What people call the model."""
+        self.template = template or ChatTemplate(engine.tokenizer)
+        """The model's chat template."""
+        self._idle = IdleQueue()
+        self._planning = threading.Lock()
+        self._pace = (0, 0.0)  # Tokens computed, and seconds until their first answers.
+
+    @property
+    def tokenizer(self) -> Any:  # noqa: ANN401 - as the engine's
+        """The model's tokenizer."""
+        return self.engine.tokenizer
+
+    @property
+    def fingerprint(self) -> ModelFingerprint:
+        """Which model, and in what numerics; the weights are digested when it is first asked for."""
+        return self.engine.identity
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.engine.max_positions
+
+    @cached_property
+    def _planner(self) -> Planner:
+        return Planner(self.template, self.engine.identity, self.engine.max_positions)
+
+    def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
+        """The answer to a conversation (a string is one user message).
+
+        Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
+        `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`) and, as its kind
+        `SteeringMismatchError`, for a steering of one, `SteeringError` for one that the prompt has no position for,
+        `SamplingError`, `OptionError`.
+        """
+        return self.stream(messages, **options).result()
+
+    def stream(self, messages: Sequence[Message] | str, **options: Any) -> Stream:  # noqa: ANN401
+        """The answer piece by piece; raises as `generate`, at the call."""
+        request = Request.of(options)
+        plan, reading = self._plan(messages, request)
+        self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
+        return Stream(self._answer(plan, reading, self.engine.run(plan)))
+
+    async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
+        """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
+        cancel = options.setdefault("cancel", None) or threading.Event()
+        options["cancel"] = cancel
+        return await in_thread(lambda: self.generate(messages, **options), cancel)
+
+    def astream(self, messages: Sequence[Message] | str, **options: Any) -> AsyncStream:  # noqa: ANN401
+        """As `stream`, without blocking the event loop; leaving the loop early stops the generation."""
+        cancel = options.setdefault("cancel", None) or threading.Event()
+        options["cancel"] = cancel
+        return AsyncStream(lambda: self.stream(messages, **options), cancel)
+
+    def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
+        """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
+        self._need("logits", "a prefill alone")
+        plan, _ = self._plan(messages, Request.of(options), tokens=0)
+        with self._idle.request():
+            stream = self.engine.run(plan)
+            for _ in stream:
+                pass
+        check_time(plan.limit, 0)
+        if stream.first_logits is None:
+            raise CancelledError("The prefill was cancelled.")
+        return Prefill(stream.first_logits, usage_of(plan, stream, 0, plan.limit.spent), plan.prompt)
+
+    def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
+        """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
+        plan, _ = self._plan(messages, Request.of(options))
+        tokens, seconds = self._pace
+        found = self._cache("explain").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
+        return explain(plan, found, seconds / tokens if tokens else None)
+
+    def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
+        """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
+
+        Raises as `generate`.
+        """
+        self._need("losses", "the likelihood of a given answer")
+        tokens = tuple(self.tokenizer.encode(answer, add_special_tokens=False))
+        if not tokens:
+            return 1.0
+        plan, _ = self._plan(messages, Request.of(options), forced=tokens, tokens=len(tokens))
+        with self._idle.request():
+            stream = self.engine.run(plan)
+            for _ in stream:
+                pass
+        return math.exp(sum(stream.losses) / len(stream.losses))
+
+    def build_pack(
+        self,
+        text: str,
+        *,
+        namespace: str = "default",
+        compiled_for: CompiledFor = "user",
+        lazy: bool = False,
+        provenance: Mapping[str, str] | None = None,
+    ) -> KnowledgePack:
+        """`text` compiled for the position that `compiled_for` says (see `ChatTemplate.tokenise_pack`).
+
+        A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`,
+        ...) travels with the pack.
+        """
+        about = [provenance or {}]
+        return next(
+            self.build_packs([text], namespace=namespace, compiled_for=compiled_for, lazy=lazy, provenance=about)
+        )
+
+    def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
+        self,
+        texts: Sequence[str],
+        *,
+        namespace: str = "default",
+        compiled_for: CompiledFor = "user",
+        lazy: bool = False,
+        provenance: Sequence[Mapping[str, str]] | None = None,
+        progress: bool = True,
+    ) -> Iterator[KnowledgePack]:
+        """The packs of `texts`, in order and one at a time, so that any number fits in memory.
+
+        Each is bit-identical to what `build_pack` gives. A progress bar shows when it takes longer than a second.
+        """
+        self._need("kv", "building packs", needed=not lazy)
+        made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
+        chunk_tokens = int(self.fingerprint.chunk_tokens)
+        waiting: deque[tuple[TokenisedPack, Prefix]] = deque()
+
+        def plans() -> Iterator[Plan]:
+            for text in texts:
+                job = self.template.tokenise_pack(text, compiled_for)
+                waiting.append((job, prefix_of(job.prompt, job.prompt.spans[0], chunk_tokens)))
+                yield self._planner.wanted(waiting[-1][1], job.token_ids)
+
+        known = itertools.repeat({}, len(texts)) if provenance is None else provenance
+        found = (None for _ in plans()) if lazy else self.engine.kv(plans())
+        bar = tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress)
+        for kv, about in zip(bar, known, strict=True):
+            job, prefix = waiting.popleft()
+            yield KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
+
+    def make_steering(  # noqa: PLR0913
+        self,
+        pairs: Sequence[Pair],
+        *,
+        method: Method = "mean",
+        layers: LayerRange | None = None,
+        c_v: float = 1.0,
+        c_k: float | None = None,
+        progress: bool = True,
+    ) -> Steering:
+        """A steering from what `pairs` of (positive, negative) have apart; see `Contrast.make`."""
+        self._need("kv", "making steerings")
+        contrast = Contrast(self.engine, self.template, self._planner.wanted)
+        return contrast.make(pairs, method=method, layers=layers, c_v=c_v, c_k=c_k, progress=progress)
+
+    def when_idle(self, job: Job) -> Future[None]:
+        """Do `job` when no request is being answered, a step at a time; raises `BusyError` when too much waits."""
+        return self._idle.put(job)
+
+    def close(self) -> None:
+        """End background work; requests may still be made."""
+        self._idle.close()
+
+    def pin(self, pack: KnowledgePack) -> object:
+        """Keep the KV of `pack`, at the position it was compiled for, in memory until `unpin` of what is given back."""
+        pack.check(self.fingerprint)
+        start = len(pack.prefix)
+        span = Span(start, start + len(pack.token_ids), PackRef("", pack))
+        return self._cache("pin").pin(self._planner.pinned(pack, span))
+
+    def unpin(self, pinned: object) -> None:
+        """Let the prefix tree evict a pinned pack again."""
+        self._cache("unpin").unpin(pinned)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of KV in the prefix tree, which its budget bounds."""
+        return self._cache("cached_bytes").cached_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per token."""
+        return self._cache("bytes_per_token").bytes_per_token
+
+    def clear_cache(self) -> None:
+        """Drop all KV that is neither pinned nor in use."""
+        self._cache("clear_cache").clear_cache()
+
+    def _plan(
+        self,
+        messages: Sequence[Message] | str,
+        request: Request,
+        *,
+        tokens: int | None = None,
+        forced: tuple[int, ...] = (),
+    ) -> tuple[Plan, Reading]:
+        limit = Limit(request.cancel, request.timeout)
+        with self._planning:
+            planner = self._planner
+        plan, learned = planner.plan(messages, request, limit, tokens=tokens)
+        reading = Reading(self.template, self.tokenizer, plan.prompt, request)
+        self._need("steer", "steering", needed=any(region.block for region in plan.regions))
+        self._need("compose", f"composer={request.composer!r}", needed=any(region.composer for region in plan.regions))
+        self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
+        self._need("deterministic", "deterministic=True", needed=request.deterministic)
+        self._compile(learned, request)
+        return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
+
+    def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
+        with self._idle.request():
+            generation = yield from reading.read(plan, tokens)
+        usage = generation.usage
+        if usage.computed_tokens:
+            self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
+        return generation
+
+    def _compile(self, learned: Sequence[Learned], request: Request) -> None:
+        """Compile recognised packs for where they stand, in the background, for the next request."""
+        put: Callable[[KnowledgePack], object] | None = getattr(request.view and request.view.source, "put", None)
+        if put is None or "kv" not in self.engine.supports:
+            return
+        for each in learned:
+
+            def work(each: Learned = each) -> Iterator[None]:
+                for kv in self.engine.kv([self._planner.wanted(each.prefix, each.token_ids)]):
+                    put(replace(each.pack(), kv=kv))
+                    yield
+
+            try:
+                self.when_idle(work)
+            except BusyError:
+                return  # It will be met again.
+
+    def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
+        if needed and capability not in self.engine.supports:
+            raise UnsupportedRequestError(
+                f"{self.name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which "
+                "runs the model on this machine, does."
+            )
+
+    def _cache(self, what: str) -> CachingEngine:
+        self._need("cache", what)
+        engine: Any = self.engine
+        cache: CachingEngine = engine
+        return cache

@@ -1,0 +1,196 @@
+"""What a request comes down to: a prompt, where the KV of each part of it comes from, and how its answer is made."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+from kp_core.compose import Composer
+from kp_core.errors import SamplingError
+from kp_core.packs.view import PackSource
+from kp_core.prompt.cuts import Cuts
+from kp_core.prompt.prompt import Prompt, Span
+from kp_core.steering import Block
+
+__all__ = ["Limit", "Plan", "Region", "Sampling", "Source", "plan_regions"]
+
+Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
+"""Where the KV of a region comes from when the prefix tree lacks it."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen; the defaults are greedy. Raises `SamplingError` for a value out of range."""
+
+    max_tokens: int | None = None
+    """Most tokens to generate; `None` is 512, or fewer where the context ends sooner."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Smallest share of probability that the tokens to choose from have together."""
+    top_k: int = 0
+    """How many of the likeliest tokens to choose from; 0 is all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that stood before become less likely."""
+    seed: int | None = None
+    """Equal seeds choose equal tokens."""
+    stop: Sequence[str] = ()
+    """Strings that end the answer and are left out of it; they may span tokens."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        checks = {
+            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "None or an integer >= 1"),
+            "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
+            "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
+            "top_k": (self.top_k >= 0, "an integer >= 0"),
+            "repetition_penalty": (
+                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a finite number > 0",
+            ),
+            "stop": (all(self.stop), "strings that are not empty"),
+        }
+        for name, (holds, expected) in checks.items():
+            if not holds:
+                raise SamplingError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Whether a generation must end: it was cancelled, or its time is up."""
+
+    cancel: threading.Event | None = None
+    timeout: float | None = None
+    """Seconds."""
+    began: float = field(default_factory=time.perf_counter)
+    """On the clock of `time.perf_counter`."""
+
+    def is_set(self) -> bool:
+        """Whether it must end; the same question as to an event."""
+        return self.is_over or (self.cancel is not None and self.cancel.is_set())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is up."""
+        return self.timeout is not None and self.spent > self.timeout
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the request began."""
+        return time.perf_counter() - self.began
+
+
+@dataclass(frozen=True)
+class Region:
+    """The tokens `start:stop` of a prompt, one stretch of KV from one source.
+
+    `chunks` are its canonical pieces. `span` is the pack that stands in it. A region whose KV is not what the model
+    computes for its text has a negative `label`, no token id, which names what was done: neither it nor anything behind
+    it is found in the prefix tree without the label.
+    """
+
+    start: int
+    stop: int
+    chunks: tuple[tuple[int, int], ...]
+    source: Source
+    span: Span | None = None
+    composer: Composer | None = None
+    block: Block | None = None
+    label: int = 0
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """The pieces that the prefix tree keeps: what was altered or composed is one, all else by chunks."""
+        return ((self.start, self.stop),) if self.label else self.chunks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an engine needs to answer one request; made once, and printable (`Session.explain`)."""
+
+    prompt: Prompt
+    regions: tuple[Region, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+    token_budget: int = 0
+    """Most tokens of the answer; with 0 the prompt is prefilled and nothing more."""
+    grammar: str | None = None
+    """The Lark grammar that the answer is held to; with `opened`, the prompt has begun a `<think>` block."""
+    opened: bool = False
+    forced: tuple[int, ...] = ()
+    """The answer itself, where its likelihood is asked for and not an answer."""
+    packs: PackSource | None = None
+    """Where the KV of packs is read."""
+    below: Plan | None = None
+    """For a steered prompt: the plain one up to the end of its first block, as that stands behind plain KV."""
+    wanted: tuple[int, int] = (0, 0)
+    """The tokens whose KV `Engine.kv` gives; they are computed, only what stands before them is looked up."""
+    reuse: bool = True
+    deterministic: bool = False
+    limit: Limit = field(default_factory=Limit, compare=False)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """What the prefix tree is asked for, from the first token on."""
+        return tuple(edge for region in self.regions for edge in region.edges)
+
+    @property
+    def labels(self) -> Mapping[tuple[int, int], int]:
+        """The labels of those edges that have one."""
+        return {(region.start, region.stop): region.label for region in self.regions if region.label}
+
+
+def plan_regions(
+    cuts: Cuts,
+    packs: Collection[Span] = (),
+    composed: Mapping[Span, Composer] | None = None,
+    blocks: Sequence[Block] = (),
+) -> tuple[Region, ...]:
+    """The regions of a prompt that was cut, in order: the spans of `packs` from their own KV, others `composed`.
+
+    With steered `blocks` all packs are computed: in them and behind them KV was made behind altered KV, and before them
+    a plan without blocks brings it (`Plan.below`).
+    """
+    regions: list[Region] = []
+    waiting = list(blocks)
+    done = 0
+    for start, stop in cuts.chunks:
+        while waiting and waiting[0].start <= done < stop:
+            block = waiting.pop(0)
+            regions.append(Region(block.start, block.stop, block.pieces, "steered", block=block, label=block.label))
+            done = block.stop
+        if done < stop:
+            piece = (max(start, done), stop)
+            span = next((each for each in cuts.prompt.spans if each.start <= piece[0] and stop <= each.stop), None)
+            composer = None if span is None or blocks else (composed or {}).get(span)
+            source: Source = "composed" if composer else "pack" if span in packs and not blocks else "computed"
+            label = 0 if composer is None or span is None else _label(composer, span)
+            _append(regions, Region(*piece, (piece,), source, span, composer, label=label))
+            done = stop
+    return tuple(regions)
+
+
+def _append(regions: list[Region], new: Region) -> None:
+    """Add a region, to the last one where both are of one kind and one pack."""
+    last = regions[-1] if regions else None
+    same = ("source", "span", "composer", "block", "label")
+    if last is not None and all(getattr(last, name) == getattr(new, name) for name in same):
+        regions[-1] = Region(
+            last.start, new.stop, last.chunks + new.chunks, new.source, new.span, new.composer, new.block, new.label
+        )
+    else:
+        regions.append(new)
+
+
+def _label(composer: Composer, span: Span) -> int:
+    """A negative number for what `composer` makes of the pack, whose own prefix and numerics matter to it."""
+    pack = span.pack
+    about = f"{composer.key}\0{pack.fingerprint.id}\0{pack.prefix}\0{pack.token_ids}"
+    return -1 - int.from_bytes(blake2b(about.encode(), digest_size=16).digest(), "little")
