@@ -33,8 +33,7 @@ Each message says what was got, what was expected and what to do.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 __all__ = [
     "BankError",
@@ -64,7 +63,6 @@ __all__ = [
     "UnsupportedContentError",
     "UnsupportedModelError",
     "UnsupportedRequestError",
-    "refuse_unknown",
 ]
 
 
@@ -202,13 +200,3 @@ class BusyError(KnowledgePackError):
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):
     """An answer that took longer than `timeout` seconds; its memory was given back."""
-
-
-def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `OptionError` for the first of `given` that is not `known`, naming what it may have been meant to be."""
-    names = sorted(known)
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Expected some of: {', '.join(names)}."
-            raise OptionError(f"{what} has no option {name!r}. {hint}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kp_core.compose import Composer, ExactComposer
 from kp_core.engines.base import FinishReason
-from kp_core.errors import OptionError, SamplingError, refuse_unknown
+from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackView
 from kp_core.plan import Sampling
@@ -24,7 +25,7 @@ from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
-__all__ = ["OPTIONS", "CompiledFor", "Generation", "Mismatch", "Option", "Prefill", "Request"]
+__all__ = ["OPTIONS", "CompiledFor", "Generation", "Mismatch", "Option", "Prefill", "Request", "refuse_unknown"]
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
@@ -156,6 +157,16 @@ OPTIONS: Mapping[str, Option] = {
     for each in fields(Request)
 }
 """All options by name; the fields of both adapters, their checks and the page of options come from here."""
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise `OptionError` for the first of `given` that is not `known`, naming what it may have been meant to be."""
+    names = sorted(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Expected some of: {', '.join(names)}."
+            raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 
 def current_names(options: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -42,9 +42,9 @@ __all__ = ["Session"]
 class Session:
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
-    `template` is by default the chat template of the engine's tokenizer. Options of a request are those of `Request`, by name; unknown ones raise
-    `OptionError`, and what the engine does not support raises `UnsupportedRequestError`, both at the call. Several
-    threads may use one session.
+    `template` is by default the chat template of the engine's tokenizer. Options of a request are those of `Request`,
+    by name; unknown ones raise `OptionError`, and what the engine does not support raises `UnsupportedRequestError`,
+    both at the call. Several threads may use one session.
     """
 
     def __init__(self, engine: Engine, *, name: str | None = None, template: ChatTemplate | None = None) -> None:

@@ -93,7 +93,7 @@ async def test_time_runs_out_at_every_endpoint(tiny):
 
 
 def test_a_stream_that_fails_midway_gives_its_memory_back(tiny):
-    pool = tiny.engine._prefiller.pool
+    pool = tiny.engine.engine._filler.pool
     tiny.complete("Hi")
     idle = pool.nbytes
     stream = tiny.stream_complete("Hi", timeout=1.0, max_tokens=100)

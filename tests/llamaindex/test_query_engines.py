@@ -91,7 +91,7 @@ async def test_async_answers_the_same(isles):
 
 def test_sub_questions(isles, usages):
     class TwoQuestions:
-        def generate(self, tools, query):  # noqa: ARG002 - LlamaIndex's signature
+        def generate(self, tools, query):
             asked = [QUESTION, "What is the coin of the Orrelay Isles called?"]
             return [SubQuestion(sub_question=question, tool_name="isles") for question in asked]
 

@@ -220,7 +220,7 @@ def test_a_retriever_tool_sends_handles_and_keeps_text(tiny_index):
 
 def test_postprocessors_that_rewrite_text_are_obeyed(tiny_index, usages):
     class Redactor(BaseNodePostprocessor):
-        def _postprocess_nodes(self, nodes, query_bundle=None):  # noqa: ARG002 - LlamaIndex's signature
+        def _postprocess_nodes(self, nodes, query_bundle=None):
             for hit in nodes:
                 hit.node.set_content("[REDACTED]")
             return nodes

@@ -132,7 +132,8 @@ class Filler:
         """What the tree has of a prompt; must be released."""
         decoded = not plan.deterministic
         ids = plan.prompt.token_ids
-        return (tree or self.tree).match(ids, plan.edges, decoded=decoded, logits=logits, labels=plan.labels)
+        found = self.tree if tree is None else tree
+        return found.match(ids, plan.edges, decoded=decoded, logits=logits, labels=plan.labels)
 
     def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
         run = self._at(self.match(plan, tree, logits=logits), plan.prompt, capacity)

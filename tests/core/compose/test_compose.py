@@ -1,31 +1,114 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from kp_core import ExactComposer, NaiveComposer, PackStore
+from kp_core import ExactComposer, KVTensors, NaiveComposer, PackStore
+from kp_core.compose import Composer
+from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine
 
-COMPOSERS = [ExactComposer(), NaiveComposer()]
+
+@dataclass(frozen=True)
+class Scaled:
+    """A composer in one file: the pack's KV with its values times a factor."""
+
+    factor: float = 1.0
+    exact = False
+
+    @property
+    def key(self):
+        return f"scaled:{self.factor}"
+
+    def regions(self, prompt):
+        return prompt.spans[1:]
+
+    def fill(self, region, packs, forward):
+        [pack] = packs
+        return KVTensors(pack.kv.keys, tuple(value * self.factor for value in pack.kv.values))
+
+
+@dataclass(frozen=True)
+class Forwarded:
+    """A composer that computes: the pack alone, as if nothing stood before it."""
+
+    exact = False
+    key = "forwarded"
+
+    def regions(self, prompt):
+        return prompt.spans
+
+    def fill(self, region, packs, forward):
+        return forward(packs[0].token_ids)
+
+
+COMPOSERS = [ExactComposer(), NaiveComposer(), Scaled(0.5), Forwarded()]
+TEXTS = ["The first island is green.", "The second island is blue."]
+
+
+@pytest.fixture
+def isles(tmp_path):
+    """An engine with nothing in memory, a view of two packs, and questions about one and about both."""
+
+    def make(architecture="llama", dtype=torch.float32):
+        engine, store = tiny_engine(architecture, dtype), PackStore(tmp_path / f"{architecture}-{dtype}")
+        engine.clear_cache()
+        handles = [store.put(engine.build_pack(text, namespace="isles")) for text in TEXTS]
+        one, both = f"{handles[0]}\n\nWhich?", f"{handles[0]}\n\n{handles[1]}\n\nWhich?"
+        return engine, {"view": store.view("isles")}, one, both
+
+    return make
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("composer", COMPOSERS, ids=lambda composer: composer.name)
-def test_composers(composer, architecture, dtype, tmp_path):
-    engine, store = tiny_engine(architecture, dtype), PackStore(tmp_path)
-    engine.clear_cache()
-    texts = ["The first island is green.", "The second island is blue."]
-    handles = [store.put(engine.build_pack(text, namespace="isles")) for text in texts]
-    view = store.view("isles")
-    one, both = f"{handles[0]}\n\nWhich?", f"{handles[0]}\n\n{handles[1]}\n\nWhich?"
-    oracle_one, oracle_both = (engine.prefill(question, view=view, reuse=False) for question in (one, both))
-    found_one, found_both = (engine.prefill(question, view=view, composer=composer) for question in (one, both))
-    # One pack behind the head it was built for: every composer is exact.
+@pytest.mark.parametrize("composer", COMPOSERS, ids=lambda composer: composer.key)
+def test_composers(composer, architecture, dtype, isles):
+    engine, request, one, both = isles(architecture, dtype)
+    oracle_one, oracle_both = (engine.prefill(question, **request, reuse=False) for question in (one, both))
+    found_one, found_both = (engine.prefill(question, **request, composer=composer) for question in (one, both))
+    # One pack behind the prefix it was compiled for: every composer is exact.
     assert torch.equal(found_one.logits, oracle_one.logits)
+    assert found_one.usage.approximate_tokens == 0
     assert found_both.usage.reused_tokens >= len(found_both.prompt.spans[0])
     is_exact = torch.equal(found_both.logits, oracle_both.logits)
-    assert is_exact == (composer.name == "exact")
-    if composer.name == "naive":
-        assert found_both.usage.reused_tokens > found_both.usage.pack_tokens
-    # What one composer computed is not found by another.
-    assert torch.equal(engine.prefill(both, view=view).logits, oracle_both.logits)
+    assert is_exact == composer.exact
+    assert found_both.usage.approximate_tokens == (0 if composer.exact else len(found_both.prompt.spans[1]))
+    again = engine.prefill(both, **request, composer=composer)
+    assert (again.usage.computed_tokens, again.usage.approximate_tokens) == (0, found_both.usage.approximate_tokens)
+    assert torch.equal(again.logits, found_both.logits)
+    # What one composer made is not found by another.
+    assert torch.equal(engine.prefill(both, **request).logits, oracle_both.logits)
+
+
+def test_two_settings_of_one_composer_share_nothing_but_what_is_exact(isles):
+    engine, request, _, both = isles()
+    half = engine.prefill(both, **request, composer=Scaled(0.5))
+    double = engine.prefill(both, **request, composer=Scaled(2.0))
+    assert not torch.equal(half.logits, double.logits)
+    # The beginning up to the second pack was there already; the second pack is composed anew, the question computed.
+    behind = len(double.prompt) - double.prompt.spans[1].stop
+    assert double.usage.computed_tokens == behind < half.usage.computed_tokens
+    engine.clear_cache()
+    assert torch.equal(engine.prefill(both, **request, composer=Scaled(2.0)).logits, double.logits)
+
+
+def test_a_composer_that_makes_too_little_is_named(isles):
+    engine, request, _, both = isles()
+
+    @dataclass(frozen=True)
+    class Short(Scaled):
+        def fill(self, region, packs, forward):
+            return packs[0].kv.slice(0, 3)
+
+    with pytest.raises(KVShapeError, match=r"'scaled:1.0' made KV of 3 tokens; expected \d+"):
+        engine.prefill(both, **request, composer=Short())
+    assert engine.prefill(both, **request).usage.approximate_tokens == 0
+
+
+def test_what_is_no_composer_is_refused_at_the_call(isles):
+    engine, request, _, both = isles()
+    with pytest.raises(OptionError, match="Got composer='exact'; expected a composer"):
+        engine.stream(both, **request, composer="exact")
+    assert all(isinstance(composer, Composer) for composer in COMPOSERS)

@@ -167,7 +167,7 @@ def test_cancelling_stops_and_frees(smol):
     stream = smol.stream("Count to a thousand.", max_tokens=200)
     next(stream)
     stream.close()
-    assert all(node.users == 0 for node in smol._prefiller.tree._age)
+    assert all(node.users == 0 for node in smol.engine._filler.tree._age)
 
 
 async def test_async_does_not_block_the_loop(smol):
@@ -201,7 +201,7 @@ async def test_cancelling_the_task_stops_the_generation(smol):
         break
     await stream.aclose()
     await asyncio.sleep(0.5)
-    assert all(node.users == 0 for node in smol._prefiller.tree._age)
+    assert all(node.users == 0 for node in smol.engine._filler.tree._age)
 
 
 def test_threads_get_the_answers_of_one(smol, store):
@@ -228,7 +228,7 @@ def test_batches_change_no_bit(dtype):
     engine = tiny_engine(dtype=dtype)
     texts = [f"Fact {n:02d} of {40 + n}." for n in range(36)] + ["A longer text about nothing at all, over chunks."]
     together = list(engine.build_packs(texts, progress=False))
-    assert engine._builder._exact_shapes, "a batch was tried, and used where it was exact"
+    assert engine.engine._builder._exact_shapes, "a batch was tried, and used where it was exact"
     engine.clear_cache()
     for text, pack in zip(texts, together, strict=True):
         alone = engine.build_pack(text)
@@ -319,7 +319,7 @@ def test_a_request_takes_one_buffer():
     engine = tiny_engine("mistral")
     engine.clear_cache()
     engine.generate("Hello.", max_tokens=10)
-    assert engine._prefiller.pool.nbytes == 256 * engine.bytes_per_token
+    assert engine.engine._filler.pool.nbytes == 256 * engine.bytes_per_token
 
 
 def test_a_model_object_is_left_as_it_was():
@@ -327,7 +327,7 @@ def test_a_model_object_is_left_as_it_was():
     before = model.config._attn_implementation
     engine = load_engine(model, tokenizer=tiny_tokenizer())
     assert model.config._attn_implementation == before
-    assert engine._model._model.lm_head.weight is model.lm_head.weight
+    assert engine.engine._filler.model._model.lm_head.weight is model.lm_head.weight
     with pytest.raises(ModelError, match="without its tokenizer"):
         load_engine(model)
 

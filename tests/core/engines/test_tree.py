@@ -16,9 +16,9 @@ def kv(ids, start=0):
     return KVTensors((numbers[..., None],), (numbers[..., None],))
 
 
-def insert(tree, chunks, key="plain", *, logits=True, pin=False):
+def insert(tree, chunks, *, logits=True, pin=False):
     ids = tuple(token for chunk in chunks for token in chunk)
-    path = tree.match(key, ids, cuts(chunks))
+    path = tree.match(ids, cuts(chunks))
     done = 0
     for chunk in chunks:
         if done >= path.tokens and path.is_open:
@@ -38,8 +38,8 @@ def cuts(chunks):
     return list(itertools.pairwise(edges))
 
 
-def matched(tree, chunks, key="plain", **how):
-    path = tree.match(key, tuple(token for chunk in chunks for token in chunk), cuts(chunks), **how)
+def matched(tree, chunks, **how):
+    path = tree.match(tuple(token for chunk in chunks for token in chunk), cuts(chunks), **how)
     path.release()
     return path.tokens
 
@@ -52,13 +52,13 @@ def test_a_prompt_is_found_again_chunk_by_chunk():
     assert matched(tree, [(1, 2, 3), (4, 5)]) == 0, "other cuts, other shapes"
     assert matched(tree, [(1, 2), (3,)]) == 2, "no logits behind the inner chunk"
     assert matched(tree, [(1, 2), (3,)], logits=False) == 3
-    assert matched(tree, [(1, 2)], key="steered") == 0
+    assert matched(tree, [(1, 2)], labels={(0, 2): -7}) == 0, "what was altered has another name"
 
 
 def test_decoded_tokens_match_in_part_and_split():
     tree = PrefixTree(10_000)
     path = insert(tree, [(1, 2)])
-    again = tree.match("plain", (1, 2), [(0, 2)])
+    again = tree.match((1, 2), [(0, 2)])
     again.extend((7, 8, 9), kv((7, 8, 9), 2), is_decoded=True)
     again.release()
     assert path.tokens == 2
@@ -67,7 +67,7 @@ def test_decoded_tokens_match_in_part_and_split():
     assert matched(tree, [(1, 2), (7, 8, 9, 5, 6)]) == 5, "still whole after the split"
     assert matched(tree, [(1, 2), (7, 8, 9, 5)], decoded=False) == 2
     assert matched(tree, [(1, 2), (7, 8)]) == 3, "one token is left, to compute logits with"
-    found = tree.match("plain", (1, 2, 7, 8, 9, 5), [(0, 2), (2, 6)])
+    found = tree.match((1, 2, 7, 8, 9, 5), [(0, 2), (2, 6)])
     assert not found.is_canonical
     assert torch.cat([run.kv.keys[0] for run in found.runs], dim=1).flatten().tolist() == [
         1000.0, 2001.0, 7002.0, 8003.0, 9004.0,
@@ -89,11 +89,11 @@ def test_the_budget_holds_and_the_oldest_leaf_goes_first():
 
 def test_what_is_pinned_or_in_use_stays():
     tree = PrefixTree(8 * 4)
-    pinned = tree.match("plain", (1, 2), [(0, 2)])
+    pinned = tree.match((1, 2), [(0, 2)])
     pinned.extend((1, 2), kv((1, 2)))
     node = pinned.pin()
     pinned.release()
-    using = tree.match("plain", (3, 4), [(0, 2)])
+    using = tree.match((3, 4), [(0, 2)])
     using.extend((3, 4), kv((3, 4)))
     insert(tree, [(5, 6)], logits=False)
     assert matched(tree, [(5, 6)], logits=False) == 0, "no room: the path was closed"
@@ -106,7 +106,7 @@ def test_what_is_pinned_or_in_use_stays():
 
 def test_a_run_larger_than_the_budget_closes_the_path():
     tree = PrefixTree(8)
-    path = tree.match("plain", (1, 2, 3), [(0, 2), (2, 3)])
+    path = tree.match((1, 2, 3), [(0, 2), (2, 3)])
     assert not path.extend((1, 2), kv((1, 2)))
     assert not path.extend((3,), kv((3,)))
     path.release()
@@ -127,7 +127,7 @@ def test_the_tree_agrees_with_a_list_of_all_prompts(known, asked, room):
     expected = max((sum(map(len, asked[: common_length(asked, chunks)])) for chunks in known), default=0)
     assert matched(tree, asked, logits=False) == expected
     assert matched(small, asked, logits=False) <= expected
-    path = small.match("plain", tuple(t for c in asked for t in c), cuts(asked), logits=False)
+    path = small.match(tuple(t for c in asked for t in c), cuts(asked), logits=False)
     values = [value for run in path.runs for value in run.kv.keys[0].flatten().tolist()]
     ids = [token for chunk in asked for token in chunk]
     assert values == [float(token * 1000 + at) for at, token in enumerate(ids[: path.tokens])]

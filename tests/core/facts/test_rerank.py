@@ -66,7 +66,7 @@ def test_a_bank_gives_the_reranker_as_many_as_it_wants_and_the_caller_as_many_as
     class Backwards:
         depth = 12
 
-        def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:  # noqa: ARG002
+        def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
             seen.append(len(hits))
             return list(reversed(hits))
 

@@ -1,0 +1,237 @@
+"""Sessions on engines of any kind, plans, and background work."""
+
+import threading
+
+import pytest
+import torch
+
+import kp_core
+from kp_core import PackStore, Session, TokenStream
+from kp_core.engines.request import OPTIONS
+from kp_core.errors import BusyError, ModelError, OptionError, UnsupportedRequestError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.testing import tiny_tokenizer
+from tests.conftest import tiny_engine
+
+
+class Parrot:
+    """An engine in one file, which supports nothing beyond plain answers: it says the last message again."""
+
+    def __init__(self):
+        self.tokenizer, self.max_positions, self.supports = tiny_tokenizer(), 512, frozenset()
+        self.plans = []
+        unknown = ModelFingerprint.unknown().to_dict()
+        self.identity = ModelFingerprint.from_dict({**unknown, "chunk_tokens": "16"})
+
+    def run(self, plan):
+        self.plans.append(plan)
+        start = plan.prompt.breaks[-1]
+
+        def tokens(stream):
+            stream.computed_tokens = len(plan.prompt)
+            yield from plan.prompt.token_ids[start : start + plan.token_budget]
+
+        return TokenStream(tokens)
+
+    def kv(self, plans):
+        raise AssertionError("not offered, so never asked for")
+
+
+@pytest.fixture
+def parrot():
+    return kp_core.load_engine(Parrot())
+
+
+def test_an_engine_of_six_members_answers(parrot, tmp_path):
+    answer = parrot.generate("Good morning", max_tokens=4)
+    assert (answer.text, answer.finish_reason) == ("Good", "length")
+    assert "".join(parrot.stream("Good morning", max_tokens=12)) == "Good morning"
+    store = PackStore(tmp_path)
+    handle = store.put(parrot.build_pack("Two islands.", namespace="isles", lazy=True))
+    told = parrot.generate(f"{handle} Which?", view=store.view("isles"), max_tokens=12)
+    assert (told.text, told.usage.pack_tokens) == (
+        "Two islands.",
+        len(parrot.build_pack("Two islands.", lazy=True).token_ids),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        (lambda session: session.build_pack("Two islands."), "building packs"),
+        (lambda session: session.stream("Hi", tools=[{"name": "tide"}]), "tools and response schemas"),
+        (lambda session: session.stream("Hi", response_schema=True), "tools and response schemas"),
+        (lambda session: session.stream("Hi", deterministic=True), "deterministic=True"),
+        (lambda session: session.stream("Hi", temperature=1.0), "sampled answers"),
+        (lambda session: session.prefill("Hi"), "a prefill alone"),
+        (lambda session: session.perplexity("Hi", "Ho"), "the likelihood of a given answer"),
+        (lambda session: session.make_steering([("a", "b")]), "making steerings"),
+        (lambda session: session.clear_cache(), "clear_cache"),
+        (lambda session: session.cached_bytes, "cached_bytes"),
+    ],
+)
+def test_what_an_engine_does_not_support_is_refused_at_the_call(parrot, ask, what):
+    with pytest.raises(UnsupportedRequestError, match=rf"Parrot does not offer {what}.*kp_core.load_engine") as caught:
+        ask(parrot)
+    assert parrot.engine.plans == [], caught
+
+
+def test_what_is_no_engine_is_refused():
+    with pytest.raises(ModelError, match="Got a dict as engine; expected what"):
+        kp_core.engines.shared.session_of({})
+    with pytest.raises(ModelError, match=r"Got engine='nowhere:make'; expected 'package.module:function'"):
+        kp_core.load_engine(engine="nowhere:make")
+
+
+def test_an_engine_by_its_name():
+    session = kp_core.load_engine(None, engine="tests.core.engines.test_session:make_parrot", color="green")
+    assert (session.name, session.engine.color) == ("Parrot", "green")
+
+
+def make_parrot(model, color):
+    made = Parrot()
+    made.color = color
+    return made
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_misspelt_option_is_refused_with_the_near_miss(parrot, name):
+    wrong = name[:-1] + name[-1] * 2
+    with pytest.raises(OptionError, match=f"no option '{wrong}'. Did you mean '{name}'") as caught:
+        parrot.stream("Hi", **{wrong: None})
+    assert isinstance(caught.value, TypeError)
+
+
+def test_old_names_of_options_still_work(parrot):
+    with pytest.warns(DeprecationWarning, match="`absorb` is now called `compact`"):
+        parrot.generate("Hi", absorb=True, max_tokens=1)
+    with pytest.warns(DeprecationWarning, match="`foreign` is now called `mismatch`"):
+        parrot.generate("Hi", foreign="rebuild", max_tokens=1)
+
+
+def test_one_request_is_planned_once(monkeypatch, tmp_path):
+    from kp_core.engines import planning
+
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    engine.clear_cache()
+    handles = [store.put(engine.build_pack(f"Island {n} is green.", namespace="isles")) for n in range(10)]
+    question = "\n".join(map(str, handles)) + "\n\nWhich?"
+    calls = []
+
+    def counted(name):
+        original = getattr(planning, name)
+
+        def count(*arguments, **options):
+            calls.append(name)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(planning, name, count)
+
+    for name in ("cut", "plan_regions"):
+        counted(name)
+    for _ in ("cold", "warm"):
+        calls.clear()
+        engine.generate(question, view=store.view("isles"), max_tokens=2)
+        assert calls == ["cut", "plan_regions"]
+
+
+def test_a_plan_tells_where_kv_comes_from_before_anything_is_computed(tmp_path):
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    engine.clear_cache()
+    handles = [store.put(engine.build_pack(text, namespace="isles")) for text in ("Green it is.", "Blue it is.")]
+    engine.clear_cache()
+    lazy = store.put(engine.build_pack("Red it is.", namespace="isles", lazy=True))
+    question, view = f"{handles[0]}\n\n{handles[1]}\n\nWhich?", store.view("isles")
+    told = engine.explain(question, view=view)
+    assert engine.cached_bytes == 0, "nothing was computed"
+    assert [(row.source, "Green" in row.what) for row in told.rows[:2]] == [("computed", False), ("pack", True)]
+    found = engine.generate(question, view=view, max_tokens=1)
+    assert told.counts["computed"] == found.usage.computed_tokens
+    assert sum(told.counts.values()) == len(found.prompt)
+    again = engine.explain(question, view=view)
+    assert dict(again.counts) == {"tree": len(found.prompt)}
+    assert "pack" not in engine.explain(f"{lazy}\n\nWhich?", view=view).counts, "a lazy pack is computed"
+    shown = str(told)
+    assert str(handles[1]) in shown
+    assert shown.splitlines()[0].split() == ["tokens", "from", "to", "source", "estimate", "what"]
+    assert told.to_dict()["regions"][1]["tokens"] == told.rows[1].tokens
+
+
+def test_composed_regions_are_named_in_the_plan(tmp_path):
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    handles = [store.put(engine.build_pack(text, namespace="isles")) for text in ("Green it is.", "Blue it is.")]
+    question = f"{handles[0]}\n\n{handles[1]}\n\nWhich?"
+    engine.clear_cache()
+    told = engine.explain(question, view=store.view("isles"), composer=kp_core.NaiveComposer())
+    [row] = [row for row in told.rows if row.source == "composed"]
+    assert row.method == "naive"
+    assert "naive" in str(told)
+
+
+def test_background_work_waits_for_requests():
+    session = Session(Parrot())
+    steps, release, stepped = [], threading.Event(), threading.Event()
+
+    def job():
+        for number in range(3):
+            steps.append(number)
+            stepped.set()
+            release.wait(10)
+            release.clear()
+            yield
+
+    stream = session.stream("Good morning", max_tokens=8)
+    next(stream)
+    done = session.when_idle(job)
+    assert not stepped.wait(0.2), "a request is being answered"
+    stream.result()
+    for _ in range(3):
+        assert stepped.wait(10)
+        stepped.clear()
+        release.set()
+    done.result(10)
+    assert steps == [0, 1, 2]
+    session.close()
+
+
+def test_background_work_is_bounded_ends_with_the_session_and_reports_errors():
+    session = Session(Parrot())
+    assert session.when_idle(lambda: None).result(10) is None
+    with pytest.raises(ZeroDivisionError):
+        session.when_idle(lambda: 1 // 0).result(10)
+    started, release = threading.Event(), threading.Event()
+
+    def blocking():
+        started.set()
+        release.wait(10)
+
+    first = session.when_idle(blocking)
+    assert started.wait(10)
+    waiting = [session.when_idle(lambda: None) for _ in range(64)]
+    with pytest.raises(BusyError, match="64 jobs wait already"):
+        session.when_idle(lambda: None)
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    release.set()
+    closing.join(10)
+    first.result(10)
+    assert all(job.cancelled() or job.done() for job in waiting)
+    assert any(job.cancelled() for job in waiting)
+    with pytest.raises(BusyError, match="it was closed"):
+        session.when_idle(lambda: None)
+
+
+def test_kv_of_other_numerics_is_used_only_when_asked_for(tmp_path):
+    made, reader = tiny_engine(chunk_tokens=16), tiny_engine(chunk_tokens=8)
+    store = PackStore(tmp_path)
+    handle = store.put(made.build_pack("The harbour of Veyl had seven boats, two of them red.", namespace="isles"))
+    question, view = f"{handle}\n\nHow many?", store.view("isles")
+    with pytest.raises(kp_core.errors.FingerprintMismatchError, match="chunk_tokens"):
+        reader.generate(question, view=view)
+    reader.clear_cache()
+    found = reader.prefill(question, view=view, mismatch="accept")
+    assert found.usage.approximate_tokens == found.prompt.pack_tokens > 0
+    exact = reader.prefill(question, view=view, mismatch="rebuild")
+    assert exact.usage.approximate_tokens == 0
+    assert torch.equal(exact.logits, reader.prefill(question, view=view, mismatch="rebuild", reuse=False).logits)
+    assert torch.allclose(found.logits, exact.logits, atol=1e-3)
