@@ -477,11 +477,11 @@ def test_presets_are_json_with_a_description():
 def test_a_labelled_chunk_is_found_by_its_label_alone():
     tree, kv = PrefixTree(10**9), tiny_engine().build_pack("A fact of the 42 words.").kv
     ids, edge = (*range(kv.tokens), 1, 2), (0, kv.tokens)
-    path = tree.match("exact", ids, [edge], labels={edge: -7})
+    path = tree.match(ids, [edge], labels={edge: -7})
     assert path.extend((*ids[: kv.tokens], -7), kv)
     path.release()
     for labels, found in (({edge: -7}, kv.tokens), ({edge: -8}, 0), ({}, 0)):
-        path = tree.match("exact", ids, [edge, (kv.tokens, len(ids))], labels=labels)
+        path = tree.match(ids, [edge, (kv.tokens, len(ids))], labels=labels)
         assert path.tokens == found
         path.release()
 
@@ -489,12 +489,12 @@ def test_a_labelled_chunk_is_found_by_its_label_alone():
 def test_no_decoded_token_reaches_into_a_labelled_chunk():
     tree, kv = PrefixTree(10**9), tiny_engine().build_pack("A fact of the 42 words.").kv.slice(0, 6)
     ids = (1, 2, 3, 4, 5, 6, 7)
-    path = tree.match("exact", ids, [(0, 7)])
+    path = tree.match(ids, [(0, 7)])
     assert path.extend(ids[:6], kv, is_decoded=True)
     path.release()
     for labels, found in (({}, 6), ({(4, 6): -7}, 4), ({(0, 6): -7}, 0)):
         chunks = [(0, 4), (4, 6), (6, 7)] if (0, 6) not in labels else [(0, 6), (6, 7)]
-        path = tree.match("exact", ids, chunks, labels=labels)
+        path = tree.match(ids, chunks, labels=labels)
         assert path.tokens == found, labels
         path.release()
 

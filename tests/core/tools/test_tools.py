@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.grammar import random_schema, valid_answer
-from kp_core import Tool
+from kp_core import Request, Tool
 from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
 from kp_core.testing import CHATML, tiny_tokenizer
 from kp_core.tools import FORMATS, AnswerReader, AnswerShape, format_of
@@ -127,7 +127,7 @@ def test_formats_are_told_by_their_templates():
 )
 def test_what_contradicts_itself_is_named(request_, complaint):
     with pytest.raises(ToolError, match=complaint):
-        AnswerShape.of(request_)
+        assert Request.of(request_).shape
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_schema_that_cannot_be_enforced_is_named_before_any_compute(schema):
 
 def test_templates_without_tools_list_them_in_the_system_message(smol):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
-    text = smol.template.text(smol.template.render(messages, shape=AnswerShape.of({"tools": [WEATHER]})))
+    text = smol.template.text(smol.template.render(messages, shape=AnswerShape.of([WEATHER])))
     assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call tools.")
     assert '{"name": "weather", "description": "The weather of a city."' in text
 
@@ -157,7 +157,7 @@ def test_tools_behind_memory_leave_packs_their_tokens(smol):
 def test_templates_with_tools_show_them_themselves():
     template = "{% for tool in tools or [] %}<tool_call>{{ tool | tojson }}{% endfor %}" + CHATML
     engine = tiny_engine(template=template)
-    text = engine.template.text(engine.template.render("Hi", shape=AnswerShape.of({"tools": [WEATHER]})))
+    text = engine.template.text(engine.template.render("Hi", shape=AnswerShape.of([WEATHER])))
     assert text.startswith('<tool_call>{"type": "function", "function": {"name": "weather"')
     assert "You can call tools" not in text
 
