@@ -1,4 +1,4 @@
-"""The conformance suite of `kp_llamaindex.testing` on our LLM and on LlamaIndex's own local one, with the same model.
+"""The conformance suite of `tests.llamaindex.suite` on our LLM and on LlamaIndex's own local one, with the same model.
 
 The other is `HuggingFaceLLM` of `llama-index-llms-huggingface`, which is compared with where it is installed (the
 dependency group `bench`). It is set up as kindly as its options allow: greedy, the model's chat template for
@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import common
 from kp_llamaindex import KnowledgePackLLM
-from kp_llamaindex.testing import CHECKS, Subject, run_suite
+from tests.llamaindex.suite import CHECKS, Subject, run_suite
 
 __all__ = ["main", "run"]
 

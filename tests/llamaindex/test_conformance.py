@@ -5,8 +5,8 @@ from llama_index.core.llms import MockLLM
 
 from kp_core.testing import CHATML
 from kp_llamaindex import KnowledgePackLLM
-from kp_llamaindex.testing import CHECKS, Subject, run_suite
 from tests.conftest import tiny_engine
+from tests.llamaindex.suite import CHECKS, Subject, run_suite
 
 
 def subject(engine, **fields):

@@ -24,8 +24,8 @@ from llama_index.core.instrumentation.events.llm import (
 )
 from llama_index_instrumentation import get_dispatcher
 
-from kp_llamaindex.testing.suite import ENDPOINTS, Check, Endpoint, Subject, expect, text_of
-from kp_llamaindex.testing.tools import TOOL_CHECKS
+from tests.llamaindex.suite.suite import ENDPOINTS, Check, Endpoint, Subject, expect, text_of
+from tests.llamaindex.suite.tools import TOOL_CHECKS
 
 __all__ = ["CHECKS"]
 
@@ -256,7 +256,7 @@ def _listening() -> Iterator[list[BaseEvent]]:
     seen: list[BaseEvent] = []
 
     class _Listener(BaseEventHandler):
-        def handle(self, event: BaseEvent, **_: Any) -> None:  # noqa: ANN401
+        def handle(self, event: BaseEvent, **_: Any) -> None:
             seen.append(event)
 
     listener, dispatcher = _Listener(), get_dispatcher()

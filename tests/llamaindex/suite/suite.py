@@ -97,7 +97,7 @@ class Endpoint:
         prefix = ("a" if self.is_async else "") + ("stream_" if self.streams else "")
         return prefix + ("chat" if self.chat else "complete")
 
-    async def __call__(self, llm: LLM, prompt: str | Sequence[ChatMessage], **options: Any) -> Reply:  # noqa: ANN401
+    async def __call__(self, llm: LLM, prompt: str | Sequence[ChatMessage], **options: Any) -> Reply:
         """Ask, and read the answer to its end."""
         asked: Any = prompt
         if self.chat and isinstance(prompt, str):

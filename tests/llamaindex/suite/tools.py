@@ -11,7 +11,7 @@ from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.tools import FunctionTool
 from pydantic import BaseModel
 
-from kp_llamaindex.testing.suite import Check, Subject, expect, read
+from tests.llamaindex.suite.suite import Check, Subject, expect, read
 
 __all__ = ["TOOL_CHECKS"]
 
@@ -53,7 +53,7 @@ def _llm(subject: Subject) -> FunctionCallingLLM:
     return cast("FunctionCallingLLM", llm)
 
 
-async def _ask(llm: FunctionCallingLLM, endpoint: str, **options: Any) -> list[ChatResponse]:  # noqa: ANN401
+async def _ask(llm: FunctionCallingLLM, endpoint: str, **options: Any) -> list[ChatResponse]:
     answer = getattr(llm, endpoint)(**{"user_msg": _TASK, "tools": [_LAMP, _BELL], **options})
     if endpoint.startswith("a"):
         answer = await answer

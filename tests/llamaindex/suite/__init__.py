@@ -1,7 +1,7 @@
 """A conformance suite for LlamaIndex LLMs: what agents, query engines and tracing rely on, checked on any `LLM`.
 
     import pytest
-    from kp_llamaindex.testing import CHECKS, Subject
+    from tests.llamaindex.suite import CHECKS, Subject
 
     @pytest.mark.parametrize("check", CHECKS, ids=str)
     async def test_conformance(check):
@@ -12,7 +12,7 @@ or, without pytest, `run_suite(Subject(...))`. The LLM should be deterministic a
 
 from __future__ import annotations
 
-from kp_llamaindex.testing.checks import CHECKS
-from kp_llamaindex.testing.suite import Check, NonconformityError, Outcome, Subject, run_suite
+from tests.llamaindex.suite.checks import CHECKS
+from tests.llamaindex.suite.suite import Check, NonconformityError, Outcome, Subject, run_suite
 
 __all__ = ["CHECKS", "Check", "NonconformityError", "Outcome", "Subject", "run_suite"]
