@@ -10,7 +10,7 @@ from kp_core import Fact, MemoryFactBank, PackStore
 from kp_core.delivery import BankPacks, Rates, measure_rates
 from kp_core.errors import BankError
 from tests.conftest import tiny_engine
-from tests.core.test_banks import HashEmbedder
+from tests.core.facts.test_facts import HashEmbedder
 
 FACTS = [
     Fact(f"Part {number} of {source or 'nothing'}.", source=source, namespace=namespace)

@@ -22,7 +22,7 @@ from kp_core.facts.clusters import Banks
 from kp_core.facts.journal import Journal
 from kp_core.facts.routing import RoutedBank
 from kp_core.facts.rows import FloatRows
-from tests.core.test_banks import HashEmbedder, facts_of
+from tests.core.facts.test_facts import HashEmbedder, facts_of
 
 MakeBank = Callable[..., RoutedBank]
 
@@ -339,7 +339,7 @@ _CHANGE = """
 import sys
 import sklearn.cluster
 from kp_core.facts import ChromaFactBank, Fact
-from tests.core.test_banks import HashEmbedder
+from tests.core.facts.test_facts import HashEmbedder
 bank = ChromaFactBank(sys.argv[1], HashEmbedder(), bank_size=5, mirror=sys.argv[2] == "mirror")
 print("ready", flush=True)
 step = len(list(bank.facts()))

@@ -11,7 +11,7 @@ import pytest
 
 from kp_core.errors import BankError, MissingDependencyError
 from kp_core.facts import CrossEncoderReranker, Fact, Hit, LexicalReranker, MemoryFactBank, Reranker
-from tests.core.test_banks import HashEmbedder, facts_of
+from tests.core.facts.test_facts import HashEmbedder, facts_of
 
 
 def hits_of(*texts: str) -> list[Hit]:

@@ -17,7 +17,7 @@ from kp_core.facts.filters import predicate
 from kp_core.facts.index import Index
 from kp_core.facts.rows import ByteRows, FloatRows, Rows
 from kp_core.facts.sketch import Sketches
-from tests.core.test_banks import HashEmbedder, facts_of
+from tests.core.facts.test_facts import HashEmbedder, facts_of
 
 Floats = NDArray[np.float32]
 
