@@ -1,4 +1,4 @@
-"""The conformance suite of `tests.llamaindex.suite` on our LLM and on LlamaIndex's own local one, with the same model.
+"""The suite of `tests/llamaindex/suite` on our LLM and on LlamaIndex's own local one, with the same model.
 
 The other is `HuggingFaceLLM` of `llama-index-llms-huggingface`, which is compared with where it is installed (the
 dependency group `bench`). It is set up as kindly as its options allow: greedy, the model's chat template for

@@ -7,6 +7,7 @@ from kp_core.testing import CHATML
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import tiny_engine
 from tests.llamaindex.suite import CHECKS, Subject, run_suite
+from tests.llamaindex.suite.__main__ import main
 
 
 def subject(engine, **fields):
@@ -25,6 +26,14 @@ async def test_a_template_with_a_system_message_of_its_own():
     default = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are Tiny.<|im_end|>\n{% endif %}"
     [check] = [check for check in CHECKS if check.name == "chat reads whole conversations"]
     await check(subject(tiny_engine("qwen3", template=default + CHATML)))
+
+
+@pytest.mark.parametrize(("only", "status", "said"), [("chat answers", 0, "passed"), ("chat counts", 1, "FAILED")])
+def test_the_suite_runs_from_the_command_line(capsys, only, status, said):
+    assert main(["llama_index.core.llms:MockLLM", "--only", only]) == status
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith(said) for line in lines)
 
 
 def test_names_are_unique():

@@ -7,7 +7,8 @@
     async def test_conformance(check):
         await check(Subject(lambda: MyLLM(max_tokens=32, temperature=0)))
 
-or, without pytest, `run_suite(Subject(...))`. The LLM should be deterministic and configured for short answers.
+or, without pytest, `run_suite(Subject(...), CHECKS)`, or `python -m tests.llamaindex.suite mymodule:make_llm` from the
+root of this repository. The LLM should be deterministic and configured for short answers.
 """
 
 from __future__ import annotations
