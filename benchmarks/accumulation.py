@@ -32,7 +32,7 @@ from benchmarks import common
 from kp_core import Generation, Message, PackStore
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["found_paragraphs", "main", "run"]
 
@@ -51,7 +51,7 @@ def found_paragraphs(example: common.Example) -> list[common.Paragraph]:
 class _Agents:
     """Both agents on one question."""
 
-    def __init__(self, engine: HFEngine, store: PackStore, example: common.Example, max_tokens: int) -> None:
+    def __init__(self, engine: Session, store: PackStore, example: common.Example, max_tokens: int) -> None:
         self._engine, self._view, self._max_tokens = engine, store.view("default"), max_tokens
         self._question = f"{common.INSTRUCTION}\nQuestion: {example.question}"
         self.texts = [str(paragraph) for paragraph in found_paragraphs(example)]

@@ -28,7 +28,7 @@ from kp_langchain import ChatKnowledgePacks
 from kp_langchain.middleware import KnowledgePackMiddleware
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["main", "run"]
 
@@ -57,7 +57,7 @@ class _Reading(AgentMiddleware[Any, Any, Any]):
         raise NotImplementedError
 
 
-def follow(engine: HFEngine, store: PackStore, passages: Sequence[str], name: str) -> list[dict[str, Any]]:
+def follow(engine: Session, store: PackStore, passages: Sequence[str], name: str) -> list[dict[str, Any]]:
     """The usage of every step of the agent `name`, which reads `passages`."""
     found = list(passages)
     if name == "packs":

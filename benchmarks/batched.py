@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from benchmarks import common
-from kp_core import Steering
-from kp_core.prompt.prompt import Prompt
+from kp_core import Prompt, Steering
 
 __all__ = ["answers"]
 

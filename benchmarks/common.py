@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import kp_core
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = [
     "INSTRUCTION",
@@ -168,23 +168,17 @@ def model_path(arguments: argparse.Namespace) -> str:
     return str(arguments.model or kp_core.bundled_model())
 
 
-def load_engine(arguments: argparse.Namespace) -> HFEngine:
+def load_engine(arguments: argparse.Namespace) -> Session:
     """The engine that the arguments ask for."""
     return kp_core.load_engine(model_path(arguments), dtype=arguments.dtype, device=arguments.device)
 
 
 class Twin:
-    """The same model in plain transformers: a load of its own, with the default attention unless one is named."""
+    """The same model in plain transformers: a load of its own, with transformers' default attention."""
 
-    def __init__(
-        self,
-        arguments: argparse.Namespace,
-        tokenizer: Any,  # noqa: ANN401
-        *,
-        attention: str | None = None,
-    ) -> None:
+    def __init__(self, arguments: argparse.Namespace, tokenizer: Any) -> None:  # noqa: ANN401
         dtype = getattr(torch, arguments.dtype)
-        loaded = AutoModelForCausalLM.from_pretrained(model_path(arguments), dtype=dtype, attn_implementation=attention)
+        loaded = AutoModelForCausalLM.from_pretrained(model_path(arguments), dtype=dtype)
         self.model, self.tokenizer = loaded.to(arguments.device).eval(), tokenizer
         ends = self.model.generation_config.eos_token_id
         self.end_tokens = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}

@@ -35,7 +35,6 @@ from scipy.stats import bootstrap
 from benchmarks import batched, common, plots
 from benchmarks.scores import INSTRUCTED, formality
 from kp_core import KnowledgePack, Message, SentenceTransformerEmbedder, Steering
-from kp_core.packs.view import PackRef
 from kp_core.steering import likeness, preset
 
 __all__ = ["main"]
@@ -123,10 +122,8 @@ def _answer_batches(  # noqa: PLR0913
 ) -> None:
     """Answer `--batch` questions of about the same length at a time, under all conditions that share their prompts."""
     twin = common.Twin(arguments, engine.tokenizer)
-    packs = {
-        at: PackRef("", engine.build_pack(_facts(examples[at]), compiled_for="system", lazy=True)) for at in missing
-    }
-    ordered = sorted(missing, key=lambda at: len(packs[at].pack.token_ids))
+    packs = {at: engine.build_pack(_facts(examples[at]), compiled_for="system", lazy=True) for at in missing}
+    ordered = sorted(missing, key=lambda at: len(packs[at].token_ids))
     sharing: dict[tuple[bool, str | None, str], list[Condition]] = {}
     for condition in _conditions(arguments):
         asked = condition.with_pack, condition.instruction, condition.scope or "system"
@@ -142,7 +139,7 @@ def _answer_batches(  # noqa: PLR0913
             if not wanted:
                 continue
             prompts = [
-                engine.template.render(_messages(examples[at], conditions[0]), packs=[packs[at]] if with_pack else [])
+                engine.prefill(_messages(examples[at], conditions[0]), packs=[packs[at]] if with_pack else ()).prompt
                 for at in batch
             ]
             said = batched.answers(twin, prompts, scope, wanted, arguments.tokens)

@@ -35,7 +35,7 @@ from benchmarks import common
 from kp_core import Message, PackStore
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["main", "run"]
 
@@ -58,14 +58,14 @@ def question_text(question: str) -> str:
     return f"{common.INSTRUCTION}\nQuestion: {question}"
 
 
-def split_prompt(engine: HFEngine, facts: str, question: str) -> str:
+def split_prompt(engine: Session, facts: str, question: str) -> str:
     """The facts' user message as one template call renders it, then the question's as a second call does."""
     turns: list[list[Message]] = [[{"role": "user", "content": facts}], [{"role": "user", "content": question}]]
     parts = [engine.template.render(turn, add_generation_prompt=turn is turns[-1]) for turn in turns]
     return "".join(engine.template.text(part) for part in parts)
 
 
-def compare(engine: HFEngine, twin: common.Twin, store: PackStore, example: common.Example, tokens: int) -> _Outcome:
+def compare(engine: Session, twin: common.Twin, store: PackStore, example: common.Example, tokens: int) -> _Outcome:
     """Text, pack and plain Hugging Face on one question.
 
     Raises `RuntimeError` when the handle's prompt is not the text's, or when the stored KV was not reused.
@@ -94,7 +94,7 @@ def compare(engine: HFEngine, twin: common.Twin, store: PackStore, example: comm
 
 
 def answer_batches(
-    engine: HFEngine, twin: common.Twin, examples: Sequence[common.Example], outcomes: Sequence[_Outcome], tokens: int
+    engine: Session, twin: common.Twin, examples: Sequence[common.Example], outcomes: Sequence[_Outcome], tokens: int
 ) -> None:
     """The conditions that are only scored: prompts of similar length together."""
     jobs: list[tuple[_Outcome, str, list[int]]] = []

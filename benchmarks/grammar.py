@@ -23,7 +23,7 @@ from benchmarks import common
 from kp_core.errors import SamplingError
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["main", "random_schema", "run", "valid_answer"]
 
@@ -69,7 +69,7 @@ def _random_value(rng: random.Random, depth: int) -> dict[str, Any]:
     )
 
 
-def valid_answer(engine: HFEngine, schema: dict[str, Any], *, forced_call: bool, room: int) -> Any:  # noqa: ANN401
+def valid_answer(engine: Session, schema: dict[str, Any], *, forced_call: bool, room: int) -> Any:  # noqa: ANN401
     """What the model answers; raises when it does not parse or does not validate."""
     if forced_call:
         tool = {"name": "record", "description": "Records an example.", "parameters": schema}
@@ -81,7 +81,7 @@ def valid_answer(engine: HFEngine, schema: dict[str, Any], *, forced_call: bool,
     return value
 
 
-def overhead(engine: HFEngine, repeats: int) -> tuple[float, float]:
+def overhead(engine: Session, repeats: int) -> tuple[float, float]:
     """Median seconds per token under a grammar, and without one, of answers of one length behind one prompt."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(repeats):

@@ -34,7 +34,7 @@ from kp_core import PackStore
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["main", "run"]
 
@@ -74,7 +74,7 @@ class _Searching(KnowledgePackLLM):
 
 
 def ask_all(
-    engine: HFEngine, store: PackStore, examples: Sequence[common.Example], tokens: int, top_k: int
+    engine: Session, store: PackStore, examples: Sequence[common.Example], tokens: int, top_k: int
 ) -> dict[str, Any]:
     """Every question from packs and from text."""
     nodes = {
@@ -109,7 +109,7 @@ def ask_all(
     }
 
 
-async def follow(engine: HFEngine, store: PackStore, passages: Sequence[str], condition: str) -> list[dict[str, float]]:
+async def follow(engine: Session, store: PackStore, passages: Sequence[str], condition: str) -> list[dict[str, float]]:
     """The usage and `ttft_s` of every step of an agent that reads `passages` one by one."""
     as_handles = not condition.startswith("text")
     found: Iterator[str] = iter(

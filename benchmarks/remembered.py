@@ -14,7 +14,7 @@ from kp_core import Message, Steering
 from kp_core.steering import Scope, as_steering
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["Remembered", "Said"]
 
@@ -33,7 +33,7 @@ class Remembered:
     model, messages, packs, steering, scope and length.
     """
 
-    def __init__(self, engine: HFEngine, path: Path | None = None) -> None:
+    def __init__(self, engine: Session, path: Path | None = None) -> None:
         self._engine, self._path = engine, path
         self._known: dict[str, Any] = {}
         if path is not None and path.exists():

@@ -14,7 +14,7 @@ from kp_core import Message, SentenceTransformerEmbedder, Steering
 from kp_core.steering import Calibration, Task, calibrate, likeness, preset
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["QUESTIONS", "Bench", "share", "without"]
 
@@ -87,7 +87,7 @@ class Bench:
 
     def __init__(self, arguments: argparse.Namespace, questions: Sequence[str] = QUESTIONS) -> None:
         self.arguments = arguments
-        self.engine: HFEngine = common.load_engine(arguments)
+        self.engine: Session = common.load_engine(arguments)
         self.known = Remembered(self.engine, arguments.answers)
         self.questions = questions[: arguments.questions]
         self.formal = self.engine.make_steering(preset("formal"))

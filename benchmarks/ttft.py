@@ -7,8 +7,8 @@ noisy to all columns alike (medians; text above 2,048 tokens is repeated 3 times
 - pack memory: the handle, the pack warm in the prefix tree; head and pack reused, the question computed.
 - pack disk: the handle in a fresh process, file read included; see `benchmarks.fresh`. Half as often, as it loads a
   model.
-- floor: plain transformers: one forward pass of the question's tokens over a cache that already holds the rest, with
-  the engine's attention kernel. No template, no tokenizer, no copy: what no implementation can undercut.
+- floor: plain transformers with its own attention: one forward pass of the question's tokens over a cache that already
+  holds the rest. No template, no tokenizer, no copy.
 - hf text: plain `model.generate` on the same token ids, default attention.
 
 `peak_bytes` is what a request needs beyond what the process holds; see `benchmarks.fresh`. For 1,000 tokens of
@@ -38,10 +38,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from benchmarks import common
 from kp_core import KnowledgePack, PackStore
-from kp_core.engines.hf import attention
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf import HFEngine
+    from kp_core import Session
 
 __all__ = ["Floor", "main", "run"]
 
@@ -111,7 +110,7 @@ class Floor:
         return int(output.logits[0, -1].argmax())
 
 
-def knowledge(engine: HFEngine, passages: Sequence[common.Paragraph], tokens: int) -> KnowledgePack:
+def knowledge(engine: Session, passages: Sequence[common.Paragraph], tokens: int) -> KnowledgePack:
     """A pack of exactly `tokens` tokens, built from passages in order.
 
     Raises `ValueError` when there is too little text.
@@ -130,12 +129,11 @@ def knowledge(engine: HFEngine, passages: Sequence[common.Paragraph], tokens: in
 class _Bench:
     """One length of knowledge, measured once per call of `measure`."""
 
-    def __init__(  # noqa: PLR0913 - what it measures
+    def __init__(
         self,
         arguments: argparse.Namespace,
-        engine: HFEngine,
+        engine: Session,
         twin: common.Twin,
-        bare: PreTrainedModel,
         pack: KnowledgePack,
         folder: Path,
     ) -> None:
@@ -145,7 +143,7 @@ class _Bench:
         engine.clear_cache()
         prompt = engine.prefill(self._said("Is it so?"), view=self._view).prompt
         self._prefix = prompt.token_ids[: prompt.spans[0].stop]
-        self._floor = Floor(bare, self._prefix, room=64)
+        self._floor = Floor(twin.model, self._prefix, room=64)
 
     def _said(self, question: str) -> str:
         return f"{self._handle}\n\n{question}"
@@ -224,7 +222,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     passages = common.read_passages(arguments.data, arguments.limit)
     engine = common.load_engine(arguments)
     twin = common.Twin(arguments, engine.tokenizer)
-    bare = common.Twin(arguments, engine.tokenizer, attention=attention.NAME).model
     asked = itertools.islice(itertools.cycle(passages), arguments.repeats + 2)
     questions = [f"Question {number}: which of these is about {passage.title}?" for number, passage in enumerate(asked)]
     rows = []
@@ -232,7 +229,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for tokens in progress.track(arguments.tokens, description="Lengths"):
             with tempfile.TemporaryDirectory() as folder:
                 pack = knowledge(engine, passages, tokens)
-                bench = _Bench(arguments, engine, twin, bare, pack, Path(folder))
+                bench = _Bench(arguments, engine, twin, pack, Path(folder))
                 rows.append(measure(bench, len(pack.token_ids), questions, progress))
     return {"dtype": arguments.dtype, "bytes_per_token": engine.bytes_per_token, "rows": rows}
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
@@ -14,8 +15,10 @@ from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from cookbooks.demo.corpus import Corpus, Question
 from kp_core import ChromaFactBank, PackStore
-from kp_core.engines.hf import HFEngine
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, pack_place
+
+if TYPE_CHECKING:
+    from kp_core import Session
 
 __all__ = ["ALONE", "PROMPT", "Way", "World", "accumulate", "ask"]
 
@@ -41,7 +44,7 @@ def join(documents: Sequence[Document]) -> str:
 class World:
     """A corpus in a Chroma bank, its packs in a store, and a chat model that resolves their handles."""
 
-    def __init__(self, corpus: Corpus, engine: HFEngine, bank: ChromaFactBank, folder: Path) -> None:
+    def __init__(self, corpus: Corpus, engine: Session, bank: ChromaFactBank, folder: Path) -> None:
         self.corpus, self.engine = corpus, engine
         self.store = PackStore(folder / "packs")
         self.model = ChatKnowledgePacks(engine=engine, store=self.store, namespaces=[_NAMESPACE], max_tokens=MAX_TOKENS)
