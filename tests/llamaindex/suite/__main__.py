@@ -1,4 +1,4 @@
-"""`python -m tests.llamaindex.suite mymodule:make_llm`: the suite on any LLM; the exit status is 1 when a check fails."""
+"""`python -m tests.llamaindex.suite mymodule:make_llm`: the suite on any LLM; exit status 1 when a check fails."""
 
 from __future__ import annotations
 
