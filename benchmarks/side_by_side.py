@@ -1,0 +1,171 @@
+"""Two checkouts of this repository in one run: is this one slower than that one, and what does plain transformers take?
+
+The other checkout is `--other`, or a worktree of the revision `--rev` made for the run. Each side is a process that
+stays up (`benchmarks.side_worker`); they are asked in turn, one pair after the other, so that a noisy machine is noisy
+to both:
+
+- first token: the handle of a stored pack that is warm in memory, another question each time, one token generated.
+- prefill: a prompt of text with nothing cached.
+- forward: one forward pass of plain transformers over the ids of that prompt, in a process of its own.
+
+A ratio is the median of the pairs' ratios, with the 95 % interval that the order statistics give (none below 6 pairs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import IO, Any
+
+from rich.progress import track
+from scipy.stats import quantile_test
+
+from benchmarks import common
+
+__all__ = ["main", "run"]
+
+_HERE = Path(__file__).parents[1]
+_FACTS = _HERE / "cookbooks/demo/facts.jsonl"
+
+
+class _Side:
+    """A process that answers commands."""
+
+    def __init__(self, process: subprocess.Popen[str], checkout: Path) -> None:
+        self._process = process
+        found = Path(self._read()["kp_core"]).resolve()
+        if not found.is_relative_to(checkout.resolve()):
+            raise RuntimeError(f"Got kp_core from {found}; expected it from {checkout}.")
+
+    def ask(self, do: str, **given: Any) -> dict[str, Any]:  # noqa: ANN401 - whatever JSON holds
+        """The answer to one command; `RuntimeError` when the process ended, whose traceback is on stderr then."""
+        _of(self._process.stdin).write(json.dumps({"do": do, **given}) + "\n")
+        _of(self._process.stdin).flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        line = _of(self._process.stdout).readline()
+        if not line:
+            raise RuntimeError(f"A side ended with status {self._process.wait()}; see above for why.")
+        return dict(json.loads(line))
+
+
+def _of(pipe: IO[str] | None) -> IO[str]:
+    if pipe is None:
+        raise RuntimeError("The process has no pipe.")
+    return pipe
+
+
+@contextmanager
+def _started(arguments: argparse.Namespace, checkout: Path, *options: str) -> Iterator[_Side]:
+    """A side that runs on `checkout`."""
+    told = [f"--{name}={getattr(arguments, name)}" for name in ("dtype", "device")]
+    worker = str(Path(__file__).with_name("side_worker.py"))
+    # -P keeps this folder off the path: names in it are no packages.
+    command = [sys.executable, "-P", worker, f"--model={common.model_path(arguments)}", *told, *options]
+    environment = os.environ | {"PYTHONPATH": str(checkout.resolve())}
+    with subprocess.Popen(  # noqa: S603 - our own
+        command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield _Side(process, checkout)
+        finally:
+            _of(process.stdin).close()
+
+
+@contextmanager
+def _worktree(rev: str) -> Iterator[Path]:
+    """A checkout of `rev`, removed at the end."""
+    git = ["git", "-C", str(_HERE), "worktree"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "other"
+        subprocess.run([*git, "add", "--quiet", "--detach", str(path), rev], check=True)  # noqa: S603 - our own
+        try:
+            yield path
+        finally:
+            subprocess.run([*git, "remove", "--force", str(path)], check=True)  # noqa: S603 - our own
+
+
+def compared(new: Sequence[float], old: Sequence[float]) -> dict[str, float | None]:
+    """Medians in seconds, and the median of the ratios new to old with its interval."""
+    ratios = [mine / theirs for mine, theirs in zip(new, old, strict=True)]
+    interval = quantile_test(ratios, q=1, p=0.5).confidence_interval(0.95)
+    low, high = (None if math.isnan(bound) else float(bound) for bound in interval)
+    return {"new_s": median(new), "old_s": median(old), "ratio": median(ratios), "low": low, "high": high}
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The figures, as the JSON file holds them."""
+    text = "\n".join(map(str, common.read_passages(_FACTS)))
+    rows = {}
+    with ExitStack() as stack:
+        other = arguments.other or stack.enter_context(_worktree(arguments.rev))
+        new, old = (stack.enter_context(_started(arguments, checkout)) for checkout in (_HERE, other))
+        hf = stack.enter_context(_started(arguments, _HERE, "--plain"))
+        for tokens in arguments.packs:
+            known = new.ask("cut", text=text, tokens=tokens)["text"]
+            handles = [side.ask("pack", text=known)["handle"] for side in (new, old)]
+            found: list[list[float]] = [[], []]
+            for number in track(range(-1, arguments.pairs), f"First token, {tokens}"):
+                asked = f"Question {number}: which of these stands there?"
+                for side, handle, seconds in zip((new, old), handles, found, strict=True):
+                    answer = side.ask("first_token", said=f"{handle}\n\n{asked}")
+                    if number < 0:  # Brings the pack to memory.
+                        continue
+                    if not answer["from_memory"]:
+                        raise RuntimeError(f"Got {answer}; expected the pack of {tokens} tokens to be in memory.")
+                    seconds.append(answer["seconds"])
+            rows[f"first token, pack of {tokens}"] = compared(*found)
+        prompt = new.ask("cut", text=text, tokens=arguments.tokens)
+        took: list[list[float]] = [[], [], []]
+        for number in track(range(-1, arguments.pairs), f"Prefill, {arguments.tokens}"):
+            answers = [side.ask("prefill", said=prompt["text"]) for side in (new, old)]
+            answers.append(hf.ask("forward", ids=prompt["ids"]))
+            if number >= 0:
+                for answer, seconds in zip(answers, took, strict=True):
+                    seconds.append(answer["seconds"])
+        rows[f"prefill of {arguments.tokens}"] = compared(took[0], took[1])
+        rows[f"prefill of {arguments.tokens}, to one forward pass"] = compared(took[0], took[2])
+        rows["the other's, to one forward pass"] = compared(took[1], took[2])
+    return {"dtype": arguments.dtype, "pairs": arguments.pairs, "rows": rows}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run, print the table, write the JSON file."""
+    parser = common.argument_parser(__doc__, "")
+    parser.add_argument("--other", type=Path, metavar="PATH", help="the other checkout")
+    parser.add_argument("--rev", default="f8ef676", help="its revision, without --other; default: %(default)s")
+    parser.add_argument("--pairs", type=int, default=20, metavar="N", help="default: %(default)s")
+    parser.add_argument("--packs", type=int, nargs="+", default=[250, 1000, 4000], metavar="N", help="tokens of packs")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the prefill; default: %(default)s")
+    arguments = parser.parse_args(argv)
+    figures = run(arguments)
+    common.show_table(
+        f"Side by side: {figures['pairs']} pairs, {figures['dtype']}",
+        ("what", "new s", "old s", "ratio", "95 % interval"),
+        [
+            (
+                name,
+                row["new_s"],
+                row["old_s"],
+                row["ratio"],
+                "-" if row["low"] is None or row["high"] is None else f"{row['low']:.3f} to {row['high']:.3f}",
+            )
+            for name, row in figures["rows"].items()
+        ],
+    )
+    common.write_json(arguments.json, figures)
+    return figures
+
+
+if __name__ == "__main__":
+    main()
