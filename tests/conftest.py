@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,16 @@ import torch
 from kp_core import load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 
+DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 DATA = Path(os.environ.get("KP_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")
+
+
+def until(holds, timeout_s=60):
+    """Wait for `holds()` to be true, and fail when it is not in time."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"still not true after {timeout_s} s"
+        time.sleep(0.005)
 
 
 @cache
@@ -43,10 +53,27 @@ def smol_bf16():
 
 
 @pytest.fixture(scope="session")
+def orrelay():
+    """Five questions of the demo with the facts they need, and with ever more that stand beside those."""
+    facts, questions = (_rows(DEMO / name) for name in ("facts.jsonl", "questions.jsonl"))
+    at = {fact["id"]: number for number, fact in enumerate(facts)}
+    found = []
+    for number, row in enumerate(questions[::8]):
+        first = at[row["facts"][0]]
+        needed = dict.fromkeys([*(at[fact] for fact in row["facts"]), *range(first, first + 2 * number)])
+        found.append({"question": row["question"], "gold_facts": [facts[one] for one in needed]})
+    return found
+
+
+@pytest.fixture(scope="session")
 def hotpot():
     """Questions of HotpotQA with their gold facts."""
     path = DATA / "hotpotqa_gold.jsonl"
     if not path.is_file():
         pytest.skip(f"HotpotQA is not at {path}; set KP_DATA to the folder that holds it")
-    with path.open() as lines:
+    return _rows(path)
+
+
+def _rows(path):
+    with path.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

@@ -18,7 +18,7 @@ from kp_core.errors import (
     UnsupportedContentError,
 )
 from kp_langchain import ChatKnowledgePacks, to_messages
-from tests.conftest import tiny_engine
+from tests.conftest import tiny_engine, until
 
 CHAT = [SystemMessage("Be brief."), HumanMessage("Name a colour.")]
 
@@ -128,11 +128,12 @@ async def test_cancelling_stops_the_engine(smol):
 
     for ask in (read, lambda: chat.ainvoke("Tell a very long story about a mountain.")):
         started = asyncio.Event()
+        smol.clear_cache()
         task = asyncio.ensure_future(ask())
         if ask is read:
             await started.wait()
         else:
-            await asyncio.sleep(0.3)
+            await asyncio.to_thread(until, lambda: smol.cached_bytes)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -21,7 +21,6 @@ def test_llamaindex(tmp_path, capsys):
     assert sent["text"] == sent["text, no cache"]
     assert [step["computed_tokens"] for step in agent["text, no cache"]] == sent["text"]
     assert agent["packs"][2]["computed_tokens"] < sent["packs"][2] + agent["packs"][2]["pack_tokens"]
-    assert all(step["ttft_s"] > 0 for steps in agent.values() for step in steps)
     assert "from step 2 on: 1.000" in capsys.readouterr().out
 
 

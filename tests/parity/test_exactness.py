@@ -1,4 +1,4 @@
-"""Fast paths against their slow oracles, on real questions and the real model."""
+"""Fast paths against their slow oracles, on questions about texts and the real model."""
 
 import pytest
 import torch
@@ -9,18 +9,24 @@ from kp_core import PackStore, bundled_model
 QUESTIONS = 8
 
 
+@pytest.fixture(params=["orrelay", pytest.param("hotpot", marks=pytest.mark.slow)])
+def rows(request):
+    """The demo's world, which is always there, and HotpotQA."""
+    return request.getfixturevalue(request.param)
+
+
 def conversations(engine, store, rows):
     for row in rows[:QUESTIONS]:
         text = "\n".join(f"{fact['title']}: {fact['text']}" for fact in row["gold_facts"])
-        handle = store.put(engine.build_pack(text, namespace="hotpot"))
+        handle = store.put(engine.build_pack(text, namespace="parity"))
         yield f"{handle}\n\nAnswer in a few words. {row['question']}", text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pack_equals_text_on_this_engine(request, hotpot, tmp_path, dtype):
+def test_pack_equals_text_on_this_engine(request, rows, tmp_path, dtype):
     engine, store = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16"), PackStore(tmp_path)
-    view = store.view("hotpot")
-    for question, _ in conversations(engine, store, hotpot):
+    view = store.view("parity")
+    for question, _ in conversations(engine, store, rows):
         engine.clear_cache()
         cold = engine.prefill(question, view=view, reuse=False)
         warm = engine.prefill(question, view=view)
@@ -31,11 +37,11 @@ def test_pack_equals_text_on_this_engine(request, hotpot, tmp_path, dtype):
         assert pack.token_ids == text.token_ids
 
 
-def test_pack_equals_plain_text_and_plain_generate(smol, hotpot, tmp_path):
+def test_pack_equals_plain_text_and_plain_generate(smol, rows, tmp_path):
     store = PackStore(tmp_path)
     plain = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32)
-    for question, text in conversations(smol, store, hotpot):
-        answer = smol.generate(question, view=store.view("hotpot"), max_tokens=12)
+    for question, text in conversations(smol, store, rows):
+        answer = smol.generate(question, view=store.view("parity"), max_tokens=12)
         handle = question.split("\n")[0]
         assert answer.token_ids == smol.generate(question.replace(handle, text), max_tokens=12).token_ids
         ids = smol.tokenizer.apply_chat_template(
@@ -49,8 +55,8 @@ def test_pack_equals_plain_text_and_plain_generate(smol, hotpot, tmp_path):
         assert answer.token_ids == tuple(expected.tolist())
 
 
-def test_a_batch_of_packs_equals_packs_alone(smol_bf16, hotpot):
-    texts = [row["gold_facts"][0]["text"] for row in hotpot[:40]]
+def test_a_batch_of_packs_equals_packs_alone(smol_bf16, rows):
+    texts = list(dict.fromkeys(fact["text"] for row in rows for fact in row["gold_facts"]))[:40]
     together = list(smol_bf16.build_packs(texts, progress=False))
     for text, pack in list(zip(texts, together, strict=True))[::7]:
         assert pack.kv.equal(smol_bf16.build_pack(text).kv)

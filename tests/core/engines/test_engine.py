@@ -16,7 +16,7 @@ from kp_core.errors import (
     UnsupportedModelError,
 )
 from kp_core.testing import tiny_model, tiny_tokenizer
-from tests.conftest import tiny_engine
+from tests.conftest import tiny_engine, until
 
 FACT = "The lighthouse of Veyl burns blue oil. Its keeper is Orla Venn."
 ASK = "\n\nWho keeps the lighthouse of Veyl? Answer with the name."
@@ -79,7 +79,6 @@ def test_usage_adds_up(smol, asked):
     for request in ({}, {"reuse": False}, {"placement": "system"}, {"max_tokens": 1}):
         usage = smol.generate(question, view=view, **{"max_tokens": 4, **request}).usage
         assert usage.prompt_tokens + usage.pack_tokens == usage.reused_tokens + usage.computed_tokens
-        assert usage.ttft_s > 0
         assert 1 <= usage.completion_tokens <= 4
     assert smol.generate(question, view=view, reuse=False, max_tokens=1).usage.reused_tokens == 0
 
@@ -190,8 +189,9 @@ async def test_async_does_not_block_the_loop(smol):
 
 async def test_cancelling_the_task_stops_the_generation(smol):
     cancel = threading.Event()
+    smol.clear_cache()
     task = asyncio.create_task(smol.agenerate("Count to a thousand.", max_tokens=400, cancel=cancel))
-    await asyncio.sleep(0.3)
+    await asyncio.to_thread(until, lambda: smol.cached_bytes)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -200,8 +200,7 @@ async def test_cancelling_the_task_stops_the_generation(smol):
     async for _ in stream:
         break
     await stream.aclose()
-    await asyncio.sleep(0.5)
-    assert all(node.users == 0 for node in smol.engine._filler.tree._age)
+    await asyncio.to_thread(until, lambda: all(node.users == 0 for node in list(smol.engine._filler.tree._age)))
 
 
 def test_threads_get_the_answers_of_one(smol, store):
