@@ -46,6 +46,26 @@ def smol():
     return _smol(torch.float32)
 
 
+@cache
+def roomy_engine():
+    """A tiny engine with room for a long conversation in bytes."""
+    model = tiny_model("llama")
+    model.config.max_position_embeddings = 16384
+    return load_engine(model, tokenizer=tiny_tokenizer(), chunk_tokens=64, cache_bytes=200_000_000)
+
+
+@pytest.fixture(scope="session", params=["tiny", pytest.param("smol", marks=pytest.mark.slow)])
+def chat_engine(request):
+    """What holds on a tiny model is seen on the bundled one too, in the second tier."""
+    return roomy_engine() if request.param == "tiny" else request.getfixturevalue("smol")
+
+
+@pytest.fixture(scope="session")
+def call_tokens(chat_engine):
+    """Room for a tool call: the tiny tokenizer writes letter by letter."""
+    return 200 if chat_engine is roomy_engine() else 40
+
+
 @pytest.fixture(scope="session")
 def smol_bf16():
     """The bundled model in bfloat16."""

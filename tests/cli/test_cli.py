@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,10 +48,18 @@ def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.Mo
     logging.getLogger("kp_core").setLevel(logging.NOTSET)
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the facts and the bank made of them, to be copied."""
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
+    assert run(["build", str(folder / "bank"), str(folder / "facts.jsonl")]) == 0
+    return folder
+
+
 @pytest.fixture
-def bank(kp: Kp, tmp_path: Path) -> Path:
-    (tmp_path / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
-    assert kp("build", "bank", "facts.jsonl")[0] == 0
+def bank(built: Path, kp: Kp, tmp_path: Path) -> Path:
+    shutil.copytree(built, tmp_path, dirs_exist_ok=True)
     return tmp_path / "bank"
 
 
@@ -310,14 +319,14 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(bank: Path) -> None:
     os.close(ours)
 
 
-def test_a_reader_that_has_enough_ends_a_command_quietly(bank: Path) -> None:
-    for options in (["--json"], []):
-        reading, writing = os.pipe()
-        os.close(reading)
-        with started("search", str(bank), "the novel", *options, stdout=writing, stderr=subprocess.PIPE) as process:
-            os.close(writing)
-            assert process.communicate() == (None, b"")
-            assert process.returncode == 1
+@pytest.mark.parametrize("options", [["--json"], pytest.param([], marks=pytest.mark.slow)])
+def test_a_reader_that_has_enough_ends_a_command_quietly(bank: Path, options: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with started("search", str(bank), "the novel", *options, stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        assert process.communicate() == (None, b"")
+        assert process.returncode == 1
 
 
 def test_inspect_and_plot(kp: Kp, bank: Path, tmp_path: Path) -> None:
@@ -395,6 +404,7 @@ def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> No
         assert wrong in json.loads(out)["model"]["why_not"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"Fact number {number} is about the number {number}."}) for number in range(1500)]
     (tmp_path / "many.jsonl").write_text("\n".join(rows))

@@ -14,6 +14,7 @@ def test_there_are_notebooks():
     assert len(NOTEBOOKS) >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)  # Minutes on two cores that nobody else uses.
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_a_notebook_runs(path, tmp_path):

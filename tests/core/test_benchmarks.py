@@ -96,6 +96,7 @@ def run(module: Any, tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return dict(figures)
 
 
+@pytest.mark.slow
 def test_equivalence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--data", data("hotpotqa_gold.jsonl"), "--limit", "2", "--dtype", "float32", "--tokens", "6")
     figures = run(equivalence, tmp_path, *arguments)
@@ -109,6 +110,7 @@ def test_equivalence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "bit-identical: 2 of 2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_ttft(tmp_path: Path) -> None:
     arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "20", "--tokens", "64", "--repeats", "1")
     (row,) = run(ttft, tmp_path, *arguments)["rows"]
@@ -117,6 +119,7 @@ def test_ttft(tmp_path: Path) -> None:
     assert row["tokens"] == 64
 
 
+@pytest.mark.slow
 def test_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--data", data("hotpotqa_distractor.jsonl"), "--limit", "1", "--searches", "1", "3", "--tokens", "2")
     rows = run(accumulation, tmp_path, *arguments)["rows"]
@@ -132,6 +135,7 @@ def test_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "computed at most once: 1 of 1" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data("hotpotqa_gold.jsonl")
     data("hotpotqa_distractor.jsonl")
@@ -150,6 +154,7 @@ def test_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "with BM25" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     data("hotpotqa_gold.jsonl")
     arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "5", "--facts", "60", "200", "--without", "chroma")
@@ -173,6 +178,7 @@ def test_copies_are_as_near_to_each_other_as_paragraphs_are() -> None:
     assert np.array_equal(scale.blurred(real, 10), real[:10])
 
 
+@pytest.mark.slow
 def test_kills(tmp_path: Path) -> None:
     figures = run(kills, tmp_path, "--kills", "1")
     assert (figures["kills"], figures["lost"], figures["unclean"]) == (1, 0, 0)

@@ -15,6 +15,7 @@ def test_there_is_code_to_run():
     assert BLOCKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "output"), BLOCKS, ids=range(len(BLOCKS)))
 def test_code_prints_what_is_shown(code, output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -49,21 +49,21 @@ def embedder():
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory):
+def store(tmp_path_factory, chat_engine):
     return PackStore(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(scope="session")
-def bank(tmp_path_factory, embedder):
+def bank(tmp_path_factory, embedder, chat_engine):
     with ChromaFactBank(tmp_path_factory.mktemp("bank"), embedder) as bank:
         yield bank
 
 
 @pytest.fixture(scope="session")
-def isles(facts, smol, store, bank):
+def isles(facts, chat_engine, store, bank):
     return KnowledgePackRetriever.from_facts(
         facts,
-        engine=smol,
+        engine=chat_engine,
         store=store,
         bank=bank,
         namespace="isles",
@@ -84,5 +84,5 @@ def text_retriever(retriever):
 
 
 @pytest.fixture
-def chat(smol, store):
-    return ChatKnowledgePacks(engine=smol, store=store, namespaces=["isles"], max_tokens=12)
+def chat(chat_engine, store):
+    return ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["isles"], max_tokens=12)

@@ -54,14 +54,18 @@ def reader(pages):
 
 
 @pytest.fixture(scope="module")
-def pages(smol, store):
-    compile_facts([Fact(page) for page in PAGES], smol, store, namespace="book", compiled_for="system", progress=False)
+def pages(chat_engine, store):
+    compile_facts(
+        [Fact(page) for page in PAGES], chat_engine, store, namespace="book", compiled_for="system", progress=False
+    )
     return [str(stored_handle(store, page, "book", "system")) for page in PAGES]
 
 
 @pytest.fixture
-def model(smol, store):
-    return ChatKnowledgePacks(engine=smol, store=store, banks=["book"], placement="system", max_tokens=40)
+def model(chat_engine, call_tokens, store):
+    return ChatKnowledgePacks(
+        engine=chat_engine, store=store, banks=["book"], placement="system", max_tokens=call_tokens
+    )
 
 
 def ask(agent, text, thread="1"):
@@ -70,8 +74,8 @@ def ask(agent, text, thread="1"):
 
 
 @pytest.mark.parametrize("placement", ["in_place", "system"])
-def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pages, smol):
-    smol.clear_cache()
+def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pages, chat_engine):
+    chat_engine.clear_cache()
     steps, model = Steps(20), model.model_copy(update={"placement": placement})
     agent = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), steps])
     state = ask(agent, "Read the whole book.")
@@ -79,7 +83,7 @@ def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pa
     sent = [usage["prompt_tokens"] for usage in steps.usage]
     assert len(sent) == 21
     assert max(sent[1:]) <= 1.05 * min(sent[1:])
-    lengths = [len(smol.build_pack(page, compiled_for="system", lazy=True).token_ids) for page in PAGES]
+    lengths = [len(chat_engine.build_pack(page, compiled_for="system", lazy=True).token_ids) for page in PAGES]
     for step, usage in enumerate(steps.usage):
         assert usage["pack_tokens"] == sum(lengths[:step])
         # Computed is what stands behind the new pack, and that pack.
@@ -92,8 +96,8 @@ def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pa
     assert [m.content for m in state["messages"] if isinstance(m, ToolMessage)] == pages
 
 
-def test_a_model_absorbs_without_a_middleware(smol, store, pages):
-    model = ChatKnowledgePacks(engine=smol, store=store, banks=["book"], compact=True, max_tokens=1)
+def test_a_model_absorbs_without_a_middleware(chat_engine, store, pages):
+    model = ChatKnowledgePacks(engine=chat_engine, store=store, banks=["book"], compact=True, max_tokens=1)
     messages = [HumanMessage("Read.")]
     sent = []
     for number, page in enumerate(pages[:3]):
@@ -154,9 +158,11 @@ def test_interrupts_leave_packs_alone(model, pages, tmp_path):
         assert isinstance(done["messages"][-1], AIMessage)
 
 
-def test_agents_that_share_an_engine_do_not_see_each_others_packs(model, pages, smol, store):
+def test_agents_that_share_an_engine_do_not_see_each_others_packs(model, pages, chat_engine, store):
     mine = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), Steps(1)])
-    other = ChatKnowledgePacks(engine=smol, store=store, banks="elsewhere", placement="system", max_tokens=40)
+    other = ChatKnowledgePacks(
+        engine=chat_engine, store=store, banks="elsewhere", placement="system", max_tokens=model.max_tokens
+    )
     foreign = Steps(1)
     theirs = create_agent(other, [reader(pages)], middleware=[KnowledgePackMiddleware(), foreign])
     assert ask(mine, "Read.")["packs"] == pages[:1]
@@ -164,8 +170,8 @@ def test_agents_that_share_an_engine_do_not_see_each_others_packs(model, pages, 
     assert all(usage["pack_tokens"] == 0 for usage in foreign.usage)
 
 
-def test_a_summary_forgets_nothing(model, pages, smol, store):
-    summarizer = PackSummarizer(smol, store, namespace="book")
+def test_a_summary_forgets_nothing(model, pages, chat_engine, store):
+    summarizer = PackSummarizer(chat_engine, store, namespace="book")
     middleware = [
         SummarizationMiddleware(model, trigger=("messages", 6), keep=("messages", 2), summarizer=summarizer),
         KnowledgePackMiddleware(),
@@ -214,8 +220,8 @@ async def test_the_search_tool_gives_handles_and_keeps_documents(retriever, stor
     assert (await search.ainvoke(call)).content == message.content
 
 
-def test_remembering_makes_a_pack(smol, store, model):
-    remember = create_remember_tool(smol, store, namespace="book")
+def test_remembering_makes_a_pack(chat_engine, store, model):
+    remember = create_remember_tool(chat_engine, store, namespace="book")
     assert isinstance(remember, StructuredTool)
     message = remember.invoke({"name": "remember", "args": {"text": "Ana keeps bees."}, "id": "1", "type": "tool_call"})
     assert message.artifact[0].page_content.strip() == "Ana keeps bees."

@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import agent, common, grammar
 
+pytestmark = pytest.mark.slow
+
 
 def run(benchmark, tmp_path, *arguments):
     out = tmp_path / "figures.json"

@@ -10,10 +10,10 @@ from tests.langchain.conftest import PROMPT, QUESTIONS, answers_of, chain_of
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_packs_answer_as_text_does(question, retriever, text_retriever, chat, smol):
-    smol.clear_cache()
+def test_packs_answer_as_text_does(question, retriever, text_retriever, chat, chat_engine):
+    chat_engine.clear_cache()
     by_pack = chain_of(retriever, chat).invoke(question)
-    smol.clear_cache()
+    chat_engine.clear_cache()
     by_text = chain_of(text_retriever, chat).invoke(question)
     assert by_pack.text == by_text.text != ""
     pack, text = by_pack.response_metadata["kp"], by_text.response_metadata["kp"]
@@ -21,9 +21,9 @@ def test_packs_answer_as_text_does(question, retriever, text_retriever, chat, sm
     assert by_pack.usage_metadata["input_tokens"] < by_text.usage_metadata["input_tokens"]
 
 
-def test_the_first_document_comes_from_the_store_exactly(retriever, chat, smol, store):
+def test_the_first_document_comes_from_the_store_exactly(retriever, chat, chat_engine, store):
     first = retriever.invoke(QUESTIONS[0], k=1)
-    smol.clear_cache()
+    chat_engine.clear_cache()
     usage = chain_of(retriever.model_copy(update={"k": 1}), chat).invoke(QUESTIONS[0]).response_metadata["kp"]
     pack = store.get(find_handles(first[0].page_content)[0][2])
     assert usage["pack_tokens"] == len(pack.token_ids)
@@ -31,9 +31,9 @@ def test_the_first_document_comes_from_the_store_exactly(retriever, chat, smol, 
     assert usage["computed_tokens"] == usage["prompt_tokens"]
 
 
-def test_asked_again_knowledge_is_not_computed_again(retriever, chat, smol):
+def test_asked_again_knowledge_is_not_computed_again(retriever, chat, chat_engine):
     chain = chain_of(retriever, chat)
-    smol.clear_cache()
+    chat_engine.clear_cache()
     chain.invoke(QUESTIONS[0])
     usage = chain.invoke(QUESTIONS[0]).response_metadata["kp"]
     assert usage["reused_tokens"] >= usage["pack_tokens"]

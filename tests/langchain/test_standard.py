@@ -1,4 +1,4 @@
-"""LangChain's own conformance tests, on the real bundled model."""
+"""LangChain's own conformance tests, on a tiny model and on the bundled one."""
 
 import pytest
 from langchain_tests.integration_tests import ChatModelIntegrationTests, RetrieversIntegrationTests
@@ -6,6 +6,7 @@ from langchain_tests.unit_tests import ChatModelUnitTests
 
 from kp_core import bundled_model
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever
+from tests.conftest import roomy_engine
 
 
 class TestChatModelUnit(ChatModelUnitTests):
@@ -26,17 +27,12 @@ class TestChatModelUnit(ChatModelUnitTests):
         return True
 
 
-class TestChatModel(ChatModelIntegrationTests):
+class TextModel(ChatModelIntegrationTests):
     """Everything a text model can be asked; images, audio and files are what is left out."""
 
     @property
     def chat_model_class(self):
         return ChatKnowledgePacks
-
-    @property
-    def chat_model_params(self):
-        # Float32 answers alike on every machine; short answers keep the suite short.
-        return {"dtype": "float32", "max_tokens": 64, "temperature": 0}
 
     @property
     def has_tool_choice(self):
@@ -50,6 +46,40 @@ class TestChatModel(ChatModelIntegrationTests):
     def returns_usage_metadata(self):
         return True
 
+    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
+    @pytest.mark.xfail(reason="so small a model does not decide to call: 'The weather in San Francisco, CA, is a ...'")
+    def test_agent_loop(self, model):
+        super().test_agent_loop(model)
+
+
+class TestTinyChatModel(TextModel):
+    """Random weights fill in what the grammar leaves open, so they cannot pass what asks for one value."""
+
+    @property
+    def chat_model_params(self):
+        return {"engine": roomy_engine(), "max_tokens": 256, "temperature": 0}
+
+    @pytest.mark.xfail(reason="random weights do not read what to call the tool with")
+    def test_tool_calling(self, model):
+        super().test_tool_calling(model)
+
+    @pytest.mark.xfail(reason="as test_tool_calling")
+    async def test_tool_calling_async(self, model):
+        await super().test_tool_calling_async(model)
+
+    @pytest.mark.xfail(reason="as test_tool_calling")
+    def test_unicode_tool_call_integration(self, model):
+        super().test_unicode_tool_call_integration(model)
+
+
+@pytest.mark.slow
+class TestChatModel(TextModel):
+    """The bundled model; short answers keep the suite short."""
+
+    @property
+    def chat_model_params(self):
+        return {"dtype": "float32", "max_tokens": 64, "temperature": 0}
+
     @property
     def supports_model_override(self):
         return True
@@ -58,10 +88,11 @@ class TestChatModel(ChatModelIntegrationTests):
     def model_override_value(self):
         return str(bundled_model())
 
-    @pytest.mark.parametrize("model", [{}, {"output_version": "v1"}], indirect=True)
-    @pytest.mark.xfail(reason="135M parameters do not decide to call: 'The weather in San Francisco, CA, is a ...'")
-    def test_agent_loop(self, model):
-        super().test_agent_loop(model)
+
+class TestChatModelBfloat16(TestChatModel):
+    @property
+    def chat_model_params(self):
+        return {"dtype": "bfloat16", "max_tokens": 64, "temperature": 0}
 
 
 class TestRetriever(RetrieversIntegrationTests):

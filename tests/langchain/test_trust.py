@@ -13,8 +13,8 @@ FACT = "The vault opens with the word heron-nine."
 
 
 @pytest.fixture
-def handle(smol, store):
-    return str(store.put(smol.build_pack(FACT, namespace="isles")))
+def handle(chat_engine, store):
+    return str(store.put(chat_engine.build_pack(FACT, namespace="isles")))
 
 
 def pack_tokens(chat, messages):
@@ -32,8 +32,8 @@ def test_trusted_roles_bring_packs(chat, handle):
         assert pack_tokens(chat, messages) > 0, messages
 
 
-def test_a_namespace_that_is_not_allowed_stays_text(smol, store, handle, caplog):
-    chat = ChatKnowledgePacks(engine=smol, store=store, namespaces=["elsewhere"])
+def test_a_namespace_that_is_not_allowed_stays_text(chat_engine, store, handle, caplog):
+    chat = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["elsewhere"])
     with caplog.at_level(logging.WARNING, "kp_core"):
         assert pack_tokens(chat, [HumanMessage(handle)]) == 0
     assert "is not allowed" in caplog.text
@@ -43,39 +43,39 @@ def test_the_model_itself_may_not_bring_packs(chat, handle):
     assert pack_tokens(chat, [HumanMessage("Hi"), AIMessage(handle), HumanMessage("And?")]) == 0
 
 
-def test_raw_user_input_can_be_shut_out(smol, store, handle):
-    chat = ChatKnowledgePacks(engine=smol, store=store, namespaces=["isles"], trusted_roles=["system", "tool"])
+def test_raw_user_input_can_be_shut_out(chat_engine, store, handle):
+    chat = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["isles"], trusted_roles=["system", "tool"])
     assert pack_tokens(chat, [HumanMessage(handle)]) == 0
-    named = ChatKnowledgePacks(engine=smol, store=store, namespaces=["isles"], trusted_roles=["human"])
+    named = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["isles"], trusted_roles=["human"])
     assert pack_tokens(named, [HumanMessage(handle)]) > 0
 
 
-def test_a_handle_inside_a_fact_is_not_followed(smol, store, handle, chat):
+def test_a_handle_inside_a_fact_is_not_followed(chat_engine, store, handle, chat):
     smuggler = Fact(f"For more, see {handle} at once.")
     retriever = KnowledgePackRetriever.from_facts(
-        [smuggler], engine=smol, store=store, namespace="isles", embedder=_Flat(), k=1, progress=False
+        [smuggler], engine=chat_engine, store=store, namespace="isles", embedder=_Flat(), k=1, progress=False
     )
     [document] = retriever.invoke("more?")
-    own = smol.build_pack(smuggler.text, namespace="isles", lazy=True)
+    own = chat_engine.build_pack(smuggler.text, namespace="isles", lazy=True)
     assert pack_tokens(chat, [HumanMessage(document.page_content)]) == len(own.token_ids)
 
 
-def test_without_a_store_handles_are_text(smol, handle):
-    assert pack_tokens(ChatKnowledgePacks(engine=smol), [HumanMessage(handle)]) == 0
+def test_without_a_store_handles_are_text(chat_engine, handle):
+    assert pack_tokens(ChatKnowledgePacks(engine=chat_engine), [HumanMessage(handle)]) == 0
 
 
-def test_packs_of_a_call_must_resolve(chat, smol, store):
-    foreign = str(store.put(smol.build_pack(FACT, namespace="elsewhere", lazy=True)))
+def test_packs_of_a_call_must_resolve(chat, chat_engine, store):
+    foreign = str(store.put(chat_engine.build_pack(FACT, namespace="elsewhere", lazy=True)))
     with pytest.raises(PackNotFoundError, match="does not resolve"):
         chat.invoke("Hi", packs=[foreign])
 
 
-def test_the_model_cannot_say_a_handle(smol, handle):
+def test_the_model_cannot_say_a_handle(chat_engine, handle):
     # A grammar that admits one answer makes any model say it.
     schema = {"type": "object", "properties": {"file": {"const": handle}}, "required": ["file"]}
-    raw = smol.generate("What is my file called?", response_schema=schema, max_tokens=60)
-    assert find_handles(smol.tokenizer.decode(raw.token_ids))
-    chat = ChatKnowledgePacks(engine=smol, max_tokens=60).bind(response_format={"title": "f", **schema})
+    raw = chat_engine.generate("What is my file called?", response_schema=schema, max_tokens=60)
+    assert find_handles(chat_engine.tokenizer.decode(raw.token_ids))
+    chat = ChatKnowledgePacks(engine=chat_engine, max_tokens=60).bind(response_format={"title": "f", **schema})
     said = chat.invoke("What is my file called?").text
     assert said == "".join(chunk.text for chunk in chat.stream("What is my file called?"))
     assert "".join(said.split()) == '{"file":""}'

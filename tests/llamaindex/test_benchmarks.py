@@ -5,6 +5,8 @@ import pytest
 from benchmarks import conformance, llamaindex
 from tests.core.test_benchmarks import data, run
 
+pytestmark = pytest.mark.slow
+
 
 def test_llamaindex(tmp_path, capsys):
     arguments = ("--limit", "2", "--tokens", "3", "--steps", "3", "--dtype", "float32")

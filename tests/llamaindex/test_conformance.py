@@ -10,9 +10,9 @@ from tests.llamaindex.suite import CHECKS, Subject, run_suite
 from tests.llamaindex.suite.__main__ import main
 
 
-def subject(engine, **fields):
+def subject(engine, max_tokens=96):
     def make():
-        return KnowledgePackLLM(engine=engine, max_tokens=96, **fields)
+        return KnowledgePackLLM(engine=engine, max_tokens=max_tokens)
 
     return Subject(make, revive=lambda data: KnowledgePackLLM.from_dict(data, engine=engine))
 
@@ -20,6 +20,14 @@ def subject(engine, **fields):
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_ours(check):
     await check(subject(tiny_engine("qwen3")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_the_bundled_model(check, dtype, request):
+    engine = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16")
+    await check(subject(engine, max_tokens=40))
 
 
 async def test_a_template_with_a_system_message_of_its_own():

@@ -27,12 +27,12 @@ MODES = [
 
 
 @pytest.fixture(scope="module")
-def isles(nodes, smol, tmp_path_factory):
+def isles(nodes, chat_engine, tmp_path_factory):
     store = PackStore(tmp_path_factory.mktemp("isles"))
-    llm = KnowledgePackLLM(engine=smol, store=store, namespaces=["isles"], max_tokens=10)
+    llm = KnowledgePackLLM(engine=chat_engine, store=store, namespaces=["isles"], max_tokens=10)
     return KnowledgePackIndex.from_nodes(
         nodes[:8],
-        engine=smol,
+        engine=chat_engine,
         store=store,
         bank=MemoryFactBank(LetterEmbedder()),
         namespace="isles",
@@ -41,18 +41,18 @@ def isles(nodes, smol, tmp_path_factory):
     )
 
 
-def both(index, smol, **settings):
+def both(index, chat_engine, **settings):
     """The answer from packs and the answer from text, each on a cold cache."""
     answers = []
     for content in ("handle", "text"):
-        smol.clear_cache()
+        chat_engine.clear_cache()
         answers.append(index.as_query_engine(content=content, **settings).query(QUESTION))
     return answers
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_packs_answer_as_text_does(mode, isles, smol, usages):
-    pack, text = both(isles, smol, response_mode=mode, similarity_top_k=2)
+def test_packs_answer_as_text_does(mode, isles, chat_engine, usages):
+    pack, text = both(isles, chat_engine, response_mode=mode, similarity_top_k=2)
     assert str(pack) == str(text) != ""
     half = len(usages) // 2
     assert len(usages) == 2 * half
@@ -63,8 +63,8 @@ def test_packs_answer_as_text_does(mode, isles, smol, usages):
     assert delivered == 0 if mode == ResponseMode.GENERATION else delivered > 0
 
 
-def test_citations_number_packs(isles, smol, usages):
-    pack, text = both(isles, smol, citations=True, similarity_top_k=2)
+def test_citations_number_packs(isles, chat_engine, usages):
+    pack, text = both(isles, chat_engine, citations=True, similarity_top_k=2)
     assert str(pack) == str(text)
     assert usages[0]["pack_tokens"] > 0 == usages[1]["pack_tokens"]
     assert [hit.text for hit in pack.source_nodes] == [hit.text for hit in text.source_nodes]
@@ -107,10 +107,10 @@ def test_sub_questions(isles, usages):
     assert [usage["pack_tokens"] > 0 for usage in usages] == [True, True, False]
 
 
-def test_a_chat_with_context(isles, smol, usages):
+def test_a_chat_with_context(isles, chat_engine, usages):
     said = []
     for content in ("handle", "text"):
-        smol.clear_cache()
+        chat_engine.clear_cache()
         engine = isles.as_chat_engine(ChatMode.CONDENSE_PLUS_CONTEXT, similarity_top_k=2, content=content)
         assert isinstance(engine, CondensePlusContextChatEngine)
         said.append([str(engine.chat(question)) for question in (QUESTION, "And what is the coin called?")])

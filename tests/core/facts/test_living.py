@@ -369,10 +369,12 @@ def killed(folder: Path, name: str, after: float, *, mirror: bool) -> list[str]:
         return (first + process.stdout.read()).splitlines()
 
 
-@pytest.mark.parametrize("mirror", [False, True])
-def test_what_was_acknowledged_survives_being_killed(tmp_path: Path, *, mirror: bool) -> None:
+@pytest.mark.parametrize(
+    ("mirror", "kills"), [(False, 1), *(pytest.param(mirror, 3, marks=pytest.mark.slow) for mirror in (False, True))]
+)
+def test_what_was_acknowledged_survives_being_killed(tmp_path: Path, kills: int, *, mirror: bool) -> None:
     draw, texts = random.Random(0), set[str]()
-    for name in range(3):
+    for name in range(kills):
         said = killed(tmp_path, str(name), draw.uniform(0.05, 0.6), mirror=mirror)
         for line in said:
             kind, text = line.split(" ", 1)

@@ -14,6 +14,7 @@ from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     pytest.importorskip("textstat")
     from benchmarks import steering
