@@ -7,7 +7,11 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
-.PHONY: setup demo test lint bench clean lock
+# Runs a command and says how long it took.
+timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
+  printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
+
+.PHONY: setup demo test test-slow test-all lint bench clean lock
 
 setup: $(STAMP)
 
@@ -23,14 +27,19 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	$(BIN)/python -m cookbooks.demo
 
+# What guards behaviour, in minutes.
 test: setup
-	$(BIN)/python -m pytest
+	$(call timed,test,$(BIN)/python -m pytest -m "not slow")
+
+# What costs much: notebooks, conformance and agents on the bundled model, the README's code, benchmarks, kills.
+test-slow: setup
+	$(call timed,test-slow,$(BIN)/python -m pytest -m slow)
+
+test-all: test
+	$(MAKE) test-slow
 
 lint: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports)
 
 # The tables of docs/results.md, those that take minutes first; hours on two cores. KP_DATA names the folder of the data.
 KP_DATA ?= ../shared/data
