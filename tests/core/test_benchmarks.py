@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import accumulation, common, equivalence, kills, routing, scale, ttft
+from benchmarks import accumulation, common, equivalence, kills, routing, scale, side_by_side, ttft
 from benchmarks.synthetic import synthetic
 
 
@@ -182,6 +182,20 @@ def test_copies_are_as_near_to_each_other_as_paragraphs_are() -> None:
 def test_kills(tmp_path: Path) -> None:
     figures = run(kills, tmp_path, "--kills", "1")
     assert (figures["kills"], figures["lost"], figures["unclean"]) == (1, 0, 0)
+
+
+@pytest.mark.slow
+def test_side_by_side(tmp_path: Path) -> None:
+    arguments = ("--other", str(Path(__file__).parents[2]), "--pairs", "2", "--packs", "64", "--tokens", "96")
+    figures = run(side_by_side, tmp_path, *arguments)
+    assert (figures["pairs"], len(figures["rows"])) == (2, 4)
+    assert all(row["low"] is row["high"] is None for row in figures["rows"].values())
+
+
+def test_a_ratio_stands_between_order_statistics() -> None:
+    found = side_by_side.compared(range(2, 42, 2), [2] * 20)
+    assert found == {"new_s": 21, "old_s": 2, "ratio": 10.5, "low": 6, "high": 15}
+    assert side_by_side.compared([1, 2], [1, 1])["low"] is None
 
 
 def test_synthetic_facts_are_told_apart_by_two_of_three_words() -> None:
