@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -53,7 +54,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the facts and the bank made of them, to be copied."""
     folder = tmp_path_factory.mktemp("built")
     (folder / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
-    assert run(["build", str(folder / "bank"), str(folder / "facts.jsonl")]) == 0
+    with contextlib.chdir(folder):
+        assert run(["build", "bank", "facts.jsonl"]) == 0
     return folder
 
 
