@@ -23,7 +23,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles, strip_handles
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.store import PackStore
-from kp_core.packs.view import PackSource, PackView
+from kp_core.packs.view import Packs, PackSource, PackView
 from kp_core.plan import Plan, Region, Sampling
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
@@ -56,6 +56,7 @@ __all__ = [
     "PackSource",
     "PackStore",
     "PackView",
+    "Packs",
     "Plan",
     "Prefix",
     "PrefixTree",

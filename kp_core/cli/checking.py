@@ -26,7 +26,6 @@ from kp_core.cli.shared import (
 )
 from kp_core.engines.session import Session
 from kp_core.errors import BankError, KnowledgePackError, PackError
-from kp_core.packs.directory import PackDirectory
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 
@@ -148,7 +147,7 @@ def _check_files(path: Path, store: Path, *, repair: bool) -> tuple[list[str], l
         raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
     found, left = _check_bank(path, repair=repair) if is_bank(path) else ([], [])
     if is_store(store):
-        wrong = _verify_store(store)
+        wrong = [f"The pack {handle}: {reason}" for handle, reason in PackStore(store).verify()]
         found += wrong
         left += _repair_store(store) if repair else wrong
     return found, left
@@ -163,16 +162,6 @@ def _check_bank(path: Path, *, repair: bool) -> tuple[list[str], list[str]]:
     with open_bank(path) as bank:
         bank.verify(repair=True)
         return found, bank.verify()
-
-
-def _verify_store(path: Path) -> list[str]:
-    directory, found = PackDirectory(path), list[str]()
-    for handle in directory.handles(None):
-        try:
-            directory.read(handle)
-        except (PackError, FileNotFoundError) as error:
-            found.append(f"The pack {handle}: {error}")
-    return found
 
 
 def _repair_store(path: Path) -> list[str]:

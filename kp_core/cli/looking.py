@@ -28,7 +28,6 @@ from kp_core.cli.shared import (
 from kp_core.delivery import measure_rates
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactBank
-from kp_core.packs.directory import PackDirectory
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["inspect"]
@@ -104,12 +103,10 @@ def _store(path: Path) -> dict[str, Any]:
     store = PackStore(path)
     packs = [pack for pack in map(store.peek, store) if pack is not None]
     prints = Counter(pack.fingerprint.id for pack in packs)
-    directory = PackDirectory(path)
-    stored = sum(directory.header(handle).content.dtype is not None for handle in store)
     return {
         "store": str(path),
         "packs": len(packs),
-        "with_kv": stored,
+        "with_kv": sum(pack.stored_bytes > 0 for pack in packs),
         "tokens": sum(len(pack.token_ids) for pack in packs),
         "bytes": store.nbytes,
         "fingerprints": dict(prints),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import io
 import json
 import sys
 from collections.abc import Mapping
@@ -103,14 +102,13 @@ def is_bank(path: Path) -> bool:
 
 def is_store(path: Path) -> bool:
     """Whether packs are kept in this folder."""
-    return (path / "packs").is_dir() and (path / "secret").exists()
+    return (path / "secret").is_file()
 
 
 def read_one(path: Path) -> KnowledgePack:
     """The pack in a file; raises `PackError`, naming it, for what is none."""
     try:
-        with io.FileIO(path) as file:
-            return read_pack(file)
+        return read_pack(path.read_bytes())
     except PackError as error:
         raise PackError(f"{path} is no pack file, or damaged: {error}") from error
 

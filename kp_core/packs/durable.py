@@ -24,7 +24,7 @@ def make_dirs(path: Path) -> None:
         sync_dir(path.parent)
 
 
-def stage(directory: Path, chunks: Iterable[bytes | memoryview]) -> Path:
+def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Path:
     """Write `chunks` to a new file in `directory`, synced to disk, readable by its owner alone."""
     descriptor, name = tempfile.mkstemp(suffix=".tmp", dir=directory)
     try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,17 @@ from kp_core.kv import KVTensors
 from kp_core.packs.content import DTYPES, PackContent, from_json, mapping, string, tensor_names, to_json
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["FORMAT", "VERSION", "EncodedPack", "PackHeader", "encode_pack", "read_header", "read_pack"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Buffer",
+    "EncodedPack",
+    "PackHeader",
+    "encode_pack",
+    "header_stop",
+    "read_header",
+    "read_pack",
+]
 
 FORMAT, VERSION = "knowledge-pack", "1"
 _METADATA = {"format", "version", "digest", "pack"}
@@ -29,6 +38,7 @@ _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the 
 _POOL_FROM = 4_000_000  # Bytes from which hashing in threads pays for starting them.
 
 _R = TypeVar("_R")
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,53 +111,45 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     return EncodedPack(len(header).to_bytes(8, "little") + header, flat, metadata)
 
 
-def read_header(file: io.FileIO) -> PackHeader:
-    """Read and check the head of a pack file; reads no tensor.
+def header_stop(data: Buffer, size: int) -> int:
+    """Where the header of a pack file of `size` bytes ends, by its first 8 bytes; raises `PackCorruptError`."""
+    length = int.from_bytes(data[:8], "little")
+    if size < 8 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+        raise PackCorruptError(f"The file of {size} bytes claims a header of {length}.")
+    return 8 + length
+
+
+def read_header(data: Buffer, size: int | None = None) -> PackHeader:
+    """Read and check the head of a pack file of `size` bytes from its first ones; `data` is all of it without `size`.
 
     Raises `PackCorruptError` when the metadata cannot be trusted, `PackVersionError` when they are intact but of a
     version that this release does not know.
     """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
-        raise PackCorruptError(f"The file of {size} bytes claims a header of {length}.")
-    return _parse_header(file.read(length), size)
+    size = len(data) if size is None else size
+    return _parse_header(bytes(data[8 : header_stop(data, size)]), size)
 
 
-def read_pack(file: io.FileIO, header: PackHeader | None = None) -> KnowledgePack:
-    """Read a whole pack file, checking the digest of every tensor; the KV is on the CPU, in one new buffer.
+def read_pack(data: Buffer) -> KnowledgePack:
+    """Read a whole pack file, checking the digest of every tensor; the KV is on the CPU, in the memory of `data`.
 
-    `header` is what `read_header` returned for this file, read when absent. Raises as `read_header`, and
-    `PackCorruptError` when the tensors are damaged.
+    A buffer that is read-only is copied. Raises as `read_header`, and `PackCorruptError` when the tensors are damaged.
     """
-    header = header or read_header(file)
+    header = read_header(data)
     content = header.content
     if header.damage is not None:
         raise PackCorruptError(header.damage)
     if content.dtype is None:
         return content.pack
-    # Memory of its own, not a map of the file: truncating a mapped file kills the processes that read it.
-    data = torch.empty(header.nbytes - header.start, dtype=torch.uint8)
-    if _read_into(file, header.start, _bytes_of(data)) != data.numel():
-        raise PackCorruptError("The file ended before its tensors did.")
+    own = bytearray(data) if memoryview(data).readonly else data
     dtype: torch.dtype = getattr(torch, content.dtype)
-    flat = torch.split(data, [prod(shape) * dtype.itemsize for shape in content.shapes])
+    sizes = [header.start, *(prod(shape) * dtype.itemsize for shape in content.shapes)]
+    flat = torch.split(torch.frombuffer(own, dtype=torch.uint8), sizes)[1:]
     names = tensor_names(len(flat))
     for name, found, expected in zip(names, _map(_digest_tensor, flat), content.digests, strict=True):
         if found != expected:
             raise PackCorruptError(f"The bytes of {name} have the digest {found}; expected {expected}.")
     tensors = [part.view(dtype).view(shape) for part, shape in zip(flat, content.shapes, strict=True)]
     return replace(content.pack, kv=KVTensors(tuple(tensors[::2]), tuple(tensors[1::2])))
-
-
-def _read_into(file: io.FileIO, start: int, target: memoryview) -> int:
-    file.seek(start)
-    done = 0
-    # One read(2) delivers at most 2 GiB.
-    while done < len(target) and (count := file.readinto(target[done:])):
-        done += count
-    return done
 
 
 def _describe(pack: KnowledgePack) -> tuple[tuple[Tensor, ...], PackContent]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from kp_core.errors import PromptError
 from kp_core.packs.handle import Handle, check_namespace, find_handles
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["TRUSTED_ROLES", "PackRef", "PackSource", "PackView", "Segment"]
+__all__ = ["TRUSTED_ROLES", "PackRef", "PackSource", "PackView", "Packs", "Segment"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,20 @@ class PackSource(Protocol):
 
     def get(self, handle: Handle) -> KnowledgePack:
         """The pack, with its KV where that is stored and intact."""
+
+
+@runtime_checkable
+class Packs(PackSource, Protocol):
+    """Where packs are kept, e.g. `PackStore`: a source that also mints handles and takes packs in."""
+
+    def handle(self, text: str, namespace: str) -> Handle:
+        """The handle `text` has here, stored or not."""
+
+    def put(self, pack: KnowledgePack) -> Handle:
+        """Keep the pack, in place of what was kept for its text; returns its handle."""
+
+    def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
+        """The packs as a conversation may see them: these namespaces, brought in by these roles."""
 
 
 @dataclass(frozen=True)
