@@ -291,8 +291,8 @@ class PackStore:
         """Drop the KV of the least recently used packs until `size` bytes fit; nothing is dropped when they cannot."""
         if self.max_bytes is None:
             return
-        own = pack_key(handle), text_key(handle)
-        files = {key: found for key, found in self.blobs.list("packs/") if key not in own}
+        listed, own = dict(self.blobs.list("packs/")), (pack_key(handle), text_key(handle))
+        files = {key: found for key, found in listed.items() if key not in own}
         used = size + sum(found.size for found in files.values())
         times = self._uses.times() if used > self.max_bytes else {}
         packs = {other: found for key, found in files.items() if (other := handle_of(key)) and key == pack_key(other)}
@@ -307,6 +307,9 @@ class PackStore:
                     plan.append((other, encode_pack(pack), packs[other]))
                     used -= packs[other].size - plan[-1][1].nbytes
         if used > self.max_bytes:
+            if listed != dict(self.blobs.list("packs/")):  # Somebody else makes room, too.
+                self._make_room(handle, size)
+                return
             raise QuotaError(
                 f"The pack needs {size} bytes. With it, and without the KV of the others, {self.blobs} would hold "
                 f"{used} bytes; max_bytes is {self.max_bytes}. "

@@ -1,67 +1,18 @@
-"""The store as its users see it: put and get, quota, repair, several processes at once."""
+"""The store as its users see it: put and get, what displaces what, whose folder it is, what is new."""
 
-import logging
-import multiprocessing
-import os
 import stat
-import sys
-import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
-import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from kp_core.errors import (
-    HandleError,
-    PackCorruptError,
-    PackError,
-    PackNotFoundError,
-    PackVersionError,
-    QuotaError,
-)
-from kp_core.kv import KVTensors
-from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core import Packs
+from kp_core.errors import HandleError, PackError, PackNotFoundError
+from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import Prefix
 from kp_core.packs.store import PackCorruptWarning, PackStore
-
-FINGERPRINT = ModelFingerprint(**{field.name: field.name for field in fields(ModelFingerprint)})
-UNKNOWN = ModelFingerprint.unknown()
-
-
-def make_pack(
-    text: str = "Paris.", namespace: str = "geo", *, seed: int = 0, tokens: int = 3, **changes
-) -> KnowledgePack:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = [torch.randn(2, tokens, 4, generator=generator).bfloat16() for _ in range(4)]
-    kv = KVTensors(tuple(tensors[:2]), tuple(tensors[2:]))
-    pack = KnowledgePack(text, namespace, tuple(range(tokens)), Prefix((9, 8), (2,)), FINGERPRINT, kv, {"title": text})
-    return replace(pack, **changes)
-
-
-def same(one: KnowledgePack, other: KnowledgePack) -> bool:
-    if (one.kv is None) != (other.kv is None) or (one.kv and other.kv and not one.kv.equal(other.kv)):
-        return False
-    names = [field.name for field in fields(KnowledgePack) if field.name != "kv"]
-    return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
-def files_of(store: PackStore, handle: Handle):
-    folder = store.path / "packs" / handle.namespace / handle.id[:2]
-    return folder / f"{handle.id}.safetensors", folder / f"{handle.id}.txt"
-
-
-def snapshot(store: PackStore) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in store.path.rglob("*") if path.is_file() and path.name != "lock"}
-
-
-@pytest.fixture
-def store(tmp_path) -> PackStore:
-    return PackStore(tmp_path / "deep" / "store")
+from tests.core.packs.made import FINGERPRINT, UNKNOWN, Watched, files_of, flip, make_pack, same, snapshot
 
 
 def test_put_get_peek(store):
@@ -196,249 +147,127 @@ def test_what_displaces_what(store, stored, new, wins):
     assert same(store.peek(handle), expected.without_kv())
 
 
-def test_peek_reads_a_file_once_and_sees_every_change(store, monkeypatch):
+def test_peek_reads_a_file_once_and_sees_every_change(tmp_path):
+    blobs = Watched(tmp_path)
+    store = PackStore(blobs)
     handle = store.put(make_pack())
-    reads = []
-    original = store._read
-    monkeypatch.setattr(store, "_read", lambda *args, **kwargs: reads.append(1) or original(*args, **kwargs))
     assert store.peek(handle) is store.peek(handle)
-    assert len(reads) == 1
+    blobs.done.clear()
+    store.peek(handle)
+    assert blobs.done == ["stat"]
     PackStore(store.path).put(make_pack(seed=1, prefix=Prefix((7, 7), (2,))))  # Another process; the size is the same.
     assert store.peek(handle).prefix == Prefix((7, 7), (2,))
-    assert len(reads) == 2
+    assert blobs.done.count("read") == 1
 
 
-# Quota.
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_the_least_recently_used_kv_goes_first(tmp_path, victim):
-    packs = [make_pack(f"text {index}", tokens=50, seed=index) for index in range(4)]
-    free = PackStore(tmp_path / "free")
-    sizes = [sum(path.stat().st_size for path in files_of(free, free.put(pack))) for pack in packs]
-    store = PackStore(tmp_path / "bound", max_bytes=sum(sizes[:3]) + sizes[3] // 2)  # Room for one more without its KV.
-    handles = [store.put(pack) for pack in packs[:3]]
-    for used in {0, 1, 2} - {victim}:
-        store.get(handles[used])
-    handles.append(store.put(packs[3]))
-    assert [store.get(handle).is_lazy for handle in handles] == [index == victim for index in range(4)]
-    assert same(store.get(handles[victim]), packs[victim].without_kv())
-    assert store.nbytes <= store.max_bytes
-    assert PackStore(store.path).peek(handles[victim]).token_ids == packs[victim].token_ids
-
-
-def test_a_put_that_cannot_fit_changes_nothing(tmp_path):
-    store = PackStore(tmp_path, max_bytes=9_000)
-    store.put(make_pack("a", tokens=20))
-    before = snapshot(store)
-    with pytest.raises(QuotaError, match=r"max_bytes is 9000.*without_kv"):
-        store.put(make_pack("b", tokens=1_000))
-    assert snapshot(store) == before
-    store.put(make_pack("b", tokens=500, kv=None))
-    lazy = [make_pack(f"lazy {index}", kv=None) for index in range(20)]
-    with pytest.raises(QuotaError):
-        list(map(store.put, lazy))
-    assert store.nbytes <= 9_000
-    assert all(store.get(handle).text for handle in store)
-
-
-def test_a_bound_must_be_positive(tmp_path):
-    with pytest.raises(QuotaError, match="max_bytes=0"):
-        PackStore(tmp_path, max_bytes=0)
-
-
-# Repair.
-
-
-def flip(path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def test_damaged_tensors_leave_ids_and_text(store, caplog):
+def test_peek_tells_how_much_kv_is_stored(store):
     pack = make_pack()
     handle = store.put(pack)
-    path, _ = files_of(store, handle)
-    flip(path, -1)
-    damaged = path.read_bytes()
-    with caplog.at_level(logging.WARNING), pytest.warns(PackCorruptWarning, match=r"layers\.1\.value"):
-        assert same(store.get(handle), pack.without_kv())
-    assert str(handle) in caplog.text
-    (aside,) = (store.path / "quarantine").iterdir()
-    assert aside.read_bytes() == damaged
-    with warnings.catch_warnings(action="error"):
-        assert same(store.get(handle), pack.without_kv())
-        assert same(PackStore(store.path).get(handle), pack.without_kv())
-        store.put(pack)
-        assert same(store.get(handle), pack)
-
-
-def test_a_damaged_head_leaves_the_text(store):
-    handle = store.put(make_pack())
-    path, _ = files_of(store, handle)
-    for count in (1, 2):
-        path.write_bytes(b"junk" * 10)
-        with pytest.warns(PackCorruptWarning):
-            found = store.peek(handle) if count == 1 else store.get(handle)
-        assert same(found, KnowledgePack("Paris.", "geo", (), Prefix(), UNKNOWN))
-        assert len(list((store.path / "quarantine").iterdir())) == count
-
-
-def test_a_lost_pack_file_leaves_the_text(store):
-    handle = store.put(make_pack())
-    files_of(store, handle)[0].unlink()
-    assert handle in store
-    with pytest.warns(PackCorruptWarning, match="missing"):
-        assert store.peek(handle).text == "Paris."
-    assert store.get(handle).fingerprint == UNKNOWN
-
-
-def test_without_text_a_damaged_pack_is_an_error_once(store):
-    handle = store.put(make_pack())
-    path, beside = files_of(store, handle)
-    path.write_bytes(b"junk")
-    beside.write_text("another text")
-    with pytest.raises(PackCorruptError, match="quarantine"):
+    assert store.peek(handle).stored_bytes == pack.nbytes > 0
+    assert store.get(handle).stored_bytes == store.peek(store.put(make_pack("lazy", kv=None))).stored_bytes == 0
+    flip(files_of(store, handle)[0], -1)
+    with pytest.warns(PackCorruptWarning):
         store.get(handle)
-    assert {aside.read_bytes() for aside in (store.path / "quarantine").iterdir()} == {b"junk", b"another text"}
-    assert handle not in store
-    assert store.peek(handle) is None
+    assert store.peek(handle).stored_bytes == 0
+
+
+def test_a_head_longer_than_one_look(store):
+    pack = make_pack("word " * 40_000)
+    assert same(store.peek(store.put(pack)), pack.without_kv())
+
+
+def test_verify_names_what_is_damaged_and_changes_nothing(store):
+    handles = sorted(store.put(make_pack(text)) for text in ("whole", "bent", "torn", "lost", "text"))
+    flip(files_of(store, handles[0])[0], -1)
+    files_of(store, handles[1])[0].write_bytes(b"torn")
+    files_of(store, handles[2])[0].unlink()
+    before = snapshot(store)
+    found = dict(store.verify())
+    assert sorted(found) == handles[:3]
+    assert "digest" in found[handles[0]]
+    assert "header" in found[handles[1]]
+    assert "missing" in found[handles[2]]
+    assert snapshot(store) == before
+
+
+def test_what_keeps_the_protocol(store):
+    assert isinstance(store, Packs)
+    assert not isinstance({}, Packs)
+
+
+# Whose folder it is.
+
+
+def test_a_folder_of_other_things_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "photos" / "packs").mkdir(parents=True)
+    (tmp_path / "photos" / "packs" / "Paris 1.jpg").write_bytes(b"jpg")
+    (tmp_path / "photos" / "staging").mkdir()
+    with pytest.raises(PackError, match=r"photos is not empty \(it holds packs/Paris 1.jpg\).*Name a new folder"):
+        PackStore(tmp_path / "photos")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["Paris 1.jpg", "packs", "photos", "staging"]
+
+
+def test_a_store_that_lost_its_secret_is_refused(store):
+    store.put(make_pack())
+    (store.path / "secret").unlink()
+    with pytest.raises(PackError, match="restore its secret"):
+        PackStore(store.path)
+    assert not (store.path / "secret").exists()
+
+
+def test_what_a_crash_leaves_of_a_new_store_is_no_hindrance(tmp_path):
+    for name in ("packs", "staging"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "lock").touch()
+    (tmp_path / "staging" / "secret.tmp").write_bytes(b"half")
+    store = PackStore(tmp_path)
     assert same(store.get(store.put(make_pack())), make_pack())
 
 
-def test_a_file_under_the_name_of_another_is_not_believed(store):
-    one, other = store.put(make_pack("one")), store.put(make_pack("other"))
-    files_of(store, one)[0].write_bytes(files_of(store, other)[0].read_bytes())
-    with pytest.warns(PackCorruptWarning, match="another text"):
-        assert store.get(one).text == "one"
-    assert store.get(other).text == "other"
-
-
-def test_a_damaged_text_file_is_mended_from_the_pack(store):
-    pack = make_pack()
-    handle = store.put(pack)
-    path, beside = files_of(store, handle)
-    beside.write_text("wrong")
-    flip(path, -1)
-    with pytest.warns(PackCorruptWarning):
-        assert same(store.get(handle), pack.without_kv())
-    assert beside.read_text() == "Paris."
-
-
-def test_a_warning_made_an_error_does_not_stop_the_repair(store):
-    handle = store.put(make_pack())
-    flip(files_of(store, handle)[0], -1)
-    with warnings.catch_warnings(action="error"):
-        with pytest.raises(PackCorruptWarning):
-            store.get(handle)
-        assert same(store.get(handle), make_pack(kv=None))
-
-
-def test_a_later_version_is_left_alone(store, monkeypatch):
-    handle = store.handle("Paris.", "geo")
-    with monkeypatch.context() as patch:
-        patch.setattr("kp_core.packs.file.VERSION", "2")
-        store.put(make_pack())
+def test_a_store_of_the_release_before(tmp_path):
+    """Its layout had a lock and no `used`; handles are those that `docs/format.md` gives."""
+    text, name = "The Eiffel Tower", "tmn7tkvyuryf6lsptrqky"
+    pack = make_pack(text, "paris-1889")
+    (tmp_path / "secret").write_bytes(bytes(range(32)))
+    (tmp_path / "lock").touch()
+    folder = tmp_path / "packs" / "paris-1889" / name[:2]
+    folder.mkdir(parents=True)
+    (folder / f"{name}.safetensors").write_bytes(b"".join(encode_pack(pack).chunks()))
+    (folder / f"{name}.txt").write_text(text)
+    store = PackStore(tmp_path)
     before = snapshot(store)
-    for call in (store.get, store.peek, lambda _: store.put(make_pack())):
-        with pytest.raises(PackVersionError, match="Upgrade"):
-            call(handle)
+    handle = Handle.parse(f"kp:paris-1889/{name}")
+    assert store.put(pack) == handle == store.handle(text, "paris-1889")
+    assert list(store) == [handle]
+    assert list(store.verify()) == []
+    assert same(store.get(handle), pack)
     assert snapshot(store) == before
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_damage_is_found_or_harmless(store, data):
-    """Whatever happens to a file, its pack is the one that was stored, perhaps without KV, perhaps its text alone."""
-    pack = make_pack()
-    handle = store.put(pack)
-    path, _ = files_of(store, handle)
-    intact = path.read_bytes()
-    at = data.draw(st.integers(0, 15) | st.integers(0, len(intact) - 1))
-    cut = data.draw(st.booleans())
-    path.write_bytes(intact[:at] if cut else intact[:at] + bytes([intact[at] ^ 0x21]) + intact[at + 1 :])
-    text_alone = KnowledgePack(pack.text, pack.namespace, (), Prefix(), UNKNOWN)
-    with warnings.catch_warnings(action="ignore", category=PackCorruptWarning):
-        peeked, found = store.peek(handle), store.get(handle)
-    assert any(same(found, expected) for expected in (pack, pack.without_kv(), text_alone))
-    assert peeked.text == pack.text
-    assert peeked.token_ids in (pack.token_ids, ())
-    assert same(store.get(store.put(pack)), pack)
-    store.remove(handle)
+# What is new.
 
 
-def test_leftovers_of_crashed_writers_are_swept(store):
-    old, new = store.path / "staging" / "old.tmp", store.path / "staging" / "new.tmp"
-    old.write_bytes(b"x")
-    new.write_bytes(b"x")
-    os.utime(old, (0, time.time() - 2 * 24 * 3600))
-    PackStore(store.path)
-    assert not old.exists()
-    assert new.exists()
+def test_the_token_of_changes(tmp_path):
+    blobs = Watched(tmp_path)
+    store, other = PackStore(blobs), PackStore(tmp_path)
+    tokens = [store.changes]
+    handle = other.put(make_pack())
+    tokens.append(store.changes)
+    for quiet in (lambda: other.put(make_pack()), lambda: other.put(make_pack(seed=1)), lambda: other.get(handle)):
+        quiet()
+        assert store.changes == tokens[-1]
+    for loud in (lambda: other.put(make_pack("b")), lambda: store.put(make_pack("c")), lambda: other.remove(handle)):
+        loud()
+        tokens.append(store.changes)
+    assert len(set(tokens)) == len(tokens)
+    blobs.done.clear()
+    assert store.changes == tokens[-1]
+    assert blobs.done == ["stat"]
 
 
-def test_a_failed_write_leaves_the_old_pack(store, monkeypatch):
-    handle = store.put(make_pack())
-    before = snapshot(store)
-
-    def fail(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kp_core.packs.durable.os.fsync", fail)
-        with pytest.raises(OSError, match="No space"):
-            store.put(make_pack(seed=1))
-    assert snapshot(store) == before
-    assert same(store.get(handle), make_pack())
-
-
-# Several processes. Packs of one text differ in seed; the seed stands in the provenance, so torn reads would show.
-
-
-def seeded(text: str, seed: int) -> KnowledgePack:
-    return make_pack(text, seed=seed, tokens=400, provenance={"seed": str(seed)})
-
-
-def write_packs(path: str, rounds: range, max_bytes: int | None) -> None:
-    store = PackStore(path, max_bytes=max_bytes)
-    for seed in rounds:
-        for text in ("one", "two"):
-            store.put(seeded(text, seed))
-
-
-def read_packs(path: str, rounds: int) -> None:
-    warnings.simplefilter("error")
-    store, seen = PackStore(path), 0
-    # Waiting for the writers' lock and reading again would hide a torn file.
-    store._recover = lambda handle, **_: sys.exit(f"{handle} was torn")
-    deadline = time.monotonic() + 120
-    while seen < rounds and time.monotonic() < deadline:
-        for text in ("one", "two"):
-            handle = store.handle(text, "geo")
-            if files_of(store, handle)[0].exists():
-                store.peek(handle)
-                pack = store.get(handle)
-                expected = seeded(text, int(pack.provenance["seed"]))
-                if not same(pack, expected.without_kv() if pack.is_lazy else expected):
-                    sys.exit("half a pack was read")
-                seen += 1
-    sys.exit(0 if seen >= rounds else "the writers wrote nothing")
-
-
-@pytest.mark.parametrize("max_bytes", [None, 40_000])
-def test_processes_share_a_store(tmp_path, max_bytes):
-    """Two writers and two readers, on a store that does not exist yet; with a quota, KV also goes while it is read."""
-    context = multiprocessing.get_context("spawn")
-    jobs = [(write_packs, (str(tmp_path / "s"), range(start, start + 15), max_bytes)) for start in (0, 100)]
-    jobs += [(read_packs, (str(tmp_path / "s"), 40))] * 2
-    processes = [context.Process(target=target, args=args) for target, args in jobs]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(150)
-    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
-    store = PackStore(tmp_path / "s")
-    assert len(store) == 2
-    assert not list((store.path / "staging").iterdir())
-    assert not (store.path / "quarantine").exists()
+def test_texts_that_are_not_known_yet(store):
+    handles = {text: store.put(make_pack(text, space)) for space in ("geo", "art") for text in (f"{space} a", "b")}
+    assert dict(store.texts(["geo"])) == {handles["geo a"]: "geo a", store.handle("b", "geo"): "b"}
+    assert dict(store.texts(["art", "geo", "none"], set(handles.values()))) == {store.handle("b", "geo"): "b"}
+    files_of(store, handles["geo a"])[1].write_text("not the text of this handle")
+    assert dict(store.texts(["geo"])) == {store.handle("b", "geo"): "b"}

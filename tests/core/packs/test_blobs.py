@@ -1,0 +1,171 @@
+"""Where bytes lie: one set of rules for every kind of `Blobs`, and a store of packs on one that is no folder."""
+
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kp_core.errors import PackError
+from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs
+from kp_core.packs.file import Buffer
+from kp_core.packs.store import PackCorruptWarning, PackStore
+from tests.core.packs.made import make_pack, same
+
+
+class MemoryBlobs:
+    """All that a new place for packs has to have."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, tuple[bytes, BlobStat]] = {}
+        self.lock, self.writes = threading.Lock(), 0
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        if key not in self.held:
+            raise FileNotFoundError(key)
+        return self.held[key][0][start:stop]
+
+    def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
+        data = b"".join(chunks)
+        with self.lock:
+            if if_absent and key in self.held:
+                return False
+            self.writes += 1
+            self.held[key] = data, BlobStat(len(data), str(self.writes), time.time())
+            return True
+
+    def stat(self, key: str) -> BlobStat | None:
+        return self.held[key][1] if key in self.held else None
+
+    def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
+        return iter([(key, found) for key, (_, found) in self.held.items() if key.startswith(prefix)])
+
+    def delete(self, key: str) -> bool:
+        return self.held.pop(key, None) is not None
+
+
+@pytest.fixture(params=["folder", "memory"])
+def blobs(request, tmp_path) -> Blobs:
+    return FolderBlobs(tmp_path / "deep" / "blobs") if request.param == "folder" else MemoryBlobs()
+
+
+def test_what_is_written_is_read(blobs):
+    assert blobs.write("a/b.txt", [b"one ", memoryview(b"two"), bytearray(b" three")])
+    assert bytes(blobs.read("a/b.txt")) == b"one two three"
+    assert bytes(blobs.read("a/b.txt", 4)) == b"two three"
+    assert bytes(blobs.read("a/b.txt", 4, 7)) == b"two"
+    assert bytes(blobs.read("a/b.txt", 8, 99)) == b"three"
+    assert bytes(blobs.read("a/b.txt", 50, 60)) == b""
+    assert blobs.write("a/b.txt", [])
+    assert bytes(blobs.read("a/b.txt")) == b""
+
+
+def test_what_is_absent(blobs):
+    blobs.write("a", [b"x"])
+    for key in ("b", "a/b"):
+        with pytest.raises((FileNotFoundError, NotADirectoryError)):
+            blobs.read(key)
+        assert blobs.stat(key) is None
+        assert blobs.delete(key) is False
+    assert list(blobs.list("b")) == []
+
+
+def test_every_write_is_another_version(blobs):
+    seen = set()
+    for _ in range(50):
+        blobs.write("a", [b"same size"])
+        found = blobs.stat("a")
+        assert (found.size, blobs.stat("a")) == (9, found)
+        assert abs(found.modified - time.time()) < 60
+        seen.add(found.version)
+    assert len(seen) == 50
+
+
+def test_one_writer_wins_where_nothing_may_be_replaced(blobs):
+    for number in range(10):
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda who, n=number: blobs.write(f"k{n}", [b"%d" % who], if_absent=True), range(8)))
+        assert won.count(True) == 1
+        assert bytes(blobs.read(f"k{number}")) == b"%d" % won.index(True)
+
+
+def test_list_by_prefix(blobs):
+    keys = {"a/b/one", "a/b/two", "a/bc", "a.b", "b/one"}
+    for key in keys:
+        blobs.write(key, [key.encode()])
+    found = dict(blobs.list())
+    assert set(found) == keys
+    assert all(found[key] == blobs.stat(key) for key in keys)
+    for prefix in ("a/b/", "a/b", "a", "a/b/t", "b/one", "c", "a/b/one/"):
+        assert {key for key, _ in blobs.list(prefix)} == {key for key in keys if key.startswith(prefix)}
+    assert blobs.delete("a/b/one") is True
+    assert set(dict(blobs.list("a/b/"))) == {"a/b/two"}
+
+
+def test_packs_in_a_place_that_is_no_folder():
+    blobs = MemoryBlobs()
+    store, packs = PackStore(blobs), [make_pack(f"text {index}", tokens=50) for index in range(3)]
+    handles = [store.put(pack) for pack in packs]
+    assert all(same(PackStore(blobs).get(handle), pack) for handle, pack in zip(handles, packs, strict=True))
+    assert dict(store.texts(["geo"])) == {handle: pack.text for handle, pack in zip(handles, packs, strict=True)}
+    key = f"packs/geo/{handles[0].id[:2]}/{handles[0].id}.safetensors"
+    blobs.write(key, [blobs.read(key)[:-1] + b"!"])
+    with pytest.warns(PackCorruptWarning, match="quarantine"):
+        assert same(store.get(handles[0]), packs[0].without_kv())
+    PackStore(blobs, max_bytes=store.nbytes + 600).put(make_pack("new", tokens=20))
+    assert [store.peek(handle).stored_bytes > 0 for handle in handles].count(True) == 1
+    before, count = store.changes, len(store)
+    store.remove(handles[1])
+    assert (len(store), store.peek(handles[1])) == (count - 1, None)
+    assert store.changes != before
+    with pytest.raises(PackError, match="in no folder"):
+        store.path  # noqa: B018 - a property that raises
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/etc/passwd", "../a", "a/../b", "a//b", "a/", "A", ".a", "a/.b", "a\\b", "a\nb", "a\x00", "staging/a"]
+)
+def test_no_key_leaves_the_folder(tmp_path, key):
+    blobs = FolderBlobs(tmp_path / "blobs")
+    (tmp_path / "a").write_text("outside")
+    for call in (blobs.read, blobs.stat, blobs.delete, lambda key: blobs.write(key, [b"x"])):
+        with pytest.raises(PackError, match="expected lower-case names"):
+            call(key)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    if key.strip("a/"):
+        with pytest.raises(PackError, match="expected lower-case names"):
+            list(blobs.list(key))
+
+
+def test_files_and_folders_are_their_owners_alone(tmp_path):
+    FolderBlobs(tmp_path / "deep" / "blobs").write("a/b", [b"x"])
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert modes == {"deep": 0o700, "blobs": 0o700, "staging": 0o700, "a": 0o700, "b": 0o600}
+
+
+def test_a_folder_without_hard_links(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    blobs = FolderBlobs(tmp_path)
+    assert blobs.write("a", [b"one"], if_absent=True)
+    assert not blobs.write("a", [b"two"], if_absent=True)
+    assert bytes(blobs.read("a")) == b"one"
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    def chunks() -> Iterator[bytes]:
+        yield b"half"
+        raise OSError(28, "No space left on device")
+
+    blobs = FolderBlobs(tmp_path)
+    blobs.write("a", [b"old"])
+    with pytest.raises(OSError, match="No space"):
+        blobs.write("a", chunks())
+    assert bytes(blobs.read("a")) == b"old"
+    assert list((tmp_path / "staging").iterdir()) == []

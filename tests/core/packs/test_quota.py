@@ -1,0 +1,114 @@
+"""The bound on a store, and the order in which packs lose their KV."""
+
+import gc
+import json
+import os
+import shutil
+
+import pytest
+
+from kp_core.errors import QuotaError
+from kp_core.packs.store import PackStore
+from tests.core.packs.made import Watched, files_of, make_pack, same, snapshot
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_the_least_recently_used_kv_goes_first(tmp_path, victim):
+    packs = [make_pack(f"text {index}", tokens=50, seed=index) for index in range(4)]
+    free = PackStore(tmp_path / "free")
+    sizes = [sum(path.stat().st_size for path in files_of(free, free.put(pack))) for pack in packs]
+    store = PackStore(tmp_path / "bound", max_bytes=sum(sizes[:3]) + sizes[3] // 2)  # Room for one more without its KV.
+    handles = [store.put(pack) for pack in packs[:3]]
+    for used in {0, 1, 2} - {victim}:
+        store.get(handles[used])
+    handles.append(store.put(packs[3]))
+    assert [store.get(handle).is_lazy for handle in handles] == [index == victim for index in range(4)]
+    assert same(store.get(handles[victim]), packs[victim].without_kv())
+    assert store.nbytes <= store.max_bytes
+    assert PackStore(store.path).peek(handles[victim]).token_ids == packs[victim].token_ids
+
+
+def test_a_put_that_cannot_fit_changes_nothing(tmp_path):
+    store = PackStore(tmp_path, max_bytes=9_000)
+    store.put(make_pack("a", tokens=20))
+    before = snapshot(store)
+    with pytest.raises(QuotaError, match=r"max_bytes is 9000.*without_kv"):
+        store.put(make_pack("b", tokens=1_000))
+    assert snapshot(store) == before
+    store.put(make_pack("b", tokens=500, kv=None))
+    lazy = [make_pack(f"lazy {index}", kv=None) for index in range(20)]
+    with pytest.raises(QuotaError):
+        list(map(store.put, lazy))
+    assert store.nbytes <= 9_000
+    assert all(store.get(handle).text for handle in store)
+
+
+def test_a_bound_must_be_positive(tmp_path):
+    with pytest.raises(QuotaError, match="max_bytes=0"):
+        PackStore(tmp_path, max_bytes=0)
+
+
+# Last use.
+
+
+def filled(path, **bound) -> tuple[PackStore, list]:
+    store = PackStore(path, **bound)
+    return store, [store.put(make_pack(f"text {index}", tokens=50)) for index in range(3)]
+
+
+def dropped(path, handles) -> list[bool]:
+    """Which of the packs lose their KV for one more."""
+    PackStore(path, max_bytes=PackStore(path).nbytes + 600).put(make_pack("new", tokens=20))
+    return [PackStore(path).peek(handle).stored_bytes == 0 for handle in handles]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_the_order_of_use_outlives_the_process_and_needs_no_access_times(tmp_path, victim):
+    store, handles = filled(tmp_path)
+    for index in {0, 1, 2} - {victim}:
+        store.get(handles[index])
+    for file in (tmp_path / "packs").rglob("*.safetensors"):  # As a mount without access times has them, or a copy.
+        os.utime(file, ns=(0, file.stat().st_mtime_ns))
+    del store
+    gc.collect()
+    assert dropped(tmp_path, handles) == [index == victim for index in range(3)]
+
+
+def test_reading_writes_nothing(tmp_path):
+    blobs = Watched(tmp_path)
+    store, handles = filled(blobs)
+    blobs.done.clear()
+    for handle in handles * 30:
+        store.get(handle)
+    assert "write" not in blobs.done
+
+
+def test_two_processes_tell_each_other(tmp_path):
+    (one, handles), other = filled(tmp_path), PackStore(tmp_path)
+    one.get(handles[0])
+    other.get(handles[1])
+    del one, other
+    gc.collect()
+    assert set(json.loads((tmp_path / "used").read_bytes())) == {str(handle) for handle in handles}
+    assert dropped(tmp_path, handles) == [False, False, True]
+
+
+@pytest.mark.parametrize("junk", [b"", b"[]", b'{"kp:geo/a": "now", "b": true}', b"\xff"])
+def test_a_damaged_note_of_last_use_stops_nobody(tmp_path, junk):
+    _, handles = filled(tmp_path)
+    gc.collect()
+    (tmp_path / "used").write_bytes(junk)
+    assert dropped(tmp_path, handles).count(True) == 1
+    store = PackStore(tmp_path)
+    store.get(handles[0])
+    del store
+    gc.collect()
+    assert str(handles[0]) in json.loads((tmp_path / "used").read_bytes())
+
+
+def test_a_store_that_was_deleted_is_not_made_again(tmp_path):
+    store, _ = filled(tmp_path / "store")
+    shutil.rmtree(tmp_path / "store")
+    del store
+    gc.collect()
+    assert not (tmp_path / "store").exists()
