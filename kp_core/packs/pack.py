@@ -70,8 +70,6 @@ class KnowledgePack:
     steering: PackSteering | None = None
     """What the engine adds to the pack's values wherever it places them (see `steer`). `kv` is always the plain KV, so
     that nothing altered is ever taken for what the model computed."""
-    stored_bytes: int = field(default=0, compare=False)
-    """Bytes of KV that the source of this pack holds though they are not loaded; set by `PackStore.peek`."""
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
