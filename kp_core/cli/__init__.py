@@ -1,7 +1,7 @@
 """The command line, `kp`.
 
 Exit codes: 0 done; 1 an error, said in one line; 2 a command that was not understood; 3 `kp verify` found something
-wrong (with `--repair`: that could not be put right); 130 interrupted.
+wrong (with `--repair`: that could not be repaired); 130 interrupted.
 """
 
 from __future__ import annotations

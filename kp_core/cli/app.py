@@ -46,7 +46,7 @@ def _top(
     *,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and everything that is logged.")] = False,
 ) -> None:
-    """Facts in banks, found by meaning and handed to open-weight models as compiled packs."""
+    """Collections of facts, found by meaning and handed to open-weight models as compiled packs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
     if debug:
         logging.getLogger("kp_core").setLevel(logging.DEBUG)
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         code = app(given, standalone_mode=False, prog_name="kp")
         sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
-        sys.stderr.write("Interrupted. What was reported as done is kept; a build goes on from there.\n")
+        sys.stderr.write("Interrupted. What was reported as done is stored; a build goes on from there.\n")
         return 130
     except _UsageError as error:
         error.show()
@@ -83,6 +83,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in given:
             raise
         message = str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"
+        message = " ".join(message.splitlines())
         if "--json" in given:
             sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
         sys.stderr.write(f"kp: {message}\n")

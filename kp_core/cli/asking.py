@@ -1,12 +1,13 @@
-"""`kp ask`, `kp chat`: a model answers from what a bank finds."""
+"""`kp ask`, `kp chat`: a model answers from what a collection holds."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.columns import Columns
@@ -14,80 +15,101 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from kp_core import Generation, Message, PackStore, load_engine
+from kp_core import Composer, ExactComposer, Generation, Message, NaiveComposer, PackStore
 from kp_core.cli.shared import (
-    BankPath,
-    InNamespace,
+    CollectionPath,
     JsonFlag,
-    LexicalFlag,
-    ModelName,
-    Where,
+    ModelOptions,
+    SearchOptions,
     console,
-    filter_of,
-    open_bank,
+    open_collection,
     print_json,
+    spread,
 )
 from kp_core.delivery import KV, BankPacks, Found, Unit
-from kp_core.engines.session import Session
+from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError
-from kp_core.facts import LexicalReranker
-from kp_core.steering import AskedSteering, load_steering
+from kp_core.steering import load_steering
 
 __all__ = ["ask", "chat"]
 
 _NOTHING = "none, as no fact passes the filter"
 _INSTRUCTION = "Answer the question with a few words, using the facts."
+_COMPOSERS: Mapping[str, Composer] = {"exact": ExactComposer(), "naive": NaiveComposer()}
 
-_Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: the best of this machine.")]
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-_UnitOption = Annotated[str, typer.Option("--unit", help="What a pack holds: fact, bank or document.")]
-_SteeringOption = Annotated[
-    Path | None, typer.Option("--steering", metavar="FILE", help="Speak as a steering of `kp steer make` says.")
-]
-_AlphaOption = Annotated[
-    float | None, typer.Option(help="How strongly; default: as calibrated, else 0.7. Goes with --steering.")
-]
-_KVOption = Annotated[str, typer.Option("--kv", help="stored, lazy, or auto: whichever is faster on this machine.")]
 
 
-def ask(  # noqa: PLR0913 - one parameter per option
-    bank: BankPath,
+@dataclass(frozen=True)
+class _PackOptions:
+    """What packs hold, and how the model uses them."""
+
+    unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
+    kv: Annotated[KV, typer.Option(help="Store KV or not; auto: whichever is faster on this machine.")] = "lazy"
+    composer: Annotated[
+        Literal["exact", "naive"],
+        typer.Option(help="Makes the KV of packs behind other packs; naive is wrong, for measuring."),
+    ] = "exact"
+    mismatch: Annotated[
+        Mismatch, typer.Option(help="What to do with a pack of another model; accept: of other numerics only.")
+    ] = "error"
+    steering: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Speak as a steering of `kp steer make` says.")
+    ] = None
+    alpha: Annotated[
+        float | None, typer.Option(help="How strongly; default: as calibrated, else 0.7. Goes with --steering.")
+    ] = None
+
+    def asked(self) -> dict[str, Any]:
+        """As options of a request."""
+        if self.steering is None and self.alpha is not None:
+            raise typer.BadParameter("--alpha goes with --steering.")
+        steering = None if self.steering is None else (load_steering(self.steering), self.alpha)
+        return {"composer": _COMPOSERS[self.composer], "mismatch": self.mismatch, "steering": steering}
+
+
+@spread
+def ask(  # noqa: PLR0913 - one parameter per option or group of options
+    collection: CollectionPath,
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to answer.")],
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 3,
+    max_tokens: _MaxTokens = 64,
     text: Annotated[bool, typer.Option("--text", help="Send the facts as text, as plain RAG does.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Answer from packs and from text, side by side.")] = False,
-    unit: _UnitOption = "fact",
-    kv: _KVOption = "lazy",
-    where: Where = None,
-    namespace: InNamespace = None,
-    lexical: LexicalFlag = False,
-    model: ModelName = None,
-    dtype: _Dtype = None,
-    max_tokens: _MaxTokens = 64,
-    steering: _SteeringOption = None,
-    alpha: _AlphaOption = None,
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain", help="Show where the KV of each part of the prompt would come from, and do not answer."
+        ),
+    ] = False,
+    search: SearchOptions,
+    packs: _PackOptions,
+    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Answer a question from a bank: the answer as it comes, its sources, and what it cost."""
-    if compare and steering is not None:
+    """Answer a question from a collection: the answer as it comes, its sources, and what it cost."""
+    if compare and packs.steering is not None:
         raise typer.BadParameter("--compare shows that packs and text say the same; --steering steers packs, not text.")
-    wanted, rerank = filter_of(where), LexicalReranker() if lexical else None
+    if compare and explain:
+        raise typer.BadParameter("--explain shows one prompt: with packs, or with --text; leave out --compare.")
     with ExitStack() as stack:
-        asker = _Asker(stack, bank, model, dtype, unit, kv, _steering(steering, alpha))
-        found = asker.packs.search(question, k, where=wanted, namespace=namespace, rerank=rerank)
+        asker = _Asker(stack, collection, search, packs, model, max_tokens, lazy=explain)
+        found = asker.search(question, k)
+        sources = {"question": question, "sources": [_source(each) for each in found]}
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
+        if explain:
+            plan = asker.session.explain(**asker.request(question, found, ways[0]))
+            if as_json:
+                print_json({**sources, "plan": plan.to_dict()})
+            else:
+                console().print(str(plan), soft_wrap=True)
+            return
         live = not (as_json or compare)
-        answers = {way: asker.answer(question, found, way, max_tokens, live=live) for way in ways}
+        answers = {way: asker.answer(asker.request(question, found, way), live=live) for way in ways}
     if as_json:
-        print_json(
-            {
-                "question": question,
-                "sources": [_source(each) for each in found],
-                "answers": {way: _answer(generation) for way, generation in answers.items()},
-                **(_comparison(answers) if compare else {}),
-            }
-        )
+        told = {way: _answer(generation) for way, generation in answers.items()}
+        print_json({**sources, "answers": told, **(_comparison(answers) if compare else {})})
         return
     out = console()
     if compare:
@@ -101,92 +123,93 @@ def ask(  # noqa: PLR0913 - one parameter per option
         )
         if about["same_prompt"] and not about["same"]:
             out.print(
-                "A text is prefilled in one piece and packs one by one, which rounds otherwise in "
-                f"{asker.engine.fingerprint.dtype}; --dtype float32 rounds too little to matter."
+                "A text is prefilled in one piece and packs one by one, which rounds differently in "
+                f"{asker.session.fingerprint.dtype}; --dtype float32 rounds too little to matter."
             )
     _show_sources(found)
     if not compare:
         out.print(_usage(next(iter(answers.values()))))
 
 
-def chat(  # noqa: PLR0913 - one parameter per option
-    bank: BankPath,
+@spread
+def chat(  # noqa: PLR0913 - as `ask`
+    collection: CollectionPath,
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
-    unit: _UnitOption = "fact",
-    kv: _KVOption = "lazy",
-    where: Where = None,
-    namespace: InNamespace = None,
-    lexical: LexicalFlag = False,
-    model: ModelName = None,
-    dtype: _Dtype = None,
     max_tokens: _MaxTokens = 128,
-    steering: _SteeringOption = None,
-    alpha: _AlphaOption = None,
+    search: SearchOptions,
+    packs: _PackOptions,
+    model: ModelOptions,
 ) -> None:
-    """Talk with a model about a bank. An empty line or Ctrl-D ends it, Ctrl-C an answer that is being written."""
-    wanted, rerank = filter_of(where), LexicalReranker() if lexical else None
+    """Talk with a model about a collection. An empty line or Ctrl-D ends it, Ctrl-C an answer that is being written."""
     with ExitStack() as stack:
-        asker = _Asker(stack, bank, model, dtype, unit, kv, _steering(steering, alpha))
+        asker = _Asker(stack, collection, search, packs, model, max_tokens)
         out, messages = console(), list[Message]()
         while question := _typed(out):
             try:
-                found = asker.packs.search(question, k, where=wanted, namespace=namespace, rerank=rerank)
-                asked: list[Message] = [*messages, {"role": "user", "content": _content(question, found, "packs")}]
-                generation = asker.converse(asked, max_tokens)
+                found = asker.search(question, k)
+                request = asker.request(question, found, "packs", messages)
+                generation = asker.converse(request)
             except KeyboardInterrupt:
                 out.print("\n(stopped; this question is forgotten)\n", style="dim")
                 continue
-            messages = [*asked, {"role": "assistant", "content": generation.text}]
+            messages = [*request["messages"], {"role": "assistant", "content": generation.text}]
             names = ", ".join(dict.fromkeys(_name(each) for each in found)) or _NOTHING
             out.print(f"from {names}\n{_usage(generation)}\n", style="dim", soft_wrap=True)
 
 
 class _Asker:
-    """A bank, its packs and a model, for as long as `stack` is open."""
+    """A collection, its packs and a model, for as long as `stack` is open; `lazy` packs cost nothing to make."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(  # noqa: PLR0913 - the groups of options
         self,
         stack: ExitStack,
-        bank: Path,
-        model: str | None,
-        dtype: str | None,
-        unit: str,
-        kv: str,
-        steering: AskedSteering | None,
+        collection: Path,
+        search: SearchOptions,
+        packs: _PackOptions,
+        model: ModelOptions,
+        max_tokens: int,
+        *,
+        lazy: bool = False,
     ) -> None:
-        self.steering = steering
-        opened = stack.enter_context(open_bank(bank, read_only=True))
-        # What the question costs to embed is known before minutes go into loading a model.
-        if not len(opened):
-            opened.route("anything")
-        self.engine: Session = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
-        self.store = PackStore(bank / "packs")
-        self.packs = BankPacks(opened, self.engine, self.store, unit=_unit(unit), kv=_kv(kv))
-        self.view = self.store.view(*dict.fromkeys(fact.namespace for fact in opened.facts()))
+        # What is wrong with the options is known before minutes go into loading a model.
+        self._wanted, self._options = search.keywords(), {"max_tokens": max_tokens, **packs.asked()}
+        facts = stack.enter_context(open_collection(collection, read_only=True))
+        if not len(facts):
+            facts.route("anything")
+        self.session = model.load()
+        store = PackStore(collection / "packs")
+        self._packs = BankPacks(facts, self.session, store, unit=packs.unit, kv="lazy" if lazy else packs.kv)
+        self._options["view"] = store.view(*dict.fromkeys(fact.namespace for fact in facts.facts()))
 
-    def answer(self, question: str, found: list[Found], way: str, max_tokens: int, *, live: bool) -> Generation:
-        """One question, with its facts as packs or as text."""
-        messages: list[Message] = [{"role": "user", "content": _content(question, found, way)}]
-        return self.stream(messages, max_tokens, live=live, reuse=way == "packs")
+    def search(self, question: str, k: int) -> list[Found]:
+        """The `k` units that have the best facts, with their packs."""
+        return self._packs.search(question, k, **self._wanted)
 
-    def converse(self, messages: list[Message], max_tokens: int) -> Generation:
-        """The answer to the last of `messages`; the first are dropped while all are more than the model can read."""
+    def request(
+        self, question: str, found: list[Found], way: str, before: list[Message] | None = None
+    ) -> dict[str, Any]:
+        """A question with its facts, as packs or as text, behind the messages before; what `Session.stream` takes."""
+        parts = [str(each.handle) if way == "packs" else each.text for each in found]
+        content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
+        messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
+        return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._options}
+
+    def converse(self, request: dict[str, Any]) -> Generation:
+        """The answer to the last message; the first are dropped while all are more than the model can read."""
         while True:
             try:
-                return self.stream(messages, max_tokens, live=True)
+                return self.answer(request, live=True)
             except ContextOverflowError:
-                if len(messages) == 1:
+                if len(request["messages"]) == 1:
                     raise
                 # A question and its answer.
-                del messages[:2]
+                del request["messages"][:2]
                 console().print("(the model can read no more; the oldest question is forgotten)", style="dim")
 
-    def stream(self, messages: list[Message], max_tokens: int, *, live: bool, reuse: bool = True) -> Generation:
+    def answer(self, request: dict[str, Any], *, live: bool) -> Generation:
         """An answer, printed piece by piece where it is `live`."""
-        with closing(
-            self.engine.stream(messages, view=self.view, max_tokens=max_tokens, reuse=reuse, steering=self.steering)
-        ) as stream:
+        with closing(self.session.stream(**request)) as stream:
             for piece in stream:
                 if live:
                     sys.stdout.write(piece)
@@ -203,11 +226,6 @@ def _typed(out: Console) -> str:
     except (EOFError, KeyboardInterrupt):
         out.print()
         return ""
-
-
-def _content(question: str, found: list[Found], way: str) -> str:
-    parts = [str(each.handle) if way == "packs" else each.text for each in found]
-    return "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
 
 
 def _comparison(answers: Mapping[str, Generation]) -> dict[str, bool]:
@@ -229,8 +247,9 @@ def _name(found: Found) -> str:
 
 def _usage(generation: Generation) -> str:
     usage = generation.usage
+    about = f" ({usage.approximate_tokens} approximate)" if usage.approximate_tokens else ""
     return (
-        f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}; {usage.reused_tokens} reused, "
+        f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}{about}; {usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed; {usage.completion_tokens} generated, first after {usage.ttft_s:.2f} s"
     )
 
@@ -250,23 +269,3 @@ def _source(found: Found) -> dict[str, Any]:
 
 def _answer(generation: Generation) -> dict[str, Any]:
     return {"text": generation.text, "finish_reason": generation.finish_reason, "usage": generation.usage.to_dict()}
-
-
-def _steering(path: Path | None, alpha: float | None) -> AskedSteering | None:
-    if path is None and alpha is not None:
-        raise typer.BadParameter("--alpha goes with --steering.")
-    return None if path is None else (load_steering(path), alpha)
-
-
-def _unit(name: str) -> Unit:
-    units: dict[str, Unit] = {"fact": "fact", "bank": "bank", "document": "document"}
-    if name not in units:
-        raise typer.BadParameter(f"Got --unit {name}; expected {', '.join(units)}.")
-    return units[name]
-
-
-def _kv(name: str) -> KV:
-    kinds: dict[str, KV] = {"stored": "stored", "lazy": "lazy", "auto": "auto"}
-    if name not in kinds:
-        raise typer.BadParameter(f"Got --kv {name}; expected {', '.join(kinds)}.")
-    return kinds[name]

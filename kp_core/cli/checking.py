@@ -1,4 +1,4 @@
-"""`kp verify`: whether a bank, a store of packs or a pack file can be trusted."""
+"""`kp verify`: whether a collection, a store of packs or a pack file can be trusted."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_core import PackStore, load_engine
+from kp_core import PackStore
 from kp_core.cli.shared import (
     JsonFlag,
-    ModelName,
+    ModelOptions,
     TargetPath,
     WrongError,
     console,
-    is_bank,
+    is_collection,
     is_store,
-    open_bank,
+    open_collection,
     print_json,
     read_one,
+    spread,
 )
 from kp_core.engines.session import Session
 from kp_core.errors import BankError, KnowledgePackError, PackError
@@ -34,14 +35,15 @@ __all__ = ["verify"]
 _QUESTION = "What is known about this?"
 
 
+@spread
 def verify(
     path: TargetPath,
     *,
-    repair: Annotated[bool, typer.Option("--repair", help="Put right what is wrong.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair what is wrong.")] = False,
     template: Annotated[
         bool, typer.Option("--template/--no-template", help="Check packs against the model's chat template, too.")
     ] = True,
-    model: ModelName = None,
+    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Check journal, vectors, banks, Chroma and packs against their digests, and that a prompt with a pack's handle is
@@ -49,15 +51,15 @@ def verify(
     """
     # What opening logs, this says in its own words.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    store = path / "packs" if is_bank(path) else path
+    store = path / "packs" if is_collection(path) else path
     found, left = _check_files(path, store, repair=repair)
     check = _TemplateCheck()
     if template and is_store(store) and next(iter(PackStore(store)), None):
-        check = _check_template(load_engine(model), PackStore(store))
+        check = _check_template(model.load(), PackStore(store))
         found += check.wrong
         left += check.wrong
     if as_json:
-        packs = {"checked": check.checked, "foreign": check.foreign}
+        packs = {"checked": check.checked, "other_model": check.skipped}
         print_json(
             {"path": str(path), "wrong": found, "repaired": repair and bool(found), "left": left, "template": packs}
         )
@@ -71,18 +73,18 @@ def _tell(path: Path, found: list[str], left: list[str], check: _TemplateCheck, 
     out = console()
     if check.checked:
         out.print(f"Packs that a prompt was rendered with, by handle and by text: {check.checked}.")
-    if check.foreign:
-        out.print(f"Packs of another model, whose template was not checked: {check.foreign}; name it with --model.")
+    if check.skipped:
+        out.print(f"Packs of another model, whose template was not checked: {check.skipped}; name it with --model.")
     for line in found:
         out.print(Text.assemble(("✗", "red"), f" {line}"), soft_wrap=True)
     if repair and found and not left:
-        out.print("All of it was put right.")
+        out.print("All of it was repaired.")
     elif repair and left:
-        out.print(f"Left: {len(left)}.")
+        out.print(f"Not repaired: {len(left)}.")
     elif not found:
         out.print("Nothing is wrong.")
     else:
-        out.print(f"`kp verify {path} --repair` puts right what can be.")
+        out.print(f"`kp verify {path} --repair` repairs what it can.")
 
 
 @dataclass
@@ -90,7 +92,7 @@ class _TemplateCheck:
     """How many packs were looked at, how many are another model's, and what is wrong, a sentence each."""
 
     checked: int = 0
-    foreign: int = 0
+    skipped: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -107,7 +109,7 @@ def _check_template(engine: Session, store: PackStore) -> _TemplateCheck:
             continue
         made = pack.fingerprint
         if (made.tokenizer, made.chat_template) != (own.tokenizer, own.chat_template):
-            found.foreign += 1
+            found.skipped += 1
             continue
         found.checked += 1
         try:
@@ -124,28 +126,28 @@ def _difference(engine: Session, store: PackStore, handle: Handle, pack: Knowled
     prompt = template.render(f"{handle}\n\n{_QUESTION}", view=view)
     twin = template.render(f"{pack.text}\n\n{_QUESTION}")
     if prompt.rendered.encode() != twin.rendered.encode():
-        return "a prompt with its handle is rendered otherwise than one with its text."
+        return "a prompt with its handle is rendered differently from one with its text."
     if prompt.token_ids != twin.token_ids:
         return "a prompt with its handle has other tokens than one with its text."
-    # One made for the system message ends otherwise than it would in a user's.
+    # One made for the system message ends differently than it would in a user's.
     for placed in (prompt, template.render(f"{handle}\n\n{_QUESTION}", view=view, placement="system")):
         template.verify(placed)
         if any(placed.token_ids[span.start : span.stop] == pack.token_ids for span in placed.spans):
             return None
-    return "its tokens are those of its text at no place of the template; it is computed anew wherever it is used."
+    return "its tokens are those of its text at no position of the template; it is computed again wherever it is used."
 
 
 def _check_files(path: Path, store: Path, *, repair: bool) -> tuple[list[str], list[str]]:
-    """What is wrong with a bank, a store or a pack file, and what of it is left after the repair."""
+    """What is wrong with a collection, a store or a pack file, and what of it is left after the repair."""
     if path.is_file():
         try:
             read_one(path)
         except PackError as error:
             return [str(error)], [str(error)]
         return [], []
-    if not is_bank(path) and not is_store(store):
-        raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
-    found, left = _check_bank(path, repair=repair) if is_bank(path) else ([], [])
+    if not is_collection(path) and not is_store(store):
+        raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
+    found, left = _check_collection(path, repair=repair) if is_collection(path) else ([], [])
     if is_store(store):
         wrong = [f"The pack {handle}: {reason}" for handle, reason in PackStore(store).verify()]
         found += wrong
@@ -153,15 +155,15 @@ def _check_files(path: Path, store: Path, *, repair: bool) -> tuple[list[str], l
     return found, left
 
 
-def _check_bank(path: Path, *, repair: bool) -> tuple[list[str], list[str]]:
-    """What is wrong with a bank, and what of it is left after the repair."""
-    with open_bank(path, read_only=True) as bank:
-        found = bank.verify()
+def _check_collection(path: Path, *, repair: bool) -> tuple[list[str], list[str]]:
+    """What is wrong with a collection, and what of it is left after the repair."""
+    with open_collection(path, read_only=True) as facts:
+        found = facts.verify()
     if not repair or not found:
         return found, list(found)
-    with open_bank(path) as bank:
-        bank.verify(repair=True)
-        return found, bank.verify()
+    with open_collection(path) as facts:
+        facts.verify(repair=True)
+        return found, facts.verify()
 
 
 def _repair_store(path: Path) -> list[str]:

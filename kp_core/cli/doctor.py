@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kp_core.cli.shared import JsonFlag, WrongError, console, print_json
+from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, console, print_json, spread
 from kp_core.delivery import measure_rates
 from kp_core.errors import KnowledgePackError
 
@@ -31,17 +31,15 @@ _PACKAGES = (
 )
 
 
+@spread
 def doctor(
     *,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled one.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Where packs would lie; its disk is measured.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="A folder for packs, whose disk is measured.")] = None,
+    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Machine, packages, whether a model is supported and why not (exit code 3), and whether storing KV pays."""
-    about: dict[str, Any] = {"machine": _machine(), "packages": _packages(), "model": _model(model, dtype, folder)}
+    about: dict[str, Any] = {"machine": _machine(), "packages": _packages(), "model": _model(model, folder)}
     if as_json:
         print_json(about)
     else:
@@ -80,32 +78,33 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _model(model: str | None, dtype: str | None, folder: Path | None) -> dict[str, Any]:
-    from kp_core import load_engine
-
-    name = model or "bundled SmolLM2-135M-Instruct"
+def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
+    name = asked.model or asked.engine or "bundled SmolLM2-135M-Instruct"
     try:
-        engine = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
-    except (KnowledgePackError, OSError, ValueError) as error:
+        session = asked.load()
+    except (KnowledgePackError, *ERRORS) as error:
         return {"name": name, "supported": False, "why_not": str(error)}
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        rates = measure_rates(engine, Path(place))
-    faster = rates.read_tokens_per_s / rates.prefill_tokens_per_s
-    advice = (
-        f"store KV: reading it is {faster:.1f} times as fast as computing it"
-        if rates.stores
-        else f"keep packs lazy: computing KV is {1 / faster:.1f} times as fast as reading it"
-    )
-    return {
+    can = session.engine.supports
+    about = {
         "name": name,
         "supported": True,
-        "dtype": engine.fingerprint.dtype,
-        "positions": engine.max_positions,
+        "dtype": session.fingerprint.dtype,
+        "positions": session.max_positions,
+        "offers": ", ".join(sorted(can)) or "nothing but greedy answers",
+    }
+    if "kv" not in can:
+        return about | {"advice": "keep packs lazy: this engine gives no KV to store"}
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        rates = measure_rates(session, Path(place))
+    faster = rates.read_tokens_per_s / rates.prefill_tokens_per_s
+    return about | {
         "kv_bytes_per_token": round(rates.bytes_per_token),
         "prefill_tokens_per_s": round(rates.prefill_tokens_per_s),
         "read_mb_per_s": round(rates.read_bytes_per_s / 1e6),
         "read_tokens_per_s": round(rates.read_tokens_per_s),
-        "advice": advice,
+        "advice": f"store KV: reading it is {faster:.1f} times as fast as computing it"
+        if rates.stores
+        else f"keep packs lazy: computing KV is {1 / faster:.1f} times as fast as reading it",
     }
 
 

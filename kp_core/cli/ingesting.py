@@ -1,4 +1,4 @@
-"""Reading knowledge into a bank: what `kp build` and `kp add` share."""
+"""Reading knowledge into a collection: what `kp build` and `kp add` share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,82 +14,67 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kp_core.cli.shared import console, counted, print_json
+from kp_core.cli.shared import checked_namespace, console, counted, print_json
 from kp_core.errors import SourceError
 from kp_core.facts import Added, ChromaFactBank, Fact
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 
-__all__ = [
-    "Column",
-    "Config",
-    "DatasetName",
-    "MaxChars",
-    "Namespace",
-    "OnErrorOption",
-    "Split",
-    "Ttl",
-    "facts_of",
-    "ingest",
-    "tell",
-]
+__all__ = ["SourceOptions", "ingest", "tell"]
 
 _BATCH = 256
 _SHOWN = 5
 
-DatasetName = Annotated[
-    str | None, typer.Option("--dataset", metavar="NAME", help="A Hugging Face dataset too, by name or folder.")
-]
-Config = Annotated[str | None, typer.Option("--config", metavar="NAME", help="Configuration of --dataset.")]
-Split = Annotated[str | None, typer.Option("--split", metavar="NAME", help="Split of --dataset; default: train.")]
-Column = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--column", metavar="COLUMN=FIELD", help="A column of --dataset to read, e.g. `context=text`. Default: all."
-    ),
-]
-Namespace = Annotated[str | None, typer.Option(help="Namespace of the facts.")]
-OnErrorOption = Annotated[str, typer.Option(help="What to do with rows that make no fact: `raise` or `skip`.")]
-Ttl = Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")]
-MaxChars = Annotated[int, typer.Option(help="Longest paragraph of text, Markdown, PDF and HTML, in characters.")]
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """A dataset beside files, and how facts are read."""
+
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="A Hugging Face dataset too.")] = None
+    config: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of --dataset.")] = None
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Split of --dataset; default: train.")] = None
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN=FIELD", help="A column of --dataset to read, e.g. `context=text`. Default: all."),
+    ] = None
+    namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None
+    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
+    on_error: Annotated[OnError, typer.Option(help="What to do with rows that make no fact.")] = "raise"
+    max_chars: Annotated[
+        int, typer.Option(help="Longest paragraph of text, Markdown, PDF and HTML, in characters.")
+    ] = 2000
+
+    def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
+        """The facts in `files`, then those of the dataset; rows passed over go to `skipped`.
+
+        What is not there is said at once, before anything is read or written.
+        """
+        _check_files(files)
+        facts = read_facts(
+            files,
+            on_error=self.on_error,
+            skipped=skipped.append,
+            max_chars=self.max_chars,
+            namespace=self.namespace,
+        )
+        if self.dataset is None:
+            if self.config or self.split or self.column:
+                raise typer.BadParameter("--config, --split and --column go with --dataset.")
+            return facts
+        columns = _mapping(self.column) if self.column else None
+        rows = read_dataset(
+            *(self.dataset, self.config),
+            split=self.split or "train",
+            columns=columns,
+            on_error=self.on_error,
+            skipped=skipped.append,
+            namespace=self.namespace,
+        )
+        return itertools.chain(facts, rows)
 
 
-def facts_of(  # noqa: PLR0913 - what the two commands ask for
-    sources: Sequence[Path],
-    skipped: list[SourceError],
-    *,
-    dataset: str | None,
-    config: str | None,
-    split: str | None,
-    columns: Sequence[str] | None,
-    on_error: str,
-    max_chars: int,
-    namespace: str | None,
-) -> Iterator[Fact]:
-    """The facts in files, then those of a dataset; rows passed over go to `skipped`.
-
-    What is not there is said at once, before anything is read or written.
-    """
-    checked = _checked(on_error)
-    _check_sources(sources)
-    facts = read_facts(sources, on_error=checked, skipped=skipped.append, max_chars=max_chars, namespace=namespace)
-    if dataset is None:
-        if config or split or columns:
-            raise typer.BadParameter("--config, --split and --column go with --dataset.")
-        return facts
-    rows = read_dataset(
-        *(dataset, config),
-        split=split or "train",
-        columns=_mapping(columns) if columns else None,
-        on_error=checked,
-        skipped=skipped.append,
-        namespace=namespace,
-    )
-    return itertools.chain(facts, rows)
-
-
-def ingest(bank: ChromaFactBank, facts: Iterable[Fact], sources: Iterable[Path], ttl: float | None) -> Added:
+def ingest(collection: ChromaFactBank, facts: Iterable[Fact], files: Iterable[Path], ttl: float | None) -> Added:
     """Add facts in batches, with a bar that knows how many bytes of the files have become facts."""
-    size = sum(path.stat().st_size for source in sources for path in _inside(source))
+    size = sum(path.stat().st_size for source in files for path in _inside(source))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -103,7 +88,7 @@ def ingest(bank: ChromaFactBank, facts: Iterable[Fact], sources: Iterable[Path],
         task = progress.add_task("Adding", total=size or None, facts=0, rate=0.0)
         seen = 0
         while batch := list(itertools.islice(source, _BATCH)):
-            report += bank.add(batch, ttl=ttl)
+            report += collection.add(batch, ttl=ttl)
             seen += len(batch)
             elapsed = progress.tasks[task].elapsed or 1.0
             progress.update(
@@ -112,9 +97,9 @@ def ingest(bank: ChromaFactBank, facts: Iterable[Fact], sources: Iterable[Path],
     return report
 
 
-def tell(bank: ChromaFactBank, report: Added, skipped: list[SourceError], *, as_json: bool) -> None:
-    """Say what became of the facts, and what the bank is now."""
-    about = bank.calibration
+def tell(facts: ChromaFactBank, report: Added, skipped: list[SourceError], *, as_json: bool) -> None:
+    """Say what became of the facts, and what the collection is now."""
+    about = facts.calibration
     if as_json:
         print_json(
             {
@@ -122,39 +107,31 @@ def tell(bank: ChromaFactBank, report: Added, skipped: list[SourceError], *, as_
                 "duplicates": report.duplicates,
                 "near_duplicates": [asdict(near) for near in report.near_duplicates],
                 "skipped": [str(error) for error in skipped],
-                "facts": len(bank),
-                "banks": bank.banks,
+                "facts": len(facts),
+                "banks": facts.banks,
                 "calibration": asdict(about) if about else None,
             }
         )
         return
     out = console()
-    out.print(f"Facts added: {report.added}; held already: {report.duplicates}; rows skipped: {len(skipped)}.")
+    out.print(f"Facts added: {report.added}; already stored: {report.duplicates}; rows skipped: {len(skipped)}.")
     if report.near_duplicates:
         out.print(f"{len(report.near_duplicates)} say nearly what another does:")
         for near in report.near_duplicates[:_SHOWN]:
             out.print(f"  {near.id} ≈ {near.earlier} ({near.score:.3f})")
         if len(report.near_duplicates) > _SHOWN:
             out.print("  … all of them with --json")
-    out.print(f"Now {counted(len(bank), 'fact')} in {counted(bank.banks, 'bank')}.")
+    out.print(f"Now {counted(len(facts), 'fact')} in {counted(facts.banks, 'bank')}.")
     if about:
         out.print(
-            f"A search looks at {counted(about.probes_of(bank.banks), 'bank')} and finds {about.recall:.1%} "
+            f"A search reads {counted(about.probes_of(facts.banks), 'bank')} and finds {about.recall:.1%} "
             f"of the {about.k} nearest (asked for: {about.target:.1%})."
         )
 
 
-def _checked(on_error: str) -> OnError:
-    if on_error == "raise":
-        return "raise"
-    if on_error == "skip":
-        return "skip"
-    raise typer.BadParameter(f"Got --on-error {on_error}; expected raise or skip.")
-
-
-def _check_sources(sources: Iterable[Path]) -> None:
+def _check_files(files: Iterable[Path]) -> None:
     """Say that a file is missing before anything is loaded."""
-    for source in sources:
+    for source in files:
         if not source.exists():
             around = [str(path) for path in source.parent.iterdir()] if source.parent.is_dir() else []
             near = difflib.get_close_matches(str(source), around, n=1)

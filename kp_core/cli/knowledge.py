@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `remove`, `search`: facts into banks and out of them."""
+"""`kp build`, `add`, `remove`, `search`: facts into collections and out of them."""
 
 from __future__ import annotations
 
@@ -10,143 +10,104 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_core.cli.ingesting import (
-    Column,
-    Config,
-    DatasetName,
-    MaxChars,
-    Namespace,
-    OnErrorOption,
-    Split,
-    Ttl,
-    facts_of,
-    ingest,
-    tell,
-)
+from kp_core.cli.ingesting import SourceOptions, ingest, tell
 from kp_core.cli.shared import (
-    BankPath,
-    EmbedderName,
-    InNamespace,
+    CollectionPath,
     JsonFlag,
-    LexicalFlag,
+    SearchOptions,
     Where,
     console,
+    counted,
     filter_of,
-    open_bank,
+    open_collection,
     print_json,
+    spread,
 )
 from kp_core.errors import BankError, SourceError
-from kp_core.facts import Fact, Hit, LexicalReranker
+from kp_core.facts import Fact, Hit
 from kp_core.packs.store import PackStore
 
-__all__ = ["add", "build", "packs_of", "remove", "search"]
+__all__ = ["add", "build", "remove", "search"]
 
 _Chroma = Annotated[bool, typer.Option("--chroma/--no-chroma", help="Keep the vectors in Chroma too.")]
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 
 
-def build(  # noqa: PLR0913 - one parameter per option
-    bank: BankPath,
-    sources: Annotated[
+@spread
+def build(  # noqa: PLR0913 - one parameter per option or group of options
+    collection: CollectionPath,
+    files: Annotated[
         list[Path] | None,
         typer.Argument(metavar="[FILE...]", help="JSON lines, CSV, text, Markdown, PDF, HTML, folders."),
     ] = None,
     *,
-    dataset: DatasetName = None,
-    config: Config = None,
-    split: Split = None,
-    column: Column = None,
-    embedder: EmbedderName = None,
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="Embedding model: a folder, or a name on the hub. Default: the bundled one."
+        ),
+    ] = None,
     bank_size: Annotated[int, typer.Option(min=1, help="Facts per bank, about.")] = 20,
     recall: Annotated[float, typer.Option(help="Share of the nearest facts that a search should find.")] = 0.99,
-    namespace: Namespace = None,
-    ttl: Ttl = None,
-    on_error: OnErrorOption = "raise",
-    max_chars: MaxChars = 2000,
+    source: SourceOptions,
     chroma: _Chroma = True,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a bank of the facts in files or a dataset, or go on where an interrupted build stopped.
+    """Make a collection of the facts in files or a dataset, or go on where an interrupted build stopped.
 
-    Facts are kept as they come; what is held already is not embedded again.
+    Facts are stored as they come; what is already stored is not embedded again.
     """
-    if not sources and dataset is None:
+    if not files and source.dataset is None:
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
-    facts = facts_of(
-        sources or [],
-        skipped,
-        dataset=dataset,
-        config=config,
-        split=split,
-        columns=column,
-        on_error=on_error,
-        max_chars=max_chars,
-        namespace=namespace,
-    )
+    facts = source.facts(files or [], skipped)
     options = {"bank_size": bank_size, "recall": recall, "mirror": chroma, "wait": wait}
-    with open_bank(bank, embedder, new=True, **options) as opened:
-        report = ingest(opened, facts, sources or [], ttl)
+    with open_collection(collection, embedder, new=True, **options) as opened:
+        report = ingest(opened, facts, files or [], source.ttl)
         if report.added:
             opened.rebuild()
         tell(opened, report, skipped, as_json=as_json)
 
 
-def add(  # noqa: PLR0913 - one parameter per option
-    bank: BankPath,
-    sources: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", help="Files as for `kp build`.")] = None,
+@spread
+def add(  # noqa: PLR0913 - one parameter per option or group of options
+    collection: CollectionPath,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", help="Files as for `kp build`.")] = None,
     *,
     fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
     fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
     title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace the fact that has this --id.")] = False,
-    dataset: DatasetName = None,
-    config: Config = None,
-    split: Split = None,
-    column: Column = None,
-    namespace: Namespace = None,
-    ttl: Ttl = None,
-    on_error: OnErrorOption = "raise",
-    max_chars: MaxChars = 2000,
+    source: SourceOptions,
     chroma: _Chroma = True,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Add facts to a bank; banks that grow too large are split, the others stay as they are."""
+    """Add facts to a collection; banks that grow too large are split, the others stay as they are."""
     texts = fact or []
-    if not sources and not texts and dataset is None:
+    if not files and not texts and source.dataset is None:
         raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
     if (fact_id or replace) and len(texts) != 1:
         raise typer.BadParameter("--id and --replace go with exactly one --fact.")
     if replace and not fact_id:
         raise typer.BadParameter("--replace needs --id.")
     skipped: list[SourceError] = []
-    facts = facts_of(
-        sources or [],
-        skipped,
-        dataset=dataset,
-        config=config,
-        split=split,
-        columns=column,
-        on_error=on_error,
-        max_chars=max_chars,
-        namespace=namespace,
-    )
-    with open_bank(bank, mirror=chroma, wait=wait) as opened:
-        given = [Fact(text, title=title, id=fact_id, namespace=namespace or "default") for text in texts]
+    facts = source.facts(files or [], skipped)
+    with open_collection(collection, mirror=chroma, wait=wait) as opened:
+        given = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
         if replace:
             new = opened.update(given[0])
             _print_or_json(
                 {"id": new.id, "version": new.version}, f"{new.id} has version {new.version}.", as_json=as_json
             )
             return
-        report = ingest(opened, itertools.chain(given, facts), sources or [], ttl)
+        report = ingest(opened, itertools.chain(given, facts), files or [], source.ttl)
         tell(opened, report, skipped, as_json=as_json)
 
 
 def remove(  # noqa: PLR0913 - one parameter per option
-    bank: BankPath,
+    collection: CollectionPath,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or how they begin.")] = None,
     *,
     where: Where = None,
@@ -158,7 +119,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     """Remove facts, by id or by filter."""
     if not ids and where is None:
         raise typer.BadParameter("Got neither ids nor --where; give one.")
-    with open_bank(bank, mirror=chroma, wait=wait) as opened:
+    with open_collection(collection, mirror=chroma, wait=wait) as opened:
         facts = list(opened.facts())
         gone = {_found(given, facts).id: None for given in ids or []}
         wanted = filter_of(where)
@@ -172,32 +133,30 @@ def remove(  # noqa: PLR0913 - one parameter per option
         _print_or_json({"removed": list(gone), "dry_run": dry_run, "facts": len(opened)}, said, as_json=as_json)
 
 
-def search(  # noqa: PLR0913 - one parameter per option
-    bank: BankPath,
+@spread
+def search(  # noqa: PLR0913 - one parameter per option or group of options
+    collection: CollectionPath,
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
-    probes: Annotated[int | None, typer.Option(min=1, help="Banks to look at; default: as calibrated.")] = None,
-    where: Where = None,
-    namespace: InNamespace = None,
-    lexical: LexicalFlag = False,
+    probes: Annotated[int | None, typer.Option(min=1, help="Banks to search; default: as calibrated.")] = None,
+    options: SearchOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Find the facts nearest to a question: handle, text, score, bank, and why."""
-    with open_bank(bank, read_only=True) as opened:
-        rerank = LexicalReranker() if lexical else None
-        hits = opened.search(question, k, probes=probes, where=filter_of(where), namespace=namespace, rerank=rerank)
+    with open_collection(collection, read_only=True) as opened:
+        hits = opened.search(question, k, probes=probes, **options.keywords())
         order = opened.ranks(question)
         calibrated = opened.calibration.probes_of(opened.banks) if opened.calibration else opened.banks
-        looked_at = min(opened.banks, probes or calibrated)
-    store = packs_of(bank)
+        searched = min(opened.banks, probes or calibrated)
+    store = PackStore(collection / "packs") if (collection / "packs").is_dir() else None
     ranks = {number: place for place, number in enumerate(order, 1)}
     if as_json:
         print_json(
             {
                 "question": question,
                 "banks": len(order),
-                "probes": looked_at,
+                "probes": searched,
                 "hits": [_hit(hit, ranks[hit.bank], store) for hit in hits],
             }
         )
@@ -209,15 +168,11 @@ def search(  # noqa: PLR0913 - one parameter per option
             Text.assemble((f"{place}. {hit.score:.3f}", "bold"), f"  {hit.fact.title or hit.fact.id}"), soft_wrap=True
         )
         out.print(hit.fact.text)
-        why = f"bank {hit.bank}, number {ranks[hit.bank]} of the {len(order)} in nearness"
+        rank = "nearest" if ranks[hit.bank] == 1 else f"rank {ranks[hit.bank]}"
+        why = f"bank {hit.bank}, {rank} of {counted(len(order), 'bank')}"
         parts = [str(found["handle"] or "no pack"), why, hit.fact.source, f"id {hit.fact.id}"]
         out.print(f"{' · '.join(part for part in parts if part)}\n", style="dim", soft_wrap=True)
-    out.print(f"Found {len(hits)} of the {k} asked for; looked at {looked_at} of {len(order)} banks.")
-
-
-def packs_of(bank: Path) -> PackStore | None:
-    """The store beside a bank, when it has one."""
-    return PackStore(bank / "packs") if (bank / "packs").is_dir() else None
+    out.print(f"Found {len(hits)} of {k}; searched {searched} of {counted(len(order), 'bank')}.")
 
 
 def _hit(hit: Hit, rank: int, store: PackStore | None) -> dict[str, object]:

@@ -1,31 +1,26 @@
-"""`kp inspect`: what a bank, a store of packs or a pack file holds."""
+"""`kp inspect`: what a collection, a store of packs or a pack file holds."""
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from rich.table import Table
 
-from kp_core import PackStore, load_engine
-from kp_core.cli.plot import plot_banks
+from kp_core import PackStore
 from kp_core.cli.shared import (
     JsonFlag,
-    ModelName,
     TargetPath,
     console,
-    is_bank,
+    is_collection,
     is_store,
-    open_bank,
+    open_collection,
     print_json,
     read_one,
 )
-from kp_core.delivery import measure_rates
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactBank
 from kp_core.packs.pack import KnowledgePack
@@ -33,45 +28,26 @@ from kp_core.packs.pack import KnowledgePack
 __all__ = ["inspect"]
 
 
-def inspect(
-    path: TargetPath,
-    *,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw the banks of a bank in two dimensions.")
-    ] = None,
-    rates: Annotated[
-        bool, typer.Option("--rates", help="Measure whether this machine reads KV faster than it computes it.")
-    ] = False,
-    model: ModelName = None,
-    as_json: JsonFlag = False,
-) -> None:
+def inspect(path: TargetPath, *, as_json: JsonFlag = False) -> None:
     """Sizes, calibration, fingerprints: what is in there."""
-    if is_bank(path):
-        with open_bank(path, read_only=True) as bank:
-            about = _bank(bank)
-            if plot is not None:
-                plot_banks(bank, plot)
-                about["plot"] = str(plot)
+    if is_collection(path):
+        with open_collection(path, read_only=True) as facts:
+            about = _collection(facts)
         if (path / "packs").is_dir():
             about["packs"] = _store(path / "packs")
-    elif plot is not None:
-        raise typer.BadParameter("--plot goes with a bank.")
     elif is_store(path):
         about = _store(path)
     elif path.is_file():
         about = _pack(read_one(path)) | {"file_bytes": path.stat().st_size}
     else:
-        raise BankError(f"{path} is neither a bank, nor a store of packs, nor a pack file.")
-    if rates:
-        with tempfile.TemporaryDirectory(dir=path if path.is_dir() else path.parent) as place:
-            about["rates"] = measure_rates(load_engine(model), Path(place)).to_dict()
+        raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
     if as_json:
         print_json(about)
     else:
         _show(about)
 
 
-def _bank(bank: ChromaFactBank) -> dict[str, Any]:
+def _collection(bank: ChromaFactBank) -> dict[str, Any]:
     facts = list(bank.facts())
     sizes = [len(bank.bank_facts(number)) for number in range(bank.banks)]
     about = bank.calibration
@@ -79,7 +55,7 @@ def _bank(bank: ChromaFactBank) -> dict[str, Any]:
     count = max(1, len(facts))
     text = sum(len(fact.text.encode()) for fact in facts)
     return {
-        "bank": str(bank.path),
+        "collection": str(bank.path),
         "facts": len(facts),
         "banks": bank.banks,
         "facts_per_bank": dict(zip(("least", "median", "most"), _spread(sizes), strict=True)),
@@ -118,7 +94,7 @@ def _pack(pack: KnowledgePack) -> dict[str, Any]:
         "text": pack.text,
         "namespace": pack.namespace,
         "tokens": len(pack.token_ids),
-        "head_tokens": len(pack.prefix.token_ids),
+        "prefix_tokens": len(pack.prefix.token_ids),
         "kv_bytes": pack.nbytes,
         "fingerprint": pack.fingerprint.to_dict(),
         "provenance": dict(pack.provenance),

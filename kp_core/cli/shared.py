@@ -1,43 +1,48 @@
-"""What commands share: options, opening banks, output."""
+"""What commands share: options, opening collections, output."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console
 
-from kp_core.errors import BankError, PackError
-from kp_core.facts import ChromaFactBank, Filter
+from kp_core.engines.session import Session
+from kp_core.engines.shared import load_engine
+from kp_core.errors import BankError, ModelError, PackError
+from kp_core.facts import ChromaFactBank, Filter, LexicalReranker
 from kp_core.facts.embed import SentenceTransformerEmbedder
 from kp_core.facts.layout import BankFile
 from kp_core.packs.file import read_pack
+from kp_core.packs.handle import check_namespace
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = [
     "ERRORS",
-    "BankPath",
-    "EmbedderName",
-    "InNamespace",
+    "CollectionPath",
     "JsonFlag",
-    "LexicalFlag",
-    "ModelName",
+    "ModelOptions",
+    "SearchOptions",
     "TargetPath",
     "Where",
     "WrongError",
+    "checked_namespace",
     "console",
     "counted",
     "filter_of",
-    "is_bank",
+    "is_collection",
     "is_store",
-    "open_bank",
+    "open_collection",
     "print_json",
     "read_one",
+    "spread",
 ]
 
 ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
@@ -45,26 +50,92 @@ ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 
 _BUNDLED = "all-MiniLM-L6-v2"
 
-BankPath = Annotated[Path, typer.Argument(metavar="BANK", help="The folder of the bank.")]
-TargetPath = Annotated[Path, typer.Argument(metavar="PATH", help="A bank, a store of packs, or a pack file.")]
-ModelName = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M.")
-]
+
+def checked_namespace(name: str | None) -> str | None:
+    """`name` of an option, where one is given; raises `HandleError` for what cannot name a namespace."""
+    return None if name is None else check_namespace(name)
+
+
+CollectionPath = Annotated[Path, typer.Argument(metavar="COLLECTION", help="The folder of the collection.")]
+TargetPath = Annotated[Path, typer.Argument(metavar="PATH", help="A collection, a store of packs, or a pack file.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
-EmbedderName = Annotated[
-    str | None,
-    typer.Option(
-        "--embedder", metavar="MODEL", help="Embedding model: a folder, or a name on the hub. Default: the bank's."
-    ),
-]
 Where = Annotated[
     str | None,
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
 ]
-InNamespace = Annotated[str | None, typer.Option(help="Only facts of this namespace.")]
-LexicalFlag = Annotated[
-    bool, typer.Option("--lexical", help="Let words count beside meaning: names, numbers, codes (BM25).")
-]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model of a command, and what runs it."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M."),
+    ] = None
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION", help="What makes the engine, called with the model. Default: Hugging Face."
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Default: the best of this machine.")
+    ] = None
+
+    def load(self) -> Session:
+        """A session on the engine; raises `ModelError` where there is none."""
+        settings = {} if self.dtype is None else {"dtype": self.dtype}
+        try:
+            return load_engine(self.model, engine=self.engine, **settings)
+        except TypeError as error:
+            if self.engine is None:
+                raise
+            raise ModelError(
+                f"{self.engine} refused what it was called with, model={self.model!r} and {settings or 'nothing else'} "
+                f"({error}); expected a function of `model`, and of `dtype` where --dtype is given."
+            ) from error
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Which facts a question may find, and in which order."""
+
+    where: Where = None
+    namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.", callback=checked_namespace)] = (
+        None
+    )
+    lexical: Annotated[
+        bool, typer.Option("--lexical", help="Let words count beside meaning: names, numbers, codes (BM25).")
+    ] = False
+
+    def keywords(self) -> dict[str, Any]:
+        """As the keywords of `FactBank.search`."""
+        rerank = LexicalReranker() if self.lexical else None
+        return {"where": filter_of(self.where), "namespace": self.namespace, "rerank": rerank}
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """`command`, with the options in each of its parameters that is a dataclass in place of the parameter."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, type[Any]] = {
+        name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
+    }
+    fields = {name: inspect.signature(kind).parameters for name, kind in groups.items()}
+
+    def call(**given: Any) -> None:  # noqa: ANN401 - whatever the options hold
+        made = {name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()}
+        command(**given, **made)
+
+    flat: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        types = get_type_hints(groups[name], include_extras=True) if name in groups else hints
+        each = fields[name].values() if name in groups else (parameter,)
+        flat += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[one.name]) for one in each]
+    call.__name__, call.__doc__ = command.__name__, command.__doc__
+    # This is what typer reads.
+    vars(call)["__signature__"] = inspect.Signature(flat)
+    return call
 
 
 class WrongError(Exception):
@@ -95,8 +166,8 @@ def filter_of(where: str | None) -> Filter | None:
     return found
 
 
-def is_bank(path: Path) -> bool:
-    """Whether a bank lies in this folder."""
+def is_collection(path: Path) -> bool:
+    """Whether a collection lies in this folder."""
     return (path / "facts.jsonl").exists()
 
 
@@ -118,19 +189,23 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + "s" * (count != 1)
 
 
-def open_bank(path: Path, embedder: str | None = None, *, new: bool = False, **options: Any) -> ChromaFactBank:  # noqa: ANN401
-    """The bank in a folder, with the embedder it was built with unless another is named.
+def open_collection(
+    path: Path,
+    embedder: str | None = None,
+    *,
+    new: bool = False,
+    **options: Any,  # noqa: ANN401 - those of `ChromaFactBank`
+) -> ChromaFactBank:
+    """The collection in a folder, with the embedder it was built with unless another is named.
 
     Raises `BankError` where there is none, with the nearest name that is one; with `new` it is made.
     """
-    if not new and not is_bank(path):
+    if not new and not is_collection(path):
         around = path.parent.iterdir() if path.parent.is_dir() else ()
-        banks = [str(each) for each in around if is_bank(each)]
-        near = difflib.get_close_matches(str(path), banks, n=1, cutoff=0.4) or difflib.get_close_matches(
-            f"./{path}", banks, n=1, cutoff=0.4
-        )
-        hint = f"Did you mean {near[0]}?" if near else "`kp build BANK FILE...` makes one."
-        raise BankError(f"There is no bank in {path}. {hint}")
+        names = [str(each) for each in around if is_collection(each)]
+        near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.4)
+        hint = f"Did you mean {near[0]}?" if near else "`kp build COLLECTION FILE...` makes one."
+        raise BankError(f"There is no collection in {path}. {hint}")
     about = BankFile.read(path)
     name = embedder or (about.embedder if about else None)
     model = None if name in {None, _BUNDLED} else name

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kp_core import SentenceTransformerEmbedder, load_engine
-from kp_core.cli.shared import JsonFlag, console, print_json
+from kp_core import SentenceTransformerEmbedder
+from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread
 from kp_core.errors import SteeringError
 from kp_core.steering import (
     Calibration,
@@ -53,12 +53,6 @@ steer = typer.Typer(
 )
 
 _File = Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp steer make` writes it.")]
-_Model = Annotated[
-    str | None, typer.Option(metavar="MODEL", help="A folder, or a name on the hub. Default: the bundled SmolLM2-135M.")
-]
-_Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16; a steering fits the dtype it was made in.")
-]
 
 
 @steer.command("list")
@@ -75,31 +69,32 @@ def list_presets(*, as_json: JsonFlag = False) -> None:
 
 
 @steer.command()
-def make(  # noqa: PLR0913 - one parameter per option
+@spread
+def make(  # noqa: PLR0913 - one parameter per option or group of options
     pairs: Annotated[str, typer.Argument(metavar="PAIRS", help="A preset, or a JSON file of pairs.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="Where the steering goes.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write.")],
     *,
-    method: Annotated[
-        str, typer.Option(help="mean (values), or last_token (keys and values at one position).")
-    ] = "mean",
+    method: Annotated[Method, typer.Option(help="Values in mean, or keys and values at the last token.")] = "mean",
     layers: Annotated[
         str | None, typer.Option(metavar="RANGE", help="0.33-0.67 of the depth, or 10-19. Default: the middle third.")
     ] = None,
-    model: _Model = None,
-    dtype: _Dtype = None,
+    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a steering from pairs of texts: towards the first of each, away from the second."""
-    read, chosen, kind = read_pairs(pairs), _layers(layers), _method(method)
-    engine = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
-    made = engine.make_steering(read, method=kind, layers=chosen, progress=not as_json)
+    """Make a steering from pairs of texts: towards the first of each, away from the second.
+
+    It fits the model and the dtype that it was made in.
+    """
+    read, chosen = read_pairs(pairs), _layers(layers)
+    made = model.load().make_steering(read, method=method, layers=chosen, progress=not as_json)
     made = replace(made, provenance={**made.provenance, "pairs": pairs})
     save_steering(made, out)
     _show({"file": str(out), **_about(made)}, as_json=as_json)
 
 
 @steer.command("calibrate")
-def measure(  # noqa: PLR0913 - one parameter per option
+@spread
+def measure(  # noqa: PLR0913 - one parameter per option or group of options
     file: _File,
     *,
     pairs: Annotated[
@@ -113,19 +108,18 @@ def measure(  # noqa: PLR0913 - one parameter per option
     ] = "-2,-1,-0.5,0.5,0.7,1,1.5,2,3",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
     plot: Annotated[Path | None, typer.Option(metavar="PICTURE", help="Draw the sweep: .png or .svg.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where it goes. Default: back to FILE.")] = None,
-    model: _Model = None,
-    dtype: _Dtype = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write. Default: FILE.")] = None,
+    model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find the strengths that a model takes, and keep them with the steering as its defaults.
+    """Find the strengths that a model takes, and save them with the steering as its defaults.
 
     The effect is how like the answers are to the first sides of the pairs (1) or to the second (-1), by embedding.
     """
     steering = load_steering(file)
     read, strengths = read_pairs(pairs or steering.provenance.get("pairs", "")), _numbers(alphas)
     rows = [{"question": question} for question in _QUESTIONS] if questions is None else _rows(questions)
-    engine = load_engine(model, **({} if dtype is None else {"dtype": dtype}))
+    engine = model.load()
     steering.check(engine.fingerprint)
     tasks = [
         Task(
@@ -218,13 +212,6 @@ def _layers(text: str | None) -> LayerRange | None:
         raise typer.BadParameter(f"Got --layers {text}; expected 0.33-0.67 or 10-19.") from error
 
 
-def _method(name: str) -> Method:
-    methods: dict[str, Method] = {"mean": "mean", "last_token": "last_token"}
-    if name not in methods:
-        raise typer.BadParameter(f"Got --method {name}; expected {', '.join(methods)}.")
-    return methods[name]
-
-
 def _numbers(text: str) -> list[float]:
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -293,4 +280,4 @@ def _show_calibration(found: Calibration, file: Path, *, as_json: bool) -> None:
     else:
         out = console()
         out.print(found.table(), soft_wrap=True)
-        out.print(f"Kept in {file}.", soft_wrap=True)
+        out.print(f"Saved in {file}.", soft_wrap=True)

@@ -15,17 +15,24 @@ from kp_core.steering import load_steering, preset_names
 from tests.conftest import tiny_engine
 
 Kp = Callable[..., tuple[int, str, str]]
+TINY = ("--engine", "tests.cli.engines:tiny")
 PAIRS = [["I should be obliged for a reply.", "write back ok"], ["It is most regrettable.", "that sucks"]]
 
 
 @pytest.fixture
-def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kp]:
+def kp(
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Kp]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
     (tmp_path / "pairs.json").write_text(json.dumps(PAIRS))
+    engine = TINY if "tiny" in request.fixturenames else ()
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        code = run(["steer", *arguments])
+        code = run(["steer", *arguments, *(engine if arguments[0] in {"make", "calibrate"} else ())])
         said = capfd.readouterr()
         return code, said.out, said.err
 
@@ -34,9 +41,8 @@ def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of random weights in place of the bundled one: these tests are about the commands."""
-    monkeypatch.setattr("kp_core.cli.steer.load_engine", lambda *_, **__: tiny_engine())
+def tiny() -> None:
+    """`kp` loads a model of random weights in place of the bundled one: these tests are about the commands."""
 
 
 def as_json(result: tuple[int, str, str]) -> dict[str, Any]:
@@ -80,7 +86,7 @@ def test_make_show_calibrate(kp: Kp, tiny: None, tmp_path: Path) -> None:
     assert load_steering(tmp_path / "new/formal.steering").recommended is None
     code, out, _ = kp("calibrate", "new/formal.steering", "--alphas", "1", "--max-tokens", "2")
     assert code == 0
-    assert "Kept in new/formal.steering." in out
+    assert "Saved in new/formal.steering." in out
     assert load_steering(tmp_path / "new/formal.steering").recommended is not None
 
 
@@ -103,12 +109,11 @@ def test_the_bundled_model_is_the_default(kp: Kp) -> None:
 
 
 def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kp_core.cli.asking.load_engine", lambda *_, **__: tiny_engine())
     (tmp_path / "facts.jsonl").write_text('{"text": "The bird on the flag is a heron."}')
     assert run(["build", "bank", "facts.jsonl", "--no-chroma"]) == 0
     assert kp("make", "pairs.json", "-o", "s", "--layers", "0-1")[0] == 0
     told, steering = (
-        ["ask", "bank", "Which bird?", "-k", "1", "--max-tokens", "6", "--json"],
+        ["ask", "bank", "Which bird?", "-k", "1", "--max-tokens", "6", "--json", *TINY],
         load_steering(tmp_path / "s"),
     )
     asked: list[Any] = []
@@ -142,7 +147,7 @@ def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monke
         (["make", "numbers.json", "-o", "s"], 1, "for pair 0"),
         (["make", "pairs.json", "-o", "s", "--layers", "0-99"], 1, "model of 2 layers"),
         (["make", "pairs.json", "-o", "s", "--layers", "top"], 2, "expected 0.33-0.67 or 10-19"),
-        (["make", "pairs.json", "-o", "s", "--method", "median"], 2, "mean, last_token"),
+        (["make", "pairs.json", "-o", "s", "--method", "median"], 2, "'median' is not one of 'mean', 'last_token'"),
         (["show", "nothing"], 1, "nothing"),
         (["show", "pairs.json"], 1, "no intact steering"),
         (["calibrate", "pairs.json"], 1, "no intact steering"),
@@ -156,7 +161,7 @@ def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monke
     ],
 )
 def test_errors_are_one_line_and_say_what_to_do(
-    kp: Kp, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, words: str
+    kp: Kp, tiny: None, tmp_path: Path, arguments: list[str], code: int, words: str
 ) -> None:
     for name, text in {
         "broken.json": "[",
@@ -171,9 +176,7 @@ def test_errors_are_one_line_and_say_what_to_do(
         (tmp_path / name).write_text(text)
     assert kp("make", "pairs.json", "-o", "good")[0] == 0
     if "foreign" in arguments:
-        with monkeypatch.context() as patch:
-            patch.setattr("kp_core.cli.steer.load_engine", lambda *_, **__: tiny_engine("qwen3"))
-            assert kp("make", "pairs.json", "-o", "foreign")[0] == 0
+        assert kp("make", "pairs.json", "-o", "foreign", "--model", "qwen3")[0] == 0
     got, out, err = kp(*arguments)
     assert got == code, err
     assert words in " ".join(err.split())

@@ -1,0 +1,60 @@
+"""`kp` as a fixture, and a small collection for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kp_core.cli.app import run
+
+FACTS = [
+    {"id": "mill", "text": "The mill of Aldburgh has four sails.", "title": "Mill", "year": 1802},
+    {"id": "bird", "text": "The bird on the flag of Aldburgh is a heron.", "title": "Flag", "year": 1911},
+    {"id": "tide", "text": "The Grey Tide is a novel by Ada Finch.", "title": "Novel", "year": 1987},
+    {"id": "bread", "text": "Aldburgh bakes its bread on Thursdays.", "title": "Bread", "year": 1987},
+]
+
+Kp = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kp]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = run(arguments)
+        said = capfd.readouterr()
+        return code, said.out, said.err
+
+    yield call
+    # A command sets the logging of its process, which here is that of all tests.
+    logging.getLogger("kp_core").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the facts and the collection made of them, to be copied."""
+    folder = tmp_path_factory.mktemp("built")
+    (folder / "facts.jsonl").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
+    with contextlib.chdir(folder):
+        assert run(["build", "bank", "facts.jsonl"]) == 0
+    return folder
+
+
+@pytest.fixture
+def bank(built: Path, kp: Kp, tmp_path: Path) -> Path:
+    shutil.copytree(built, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "bank"
+
+
+def as_json(result: tuple[int, str, str]) -> dict[str, Any]:
+    assert result[0] == 0, result
+    return json.loads(result[1])

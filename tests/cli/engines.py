@@ -1,0 +1,44 @@
+"""What tests name with `--engine`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kp_core import Plan, Session, TokenStream
+from tests.conftest import tiny_engine
+
+
+def tiny(model: str | None = None) -> Session:
+    """A model of random weights, of the architecture `model`."""
+    return tiny_engine(model) if model else tiny_engine()
+
+
+class Bare:
+    """The six members and not one capability: the same short answer to everything."""
+
+    supports = frozenset[str]()
+    max_positions = 2048
+
+    def __init__(self) -> None:
+        self.identity, self.tokenizer = tiny().fingerprint, tiny().tokenizer
+
+    def run(self, plan: Plan) -> TokenStream:
+        def tokens(stream: TokenStream) -> Any:
+            stream.computed_tokens = len(plan.prompt)
+            yield from self.tokenizer.encode("a heron")
+            stream.finish = "stop"
+
+        return TokenStream(tokens)
+
+    def kv(self, plans: Any) -> Any:
+        raise NotImplementedError
+
+
+def bare(model: str | None = None) -> Bare:
+    """An engine that is no session yet."""
+    return Bare()
+
+
+def number(model: str | None = None) -> int:
+    """No engine at all."""
+    return 7
