@@ -41,8 +41,8 @@ _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer."
 
 
 @dataclass(frozen=True)
-class _PackOptions:
-    """What packs hold, and how the model uses them."""
+class _AskOptions(SearchOptions, ModelOptions):
+    """Which facts, what packs hold, and how which model uses them."""
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
     kv: Annotated[KV, typer.Option(help="Store KV or not; auto: whichever is faster on this machine.")] = "lazy"
@@ -83,18 +83,16 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
             "--explain", help="Show where the KV of each part of the prompt would come from, and do not answer."
         ),
     ] = False,
-    search: SearchOptions,
-    packs: _PackOptions,
-    model: ModelOptions,
+    options: _AskOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a question from a collection: the answer as it comes, its sources, and what it cost."""
-    if compare and packs.steering is not None:
+    if compare and options.steering is not None:
         raise typer.BadParameter("--compare shows that packs and text say the same; --steering steers packs, not text.")
     if compare and explain:
         raise typer.BadParameter("--explain shows one prompt: with packs, or with --text; leave out --compare.")
     with ExitStack() as stack:
-        asker = _Asker(stack, collection, search, packs, model, max_tokens, lazy=explain)
+        asker = _Asker(stack, collection, options, max_tokens, lazy=explain)
         found = asker.search(question, k)
         sources = {"question": question, "sources": [_source(each) for each in found]}
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
@@ -132,18 +130,16 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
 
 
 @spread
-def chat(  # noqa: PLR0913 - as `ask`
+def chat(
     collection: CollectionPath,
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
     max_tokens: _MaxTokens = 128,
-    search: SearchOptions,
-    packs: _PackOptions,
-    model: ModelOptions,
+    options: _AskOptions,
 ) -> None:
     """Talk with a model about a collection. An empty line or Ctrl-D ends it, Ctrl-C an answer that is being written."""
     with ExitStack() as stack:
-        asker = _Asker(stack, collection, search, packs, model, max_tokens)
+        asker = _Asker(stack, collection, options, max_tokens)
         out, messages = console(), list[Message]()
         while question := _typed(out):
             try:
@@ -161,26 +157,18 @@ def chat(  # noqa: PLR0913 - as `ask`
 class _Asker:
     """A collection, its packs and a model, for as long as `stack` is open; `lazy` packs cost nothing to make."""
 
-    def __init__(  # noqa: PLR0913 - the groups of options
-        self,
-        stack: ExitStack,
-        collection: Path,
-        search: SearchOptions,
-        packs: _PackOptions,
-        model: ModelOptions,
-        max_tokens: int,
-        *,
-        lazy: bool = False,
+    def __init__(
+        self, stack: ExitStack, collection: Path, options: _AskOptions, max_tokens: int, *, lazy: bool = False
     ) -> None:
         # What is wrong with the options is known before minutes go into loading a model.
-        self._wanted, self._options = search.keywords(), {"max_tokens": max_tokens, **packs.asked()}
+        self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
         facts = stack.enter_context(open_collection(collection, read_only=True))
         if not len(facts):
             facts.route("anything")
-        self.session = model.load()
+        self.session = options.load()
         store = PackStore(collection / "packs")
-        self._packs = BankPacks(facts, self.session, store, unit=packs.unit, kv="lazy" if lazy else packs.kv)
-        self._options["view"] = store.view(*dict.fromkeys(fact.namespace for fact in facts.facts()))
+        self._packs = BankPacks(facts, self.session, store, unit=options.unit, kv="lazy" if lazy else options.kv)
+        self._asked["view"] = store.view(*dict.fromkeys(fact.namespace for fact in facts.facts()))
 
     def search(self, question: str, k: int) -> list[Found]:
         """The `k` units that have the best facts, with their packs."""
@@ -193,7 +181,7 @@ class _Asker:
         parts = [str(each.handle) if way == "packs" else each.text for each in found]
         content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
-        return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._options}
+        return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._asked}
 
     def converse(self, request: dict[str, Any]) -> Generation:
         """The answer to the last message; the first are dropped while all are more than the model can read."""
@@ -210,10 +198,9 @@ class _Asker:
     def answer(self, request: dict[str, Any], *, live: bool) -> Generation:
         """An answer, printed piece by piece where it is `live`."""
         with closing(self.session.stream(**request)) as stream:
-            for piece in stream:
-                if live:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+            for piece in stream if live else ():
+                sys.stdout.write(piece)
+                sys.stdout.flush()
             if live:
                 sys.stdout.write("\n")
             return stream.result()

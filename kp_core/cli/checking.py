@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from dataclasses import dataclass, field
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -53,28 +53,27 @@ def verify(
     logging.getLogger("kp_core").setLevel(logging.ERROR)
     store = path / "packs" if is_collection(path) else path
     found, left = _check_files(path, store, repair=repair)
-    check = _TemplateCheck()
+    counts = Counter[str]()
     if template and is_store(store) and next(iter(PackStore(store)), None):
-        check = _check_template(model.load(), PackStore(store))
-        found += check.wrong
-        left += check.wrong
+        counts, wrong = _check_template(model.load(), PackStore(store))
+        found += wrong
+        left += wrong
     if as_json:
-        packs = {"checked": check.checked, "other_model": check.skipped}
-        print_json(
-            {"path": str(path), "wrong": found, "repaired": repair and bool(found), "left": left, "template": packs}
-        )
+        packs = {name: counts[name] for name in ("checked", "other_model")}
+        about = {"wrong": found, "repaired": repair and bool(found), "left": left, "template": packs}
+        print_json({"path": str(path), **about})
     else:
-        _tell(path, found, left, check, repair=repair)
+        _tell(path, found, left, counts, repair=repair)
     if left:
         raise WrongError
 
 
-def _tell(path: Path, found: list[str], left: list[str], check: _TemplateCheck, *, repair: bool) -> None:
+def _tell(path: Path, found: list[str], left: list[str], counts: Counter[str], *, repair: bool) -> None:
     out = console()
-    if check.checked:
-        out.print(f"Packs that a prompt was rendered with, by handle and by text: {check.checked}.")
-    if check.skipped:
-        out.print(f"Packs of another model, whose template was not checked: {check.skipped}; name it with --model.")
+    if counts["checked"]:
+        out.print(f"Packs that a prompt was rendered with, by handle and by text: {counts['checked']}.")
+    if others := counts["other_model"]:
+        out.print(f"Packs of another model, whose template was not checked: {others}; name it with --model.")
     for line in found:
         out.print(Text.assemble(("✗", "red"), f" {line}"), soft_wrap=True)
     if repair and found and not left:
@@ -87,42 +86,33 @@ def _tell(path: Path, found: list[str], left: list[str], check: _TemplateCheck, 
         out.print(f"`kp verify {path} --repair` repairs what it can.")
 
 
-@dataclass
-class _TemplateCheck:
-    """How many packs were looked at, how many are another model's, and what is wrong, a sentence each."""
-
-    checked: int = 0
-    skipped: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-
-def _check_template(engine: Session, store: PackStore) -> _TemplateCheck:
+def _check_template(session: Session, store: PackStore) -> tuple[Counter[str], list[str]]:
     """Render a question behind the handle of each pack and behind its text: the same bytes, the same tokens.
 
-    Packs made with another tokenizer or chat template are counted, not judged.
+    How many were `checked` and how many are of an `other_model`, by its tokenizer or chat template, which are not
+    judged; and what is wrong, a sentence each.
     """
-    found = _TemplateCheck()
-    own = engine.fingerprint
+    counts, wrong, own = Counter[str](), list[str](), session.fingerprint
     for handle in store:
         pack = store.peek(handle)
         if pack is None:
             continue
         made = pack.fingerprint
         if (made.tokenizer, made.chat_template) != (own.tokenizer, own.chat_template):
-            found.skipped += 1
+            counts["other_model"] += 1
             continue
-        found.checked += 1
+        counts["checked"] += 1
         try:
-            reason = _difference(engine, store, handle, pack)
+            reason = _difference(session, store, handle, pack)
         except KnowledgePackError as error:
             reason = str(error)
         if reason:
-            found.wrong.append(f"The pack {handle}: {reason}")
-    return found
+            wrong.append(f"The pack {handle}: {reason}")
+    return counts, wrong
 
 
-def _difference(engine: Session, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
-    template, view = engine.template, store.view(handle.namespace)
+def _difference(session: Session, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
+    template, view = session.template, store.view(handle.namespace)
     prompt = template.render(f"{handle}\n\n{_QUESTION}", view=view)
     twin = template.render(f"{pack.text}\n\n{_QUESTION}")
     if prompt.rendered.encode() != twin.rendered.encode():

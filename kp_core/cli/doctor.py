@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, console, print_json, spread
+from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, print_json, show_table, spread
 from kp_core.delivery import measure_rates
 from kp_core.errors import KnowledgePackError
 
@@ -43,12 +42,8 @@ def doctor(
     if as_json:
         print_json(about)
     else:
-        out = console()
         for part, rows in about.items():
-            table = Table(title=part, title_justify="left", show_header=False, title_style="bold")
-            for name, value in rows.items():
-                table.add_row(name.replace("_", " "), _shown(value))
-            out.print(table)
+            show_table(rows, part)
     if not about["model"]["supported"]:
         raise WrongError
 
@@ -106,9 +101,3 @@ def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
         if rates.stores
         else f"keep packs lazy: computing KV is {1 / faster:.1f} times as fast as reading it",
     }
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kp_core.cli.shared import checked_namespace, console, counted, print_json
+from kp_core.cli.shared import checked_namespace, console, counted, did_you_mean, print_json
 from kp_core.errors import SourceError
 from kp_core.facts import Added, ChromaFactBank, Fact
 from kp_core.facts.sources import OnError, read_dataset, read_facts
@@ -134,8 +133,7 @@ def _check_files(files: Iterable[Path]) -> None:
     for source in files:
         if not source.exists():
             around = [str(path) for path in source.parent.iterdir()] if source.parent.is_dir() else []
-            near = difflib.get_close_matches(str(source), around, n=1)
-            raise SourceError(f"There is no file {source}." + (f" Did you mean {near[0]}?" if near else ""))
+            raise SourceError(f"There is no file {source}. {did_you_mean(str(source), around)}".rstrip())
 
 
 def _inside(source: Path) -> list[Path]:

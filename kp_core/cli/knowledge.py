@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +17,7 @@ from kp_core.cli.shared import (
     Where,
     console,
     counted,
+    did_you_mean,
     filter_of,
     open_collection,
     print_json,
@@ -25,6 +25,7 @@ from kp_core.cli.shared import (
 )
 from kp_core.errors import BankError, SourceError
 from kp_core.facts import Fact, Hit
+from kp_core.facts.filters import predicate
 from kp_core.packs.store import PackStore
 
 __all__ = ["add", "build", "remove", "search"]
@@ -98,9 +99,8 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
         given = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
         if replace:
             new = opened.update(given[0])
-            _print_or_json(
-                {"id": new.id, "version": new.version}, f"{new.id} has version {new.version}.", as_json=as_json
-            )
+            about = {"id": new.id, "version": new.version}
+            _print(about, f"{new.id} has version {new.version}.", as_json=as_json)
             return
         report = ingest(opened, itertools.chain(given, facts), files or [], source.ttl)
         tell(opened, report, skipped, as_json=as_json)
@@ -124,13 +124,10 @@ def remove(  # noqa: PLR0913 - one parameter per option
         gone = {_found(given, facts).id: None for given in ids or []}
         wanted = filter_of(where)
         if wanted is not None:
-            from kp_core.facts.filters import predicate
-
-            matches = predicate(wanted)
-            gone |= dict.fromkeys(fact.id for fact in facts if matches(fact))
+            gone |= dict.fromkeys(fact.id for fact in filter(predicate(wanted), facts))
         count = len(gone) if dry_run else opened.delete(gone)
         said = f"Facts that would go: {count}." if dry_run else f"Facts removed: {count}; left: {len(opened)}."
-        _print_or_json({"removed": list(gone), "dry_run": dry_run, "facts": len(opened)}, said, as_json=as_json)
+        _print({"removed": list(gone), "dry_run": dry_run, "facts": len(opened)}, said, as_json=as_json)
 
 
 @spread
@@ -152,21 +149,14 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     store = PackStore(collection / "packs") if (collection / "packs").is_dir() else None
     ranks = {number: place for place, number in enumerate(order, 1)}
     if as_json:
-        print_json(
-            {
-                "question": question,
-                "banks": len(order),
-                "probes": searched,
-                "hits": [_hit(hit, ranks[hit.bank], store) for hit in hits],
-            }
-        )
+        told = [_hit(hit, ranks[hit.bank], store) for hit in hits]
+        print_json({"question": question, "banks": len(order), "probes": searched, "hits": told})
         return
     out = console()
     for place, hit in enumerate(hits, 1):
         found = _hit(hit, ranks[hit.bank], store)
-        out.print(
-            Text.assemble((f"{place}. {hit.score:.3f}", "bold"), f"  {hit.fact.title or hit.fact.id}"), soft_wrap=True
-        )
+        title = f"  {hit.fact.title or hit.fact.id}"
+        out.print(Text.assemble((f"{place}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
         out.print(hit.fact.text)
         rank = "nearest" if ranks[hit.bank] == 1 else f"rank {ranks[hit.bank]}"
         why = f"bank {hit.bank}, {rank} of {counted(len(order), 'bank')}"
@@ -192,7 +182,7 @@ def _hit(hit: Hit, rank: int, store: PackStore | None) -> dict[str, object]:
     }
 
 
-def _print_or_json(data: dict[str, object], said: str, *, as_json: bool) -> None:
+def _print(data: dict[str, object], said: str, *, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
@@ -207,6 +197,5 @@ def _found(given: str, facts: list[Fact]) -> Fact:
         return found[0]
     if found:
         raise BankError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
-    near = difflib.get_close_matches(given, [fact.id for fact in facts], n=1)
-    hint = f"Did you mean {near[0]!r}?" if near else "`kp search` shows ids."
+    hint = did_you_mean(given, (fact.id for fact in facts), "`kp search` shows ids.")
     raise BankError(f"Got the id {given!r}; none of the {len(facts)} facts has it. {hint}")

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from kp_core import PackStore
 from kp_core.cli.shared import (
     JsonFlag,
     TargetPath,
-    console,
     is_collection,
     is_store,
     open_collection,
     print_json,
     read_one,
+    show_table,
 )
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactBank
@@ -44,7 +43,7 @@ def inspect(path: TargetPath, *, as_json: JsonFlag = False) -> None:
     if as_json:
         print_json(about)
     else:
-        _show(about)
+        show_table(about)
 
 
 def _collection(bank: ChromaFactBank) -> dict[str, Any]:
@@ -99,27 +98,3 @@ def _pack(pack: KnowledgePack) -> dict[str, Any]:
         "fingerprint": pack.fingerprint.to_dict(),
         "provenance": dict(pack.provenance),
     }
-
-
-def _show(about: dict[str, Any]) -> None:
-    table = Table(show_header=False)
-    table.add_column()
-    # Fingerprints are for comparing: no terminal is too narrow for all of one.
-    table.add_column(overflow="fold")
-    for name, value in about.items():
-        if isinstance(value, dict):
-            shown = "\n".join(f"{key.replace('_', ' ')}: {_number(each)}" for key, each in value.items())
-        else:
-            shown = _number(value)
-        table.add_row(name.replace("_", " "), shown)
-    console().print(table)
-
-
-def _number(value: object) -> str:
-    if isinstance(value, bool) or value is None:
-        return {True: "yes", False: "no", None: "none"}[value]
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, dict):
-        return ", ".join(f"{name} ({_number(each)})" for name, each in value.items())
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

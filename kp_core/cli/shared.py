@@ -6,13 +6,15 @@ import difflib
 import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine
@@ -36,12 +38,14 @@ __all__ = [
     "checked_namespace",
     "console",
     "counted",
+    "did_you_mean",
     "filter_of",
     "is_collection",
     "is_store",
     "open_collection",
     "print_json",
     "read_one",
+    "show_table",
     "spread",
 ]
 
@@ -153,16 +157,35 @@ def print_json(data: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(data, ensure_ascii=False, indent=2, default=str) + "\n")
 
 
+def show_table(rows: Mapping[str, Any], title: str | None = None) -> None:
+    """Print names and values in two columns."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+    table.add_column()
+    # Fingerprints are for comparing: no terminal is too narrow for all of one.
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        parts = (
+            [f"{key.replace('_', ' ')}: {_shown(each)}" for key, each in value.items()]
+            if isinstance(value, dict)
+            else None
+        )
+        table.add_row(name.replace("_", " "), _shown(value) if parts is None else "\n".join(parts))
+    console().print(table)
+
+
+def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
+    """The nearest of `names` as a question, where one is near; else `otherwise`."""
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f"Did you mean {near[0]}?" if near else otherwise
+
+
 def filter_of(where: str | None) -> Filter | None:
     """The filter in an option; raises `BankError` for what is no JSON object."""
-    if where is None:
-        return None
-    try:
-        found = json.loads(where)
-    except ValueError as error:
-        raise BankError(f"""Got --where {where!r}; expected JSON, e.g. '{{"lang": "en"}}' ({error}).""") from error
-    if not isinstance(found, dict):
-        raise BankError(f"""Got --where {where!r}; expected a JSON object, e.g. '{{"lang": "en"}}'.""")
+    found = None
+    with suppress(ValueError):
+        found = None if where is None else json.loads(where)
+    if where is not None and not isinstance(found, dict):
+        raise BankError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
     return found
 
 
@@ -203,10 +226,17 @@ def open_collection(
     if not new and not is_collection(path):
         around = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [str(each) for each in around if is_collection(each)]
-        near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]}?" if near else "`kp build COLLECTION FILE...` makes one."
+        hint = did_you_mean(str(path), names, "`kp build COLLECTION FILE...` makes one.")
         raise BankError(f"There is no collection in {path}. {hint}")
     about = BankFile.read(path)
     name = embedder or (about.embedder if about else None)
     model = None if name in {None, _BUNDLED} else name
     return ChromaFactBank(path, SentenceTransformerEmbedder(model, name=name if model and about else None), **options)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "none"}[value]
+    if isinstance(value, dict):
+        return ", ".join(f"{name} ({_shown(each)})" for name, each in value.items())
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ import typer
 from rich.table import Table
 
 from kp_core import SentenceTransformerEmbedder
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread
+from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread
 from kp_core.errors import SteeringError
 from kp_core.steering import (
     Calibration,
@@ -168,10 +167,9 @@ def read_pairs(name: str) -> Sequence[Pair]:
         return preset(name)
     path = Path(name)
     if not name or not path.is_file():
-        near = difflib.get_close_matches(name, preset_names(), n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, preset_names())
         raise SteeringError(
-            f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}.{hint}"
+            f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}. {hint}".rstrip()
         )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -247,7 +245,6 @@ def _show(about: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(about)
         return
-    table = Table(show_header=False)
     layers, default = about["layers"], about["recommended"]
     rows = {
         "file": about["file"],
@@ -262,9 +259,7 @@ def _show(about: dict[str, Any], *, as_json: bool) -> None:
     }
     if "cosine" in about:
         rows["cosine"] = f"{about['cosine']['all']:.3f} with {about['cosine']['with']}"
-    for name, value in rows.items():
-        table.add_row(name, str(value))
-    console().print(table)
+    show_table(rows)
 
 
 def _range(bounds: list[float | None] | None) -> str:

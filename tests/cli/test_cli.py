@@ -145,7 +145,7 @@ def test_rows_that_make_no_fact_stop_a_build_or_are_counted(kp: Kp, tmp_path: Pa
         (["remove", "bank"], 2, "neither ids nor --where"),
         (["remove", "bank", "mil"], 0, ""),
         (["remove", "bank", "b"], 1, "2 facts begin so"),
-        (["remove", "bank", "mlil"], 1, "Did you mean 'mill'?"),
+        (["remove", "bank", "mlil"], 1, "Did you mean mill?"),
         (["inspect", "nothing"], 1, "neither a collection"),
         (["verify", "nothing"], 1, "neither a collection"),
         (["inspect", "facts.jsonl"], 1, "facts.jsonl is no pack file, or damaged"),
