@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tqdm import tqdm
 
 from kp_core.cli.shared import checked_namespace, console, counted, did_you_mean, print_json
 from kp_core.errors import SourceError
@@ -73,26 +72,14 @@ class SourceOptions:
 
 def ingest(collection: ChromaFactBank, facts: Iterable[Fact], files: Iterable[Path], ttl: float | None) -> Added:
     """Add facts in batches, with a bar that knows how many bytes of the files have become facts."""
-    size = sum(path.stat().st_size for source in files for path in _inside(source))
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[facts]:,} facts, {task.fields[rate]:.0f}/s"),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    report, source = Added(), iter(facts)
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("Adding", total=size or None, facts=0, rate=0.0)
-        seen = 0
+    size = sum(path.stat().st_size for each in files for path in (each, *each.rglob("*")) if path.is_file())
+    report, source, seen = Added(), iter(facts), 0
+    with tqdm(None, "Adding", size or None, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), delay=1) as bar:
         while batch := list(itertools.islice(source, _BATCH)):
             report += collection.add(batch, ttl=ttl)
             seen += len(batch)
-            elapsed = progress.tasks[task].elapsed or 1.0
-            progress.update(
-                task, advance=sum(len(fact.text.encode()) for fact in batch), facts=seen, rate=seen / elapsed
-            )
+            bar.set_postfix(facts=seen, refresh=False)
+            bar.update(sum(len(fact.text.encode()) for fact in batch))
     return report
 
 
@@ -100,17 +87,8 @@ def tell(facts: ChromaFactBank, report: Added, skipped: list[SourceError], *, as
     """Say what became of the facts, and what the collection is now."""
     about = facts.calibration
     if as_json:
-        print_json(
-            {
-                "added": report.added,
-                "duplicates": report.duplicates,
-                "near_duplicates": [asdict(near) for near in report.near_duplicates],
-                "skipped": [str(error) for error in skipped],
-                "facts": len(facts),
-                "banks": facts.banks,
-                "calibration": asdict(about) if about else None,
-            }
-        )
+        held = {"facts": len(facts), "banks": facts.banks, "calibration": asdict(about) if about else None}
+        print_json({**asdict(report), "skipped": [str(error) for error in skipped], **held})
         return
     out = console()
     out.print(f"Facts added: {report.added}; already stored: {report.duplicates}; rows skipped: {len(skipped)}.")
@@ -136,13 +114,8 @@ def _check_files(files: Iterable[Path]) -> None:
             raise SourceError(f"There is no file {source}. {did_you_mean(str(source), around)}".rstrip())
 
 
-def _inside(source: Path) -> list[Path]:
-    return [path for path in source.rglob("*") if path.is_file()] if source.is_dir() else [source]
-
-
 def _mapping(columns: Iterable[str]) -> dict[str, str]:
-    parts = [column.partition("=") for column in columns]
-    for column, (name, _, role) in zip(columns, parts, strict=True):
-        if not name or not role:
+    for column in columns:
+        if not all(column.partition("=")):
             raise typer.BadParameter(f"Got --column {column}; expected COLUMN=FIELD, e.g. context=text.")
-    return {name: role for name, _, role in parts}
+    return dict(column.split("=", 1) for column in columns)
