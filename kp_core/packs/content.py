@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -12,10 +13,9 @@ from kp_core.packs.pack import KnowledgePack, Prefix
 
 __all__ = ["DTYPES", "PackContent", "from_json", "mapping", "string", "tensor_names", "to_json"]
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
-_FIELDS = {
-    *("dtype", "fingerprint", "head", "layers", "namespace", "provenance", "tensors", "text", "token_ids", "tokens"),
-}
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+"""The dtypes a pack may have, and what safetensors calls them."""
+
 _LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
 
 
@@ -28,23 +28,22 @@ class PackContent:
 
     pack: KnowledgePack
     dtype: str | None = None
-    shapes: tuple[tuple[int, int, int], ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
     digests: tuple[str, ...] = ()
 
-    def to_json(self) -> str:
-        """The canonical JSON; equal contents give equal strings."""
-        pack, names = self.pack, tensor_names(len(self.shapes))
+    def to_json(self, version: str) -> str:
+        """The canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold."""
+        self._check()
+        pack, prefix = self.pack, self.pack.prefix
+        tensors = zip(tensor_names(len(self.shapes)), self.digests, self.shapes, strict=True)
         content = {
             "dtype": self.dtype,
-            "fingerprint": pack.fingerprint.to_dict(),
-            "head": {"cuts": pack.prefix.cuts, "token_ids": pack.prefix.token_ids},
-            "layers": len(names) // 2,
+            "fingerprint": pack.fingerprint.to_dict(version),
+            "head" if version == "1" else "prefix": {"cuts": prefix.cuts, "token_ids": prefix.token_ids},
+            "layers": len(self.shapes) // 2,
             "namespace": pack.namespace,
             "provenance": dict(pack.provenance),
-            "tensors": {
-                name: {"digest": digest, "shape": shape}
-                for name, digest, shape in zip(names, self.digests, self.shapes, strict=True)
-            },
+            "tensors": {name: {"digest": digest, "shape": shape} for name, digest, shape in tensors},
             "text": pack.text,
             "token_ids": pack.token_ids,
             "tokens": len(pack.token_ids),
@@ -52,77 +51,49 @@ class PackContent:
         return to_json(content, sort_keys=True)
 
     @classmethod
-    def from_json(cls, content: str) -> PackContent:
+    def from_json(cls, text: str, version: str) -> PackContent:
         """The inverse of `to_json`; raises `PackCorruptError` for anything it would not have written."""
-        data = mapping(from_json(content.encode()), "pack")
-        _expect_fields(data, _FIELDS, "pack")
-        head = mapping(data["head"], "head")
-        _expect_fields(head, {"cuts", "token_ids"}, "head")
-        provenance = mapping(data["provenance"], "provenance")
         try:
+            data = json.loads(text)
+            prefix = data["head" if version == "1" else "prefix"]
             pack = KnowledgePack(
-                text=string(data["text"], "text"),
-                namespace=string(data["namespace"], "namespace"),
-                token_ids=_integers(data["token_ids"], "token_ids"),
-                prefix=Prefix(_integers(head["token_ids"], "head.token_ids"), _integers(head["cuts"], "head.cuts")),
-                fingerprint=ModelFingerprint.from_dict(mapping(data["fingerprint"], "fingerprint")),
-                provenance={string(name, "provenance"): string(text, name) for name, text in provenance.items()},
+                data["text"],
+                data["namespace"],
+                tuple(data["token_ids"]),
+                Prefix(tuple(prefix["token_ids"]), tuple(prefix["cuts"])),
+                ModelFingerprint.from_dict(data["fingerprint"]),
+                provenance=data["provenance"],
             )
-        except PackCorruptError:
-            raise
-        except KnowledgePackError as error:
-            raise PackCorruptError(str(error)) from error
-        for text in pack.fingerprint.to_dict().values():
-            string(text, "fingerprint")
-        return cls(pack, *_parse_tensors(data, len(pack.token_ids)))
+            tensors = [data["tensors"][name] for name in tensor_names(len(data["tensors"]))]
+            shapes = tuple(tuple(tensor["shape"]) for tensor in tensors)
+            content = cls(pack, data["dtype"], shapes, tuple(tensor["digest"] for tensor in tensors))
+            # Names too many, repeated or out of order, and counts that disagree, are all seen so.
+            if content.to_json(version) != text:
+                raise PackCorruptError("It is not in canonical form.")
+        except (KnowledgePackError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise PackCorruptError(f"The metadata describe no pack: {error}") from error
+        return content
+
+    def _check(self) -> None:
+        pack, shapes, tokens = self.pack, self.shapes, len(self.pack.token_ids)
+        about = chain(pack.fingerprint.to_dict().values(), *pack.provenance.items())
+        for text in (pack.text, *about, *self.digests):
+            string(text, "pack")
+        # `type(...) is int`, as `isinstance` takes JSON's true for an integer.
+        for number in chain(pack.token_ids, pack.prefix.token_ids, pack.prefix.cuts, *shapes):
+            if type(number) is not int or not 0 <= number <= _LARGEST_INT:
+                raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
+        if (self.dtype not in DTYPES) if shapes else (self.dtype is not None):
+            raise PackCorruptError(f"Got {len(shapes)} tensors of dtype {self.dtype!r}; expected one of {set(DTYPES)}.")
+        if any(len(shape) != 3 or shape[1] != tokens for shape in shapes):
+            raise PackCorruptError(f"Got the shapes {shapes}; expected (kv_heads, {tokens}, head_dim).")
+        if [shape[0] for shape in shapes[::2]] != [shape[0] for shape in shapes[1::2]]:
+            raise PackCorruptError("Keys and values of a layer differ in kv_heads, or one of them is missing.")
 
 
 def tensor_names(count: int) -> list[str]:
     """The names of `count` tensors, in file order."""
     return [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count)]
-
-
-def _parse_tensors(
-    data: Mapping[str, object], tokens: int
-) -> tuple[str | None, tuple[tuple[int, int, int], ...], tuple[str, ...]]:
-    tensors, dtype = mapping(data["tensors"], "tensors"), data["dtype"]
-    if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
-        raise PackCorruptError(f"Got the dtype {dtype!r}; expected null or one of {DTYPES}.")
-    names = tensor_names(len(tensors))
-    counts = _integers([data["layers"], data["tokens"]], "layers, tokens")
-    if (dtype is None) != (not tensors) or counts != (len(tensors) // 2, tokens):
-        raise PackCorruptError(
-            f"Got {len(tensors)} tensors of dtype {dtype!r} for {counts[0]} layers and {counts[1]} tokens; "
-            f"expected a key and a value per layer, and {tokens} tokens."
-        )
-    if set(tensors) != set(names) or len(names) % 2:
-        raise PackCorruptError(f"Got the tensors {sorted(tensors)}; expected a key and a value per layer.")
-    entries = [mapping(tensors[name], name) for name in names]
-    for entry in entries:
-        _expect_fields(entry, {"digest", "shape"}, "tensors")
-    shapes = tuple(_shape(entry["shape"], tokens) for entry in entries)
-    if any(key[0] != value[0] for key, value in zip(shapes[::2], shapes[1::2], strict=True)):
-        raise PackCorruptError("Keys and values of a layer differ in kv_heads.")
-    return dtype, shapes, tuple(string(entry["digest"], "digest") for entry in entries)
-
-
-def _expect_fields(data: Mapping[str, object], names: set[str], what: str) -> None:
-    if set(data) != names:
-        raise PackCorruptError(f"Got the fields {sorted(data)} under {what!r}; expected {sorted(names)}.")
-
-
-def _shape(value: object, tokens: int) -> tuple[int, int, int]:
-    shape = _integers(value, "shape")
-    if len(shape) != 3 or shape[1] != tokens:
-        raise PackCorruptError(f"Got the shape {shape}; expected (kv_heads, {tokens}, head_dim).")
-    return shape[0], shape[1], shape[2]
-
-
-def _integers(value: object, name: str) -> tuple[int, ...]:
-    # `type(...) is int`, as `isinstance` takes JSON's true for an integer.
-    if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= _LARGEST_INT for item in value):
-        raise PackCorruptError(f"Expected a list of integers from 0 to 2**53 - 1 under {name!r}.")
-    return tuple(value)
 
 
 def string(value: object, name: str) -> str:

@@ -1,14 +1,18 @@
-"""One pack as one safetensors file: bytes to `KnowledgePack` and back. The format is specified in `docs/format.md`."""
+"""One pack as one safetensors file: bytes to `KnowledgePack` and back. The format is specified in `docs/format.md`.
+
+The header is written here, as the safetensors library orders metadata at random, needs all tensors once more in memory
+for writing, and reads no header without a file.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import prod
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,14 +34,12 @@ __all__ = [
     "read_pack",
 ]
 
-FORMAT, VERSION = "knowledge-pack", "1"
-_METADATA = {"format", "version", "digest", "pack"}
-_SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+FORMAT, VERSION = "knowledge-pack", "2"
+_READABLE = ("1", "2")
 _LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
 _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
 _POOL_FROM = 4_000_000  # Bytes from which hashing in threads pays for starting them.
 
-_R = TypeVar("_R")
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
@@ -94,20 +96,26 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
             f"The pack {pack.text[:40]!r} is steered, and a pack file holds plain packs only. Store the pack it was "
             "made from, keep the steering with `save_steering`, and steer again after loading."
         )
+    # What an earlier release computed stays a file that this release can read.
+    version = "1" if pack.fingerprint.is_legacy else VERSION
+    kv = (
+        ()
+        if pack.kv is None
+        else tuple(half for pair in zip(pack.kv.keys, pack.kv.values, strict=True) for half in pair)
+    )
+    flat = tuple(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in kv)
+    dtype = None if pack.kv is None else str(pack.kv.dtype).removeprefix("torch.")
+    content = PackContent(pack.without_kv(), dtype, tuple(tuple(tensor.shape) for tensor in kv), _digests(flat))
     try:
-        flat, content = _describe(pack)
-        metadata = content.to_json()
-        digest = _digest_metadata(VERSION, metadata)
-        described = {"format": FORMAT, "version": VERSION, "digest": digest, "pack": metadata}
-        header = to_json({"__metadata__": described, **_header_entries(content)}).encode()
-        header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-        # The reader's checks are the writer's checks: what is written can be read.
-        _parse_header(header, 0)
+        metadata = content.to_json(version)
     except (TypeError, ValueError, PackCorruptError) as error:
         raise PackError(
             f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids, "
-            f"provenance of strings, and KV of one of {DTYPES}."
+            f"provenance of strings, and KV of one of {[*DTYPES]}."
         ) from error
+    described = {"format": FORMAT, "version": version, "digest": _digest_metadata(version, metadata), "pack": metadata}
+    header = to_json({"__metadata__": described, **_header_entries(content)}).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return EncodedPack(len(header).to_bytes(8, "little") + header, flat, metadata)
 
 
@@ -126,7 +134,27 @@ def read_header(data: Buffer, size: int | None = None) -> PackHeader:
     version that this release does not know.
     """
     size = len(data) if size is None else size
-    return _parse_header(bytes(data[8 : header_stop(data, size)]), size)
+    start = header_stop(data, size)
+    entries = mapping(from_json(bytes(data[8:start])), "header")
+    metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
+    if set(metadata) != {"format", "version", "digest", "pack"} or metadata["format"] != FORMAT:
+        raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {FORMAT!r}.")
+    version, text = string(metadata["version"], "version"), string(metadata["pack"], "pack")
+    if metadata["digest"] != _digest_metadata(version, text):
+        raise PackCorruptError("The metadata do not match their digest.")
+    if version not in _READABLE:
+        raise PackVersionError(
+            f"Got a file of version {version!r} of the pack format; this release reads the versions {_READABLE}. "
+            "Upgrade the package, or remove the pack and store it anew from the text beside the file."
+        )
+    content = PackContent.from_json(text, version)
+    nbytes = start + sum(_sizes(content))
+    damage = None
+    if entries != _header_entries(content):
+        damage = "The tensors of the header are not those of the metadata."
+    elif size != nbytes:
+        damage = f"The file has {size} bytes; expected {nbytes}."
+    return PackHeader(content, text, start, nbytes, damage)
 
 
 def read_pack(data: Buffer) -> KnowledgePack:
@@ -141,84 +169,45 @@ def read_pack(data: Buffer) -> KnowledgePack:
     if content.dtype is None:
         return content.pack
     own = bytearray(data) if memoryview(data).readonly else data
-    dtype: torch.dtype = getattr(torch, content.dtype)
-    sizes = [header.start, *(prod(shape) * dtype.itemsize for shape in content.shapes)]
-    flat = torch.split(torch.frombuffer(own, dtype=torch.uint8), sizes)[1:]
-    names = tensor_names(len(flat))
-    for name, found, expected in zip(names, _map(_digest_tensor, flat), content.digests, strict=True):
+    flat = torch.split(torch.frombuffer(own, dtype=torch.uint8), [header.start, *_sizes(content)])[1:]
+    for name, found, expected in zip(tensor_names(len(flat)), _digests(flat), content.digests, strict=True):
         if found != expected:
             raise PackCorruptError(f"The bytes of {name} have the digest {found}; expected {expected}.")
+    dtype: torch.dtype = getattr(torch, content.dtype)
     tensors = [part.view(dtype).view(shape) for part, shape in zip(flat, content.shapes, strict=True)]
     return replace(content.pack, kv=KVTensors(tuple(tensors[::2]), tuple(tensors[1::2])))
 
 
-def _describe(pack: KnowledgePack) -> tuple[tuple[Tensor, ...], PackContent]:
-    """The tensors of a pack as flat bytes, and its content."""
-    lazy = pack.without_kv()
-    if pack.kv is None:
-        return (), PackContent(lazy)
-    tensors = [tensor for pair in zip(pack.kv.keys, pack.kv.values, strict=True) for tensor in pair]
-    flat = tuple(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors)
-    shapes = tuple((tensor.shape[0], tensor.shape[1], tensor.shape[2]) for tensor in tensors)
-    dtype = str(pack.kv.dtype).removeprefix("torch.")
-    return flat, PackContent(lazy, dtype, shapes, tuple(_map(_digest_tensor, flat)))
+def _sizes(content: PackContent) -> list[int]:
+    """Bytes of each tensor."""
+    return [prod(shape) * getattr(torch, str(content.dtype)).itemsize for shape in content.shapes]
 
 
 def _header_entries(content: PackContent) -> dict[str, object]:
     """The safetensors header of tensors that lie one after the other."""
     entries: dict[str, object] = {}
     stop = 0
-    for name, shape in zip(tensor_names(len(content.shapes)), content.shapes, strict=True):
-        dtype = str(content.dtype)
-        start, stop = stop, stop + _nbytes(content, shape)
-        entries[name] = {"dtype": _SAFETENSORS_DTYPES.get(dtype), "shape": list(shape), "data_offsets": [start, stop]}
+    for name, shape, size in zip(tensor_names(len(content.shapes)), content.shapes, _sizes(content), strict=True):
+        start, stop = stop, stop + size
+        entries[name] = {"dtype": DTYPES[str(content.dtype)], "shape": [*shape], "data_offsets": [start, stop]}
     return entries
-
-
-def _nbytes(content: PackContent, shape: tuple[int, int, int]) -> int:
-    dtype: torch.dtype = getattr(torch, str(content.dtype))
-    return prod(shape) * dtype.itemsize
-
-
-def _parse_header(header: bytes, size: int) -> PackHeader:
-    entries = mapping(from_json(header), "header")
-    metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
-    if set(metadata) != _METADATA or metadata["format"] != FORMAT:
-        raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected {sorted(_METADATA)} of a {FORMAT!r}.")
-    version, text = string(metadata["version"], "version"), string(metadata["pack"], "pack")
-    if metadata["digest"] != _digest_metadata(version, text):
-        raise PackCorruptError("The metadata do not match their digest.")
-    if version != VERSION:
-        raise PackVersionError(
-            f"Got a file of version {version!r} of the pack format; this release reads version {VERSION!r}. "
-            "Upgrade the package, or remove the pack and store it anew from the text beside the file."
-        )
-    content = PackContent.from_json(text)
-    start = 8 + len(header)
-    nbytes = start + sum(_nbytes(content, shape) for shape in content.shapes)
-    damage = None
-    if entries != _header_entries(content):
-        damage = "The tensors of the header are not those of the metadata."
-    elif size != nbytes:
-        damage = f"The file has {size} bytes; expected {nbytes}."
-    return PackHeader(content, text, start, nbytes, damage)
 
 
 def _digest_metadata(version: str, text: str) -> str:
     return blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
 
 
-def _digest_tensor(flat: Tensor) -> str:
-    return blake2b(_bytes_of(flat), digest_size=16).hexdigest()
-
-
 def _bytes_of(flat: Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def _map(function: Callable[[Tensor], _R], items: Sequence[Tensor]) -> list[_R]:
-    """`function` of each item, in threads when that pays: hashing releases the interpreter's lock."""
-    if sum(item.numel() for item in items) < _POOL_FROM:
-        return [function(item) for item in items]
+def _digests(flat: Sequence[Tensor]) -> tuple[str, ...]:
+    """The digest of each tensor, in threads when that pays: hashing releases the interpreter's lock."""
+
+    def digest(tensor: Tensor) -> str:
+        return blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
+
+    if sum(tensor.numel() for tensor in flat) < _POOL_FROM:
+        return tuple(map(digest, flat))
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(function, items))
+        return tuple(pool.map(digest, flat))

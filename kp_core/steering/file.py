@@ -18,7 +18,7 @@ from kp_core.steering.value import Steering
 
 __all__ = ["load_steering", "save_steering"]
 
-_FORMAT, _VERSION = "knowledge-pack-steering", "1"
+_FORMAT, _VERSION = "knowledge-pack-steering", "2"
 _METADATA = {"format", "version", "digest", "steering"}
 _FIELDS = {"coherent", "fingerprint", "method", "provenance", "recommended", "scales", "tensors"}
 _LARGEST_FILE = 1 << 30  # A steering has some thousand numbers; a file of gigabytes is something else.
@@ -40,7 +40,7 @@ def save_steering(steering: Steering, path: str | Path) -> Path:
         },
         sort_keys=True,
     )
-    metadata = {"format": _FORMAT, "version": _VERSION, "digest": _digest_text(content), "steering": content}
+    metadata = {"format": _FORMAT, "version": _VERSION, "digest": _digest_text(_VERSION, content), "steering": content}
     make_dirs(target.parent)
     staged = stage(target.parent, [safetensors.torch.save(tensors, metadata)])
     try:
@@ -73,10 +73,10 @@ def _parse(data: bytes) -> Steering:
     metadata = mapping(header.get("__metadata__"), "__metadata__")
     if set(metadata) != _METADATA or metadata["format"] != _FORMAT:
         raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected {sorted(_METADATA)} of a {_FORMAT!r}.")
-    if metadata["version"] != _VERSION:
-        raise PackCorruptError(f"Got version {metadata['version']!r}; this release reads version {_VERSION!r}.")
-    text = string(metadata["steering"], "steering")
-    if metadata["digest"] != _digest_text(text):
+    version, text = metadata["version"], string(metadata["steering"], "steering")
+    if version not in ("1", _VERSION):  # Fingerprints alone differ.
+        raise PackCorruptError(f"Got version {version!r}; this release reads versions up to {_VERSION!r}.")
+    if metadata["digest"] != _digest_text(version, text):
         raise PackCorruptError("The metadata do not match their digest.")
     content = mapping(from_json(text.encode()), "steering")
     if set(content) != _FIELDS:
@@ -140,5 +140,5 @@ def _digest(tensor: Tensor) -> str:
     return blake2b(tensor.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
 
-def _digest_text(text: str) -> str:
-    return blake2b(f"{_VERSION}\n{text}".encode(), digest_size=16).hexdigest()
+def _digest_text(version: str, text: str) -> str:
+    return blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()

@@ -1,6 +1,7 @@
-"""Files of version 1 as they were first written: these bytes, these values, for good.
+"""Files of each version as they were first written: these bytes, these values, for good.
 
-`python tests/golden/test_golden.py` writes them anew, which only a new version of the format may make necessary.
+`python tests/golden/test_golden.py` writes those of the present version anew, which only a new version of the format may
+make necessary.
 """
 
 import re
@@ -22,8 +23,16 @@ FORMAT = (HERE.parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
 TEXT = "The Eiffel Tower “la dame de fer”\nis 330 m tall. 🗼\n"
 
 
+NAMES = ["bfloat16", "float32", "lazy", "bfloat16.v2", "float32.v2", "lazy.v2"]
+SINCE_2 = ("adapters", "cuts", "engine")
+"""Fields of a fingerprint that files of version 1 lack."""
+
+
 def golden_pack(name: str) -> KnowledgePack:
     """The pack in `<name>.safetensors`; layers differ in kv_heads, keys and values in head_dim."""
+    name, _, version = name.partition(".")
+    lacking = () if version else SINCE_2
+    known = {field.name: f"the {field.name}" for field in fields(ModelFingerprint)} | dict.fromkeys(lacking, "")
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "lazy": None}[name]
     kv = None
     if dtype is not None:
@@ -38,13 +47,13 @@ def golden_pack(name: str) -> KnowledgePack:
         namespace="paris-1889",
         token_ids=(504, 414, 12345),
         prefix=Prefix((1, 9690, 198, 2), (1, 4)),
-        fingerprint=ModelFingerprint(**{field.name: f"the {field.name}" for field in fields(ModelFingerprint)}),
+        fingerprint=ModelFingerprint(**known),
         kv=kv,
         provenance={"title": "Tour Eiffel", "source": "https://example.org/é"},
     )
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float32", "lazy"])
+@pytest.mark.parametrize("name", NAMES)
 def test_reading_gives_the_known_values(name):
     found = read_pack((HERE / f"{name}.safetensors").read_bytes())
     expected = golden_pack(name)
@@ -56,7 +65,12 @@ def test_reading_gives_the_known_values(name):
         assert found.kv.equal(expected.kv)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float32", "lazy"])
+@pytest.mark.parametrize("name", NAMES)
+def test_only_files_of_version_1_are_of_no_model_of_today(name):
+    assert golden_pack(name).fingerprint.is_legacy == (".v2" not in name)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_writing_gives_the_known_bytes(name):
     assert b"".join(encode_pack(golden_pack(name)).chunks()) == (HERE / f"{name}.safetensors").read_bytes()
 
@@ -68,6 +82,9 @@ def test_the_bytes_have_not_changed():
         "bfloat16": "1d7baf87e8d85f8c",
         "float32": "bda5f6e4f600e7d1",
         "lazy": "99c28a11866ac5fd",
+        "bfloat16.v2": "feed9dabdfd415ac",
+        "float32.v2": "4a0d499e857d3121",
+        "lazy.v2": "d0d8b242f875a581",
     }
 
 
@@ -77,7 +94,7 @@ def test_handle_derivation():
     assert handle in FORMAT
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float32", "lazy"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_reader_of_the_specification_reads_them(name):
     code = re.search(r"```python\n(.*?)```", FORMAT, re.DOTALL)
     scope = {}
@@ -92,5 +109,5 @@ def test_the_reader_of_the_specification_reads_them(name):
 
 
 if __name__ == "__main__":
-    for each in ("bfloat16", "float32", "lazy"):
+    for each in NAMES[3:]:
         (HERE / f"{each}.safetensors").write_bytes(b"".join(encode_pack(golden_pack(each)).chunks()))

@@ -152,9 +152,13 @@ def test_what_the_format_cannot_hold_is_refused_on_writing(change):
         encode_pack(replace(make_pack(), **change))
 
 
-def rebuild(content: object, *, version: str = "1", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
+def canonical(content: object) -> str:
+    return json.dumps(content, ensure_ascii="\\ud800" in json.dumps(content), separators=(",", ":"), sort_keys=True)
+
+
+def rebuild(content: object, *, version: str = "2", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
     """A file with a valid digest around any content."""
-    text = content if isinstance(content, str) else json.dumps(content)
+    text = content if isinstance(content, str) else canonical(content)
     digest = blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
     metadata = {"format": "knowledge-pack", "version": version, "digest": digest, "pack": text, **other}
     header = json.dumps({"__metadata__": metadata, **(entries or {})}).encode()
@@ -162,8 +166,8 @@ def rebuild(content: object, *, version: str = "1", data: bytes = b"", entries: 
 
 
 def test_a_later_version_is_named():
-    with pytest.raises(PackVersionError, match="'2'"):
-        read_header(rebuild({"anything": 1}, version="2"))
+    with pytest.raises(PackVersionError, match="'3'"):
+        read_header(rebuild({"anything": 1}, version="3"))
 
 
 CONTENT = json.loads(encode_pack(make_pack()).metadata)
@@ -190,7 +194,10 @@ LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
         {**LAZY, "tokens": 4},
         {**LAZY, "layers": 1},
         {**LAZY, "dtype": "bfloat16"},
-        {**LAZY, "head": {"token_ids": []}},
+        {**LAZY, "prefix": {"token_ids": []}},
+        {**LAZY, "head": LAZY["prefix"]},
+        {**LAZY, "fingerprint": {name: "a" for name in LAZY["fingerprint"] if name != "engine"}},
+        {**LAZY, "fingerprint": {**LAZY["fingerprint"], "engine": 1}},
         {**LAZY, "provenance": {"title": None}},
         {**LAZY, "fingerprint": {"weights": "a"}},
         {**CONTENT, "dtype": "storage"},
@@ -207,9 +214,29 @@ LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
     ],
 )
 def test_malformed_content_is_corrupt_even_with_a_valid_digest(content):
-    text = content if isinstance(content, str) else json.dumps(content)
     with pytest.raises(PackCorruptError):
-        read_header(rebuild(text))
+        read_header(rebuild(content))
+
+
+@pytest.mark.parametrize("content", [CONTENT, LAZY])
+def test_only_the_canonical_form_is_read(content):
+    assert same(read_header(rebuild(content)).pack, make_pack(kv=False))
+    for other in (json.dumps(content), json.dumps(dict(reversed(content.items())), separators=(",", ":"))):
+        with pytest.raises(PackCorruptError, match="canonical"):
+            read_header(rebuild(other))
+
+
+def test_what_an_earlier_release_computed_is_written_as_it_was():
+    """Its fingerprint lacks fields, so it keeps to the version of its file."""
+    old = replace(FINGERPRINT, adapters="", cuts="", engine="")
+    assert old.is_legacy
+    pack = replace(make_pack(), fingerprint=old)
+    assert json.loads(encode_pack(pack).metadata)["fingerprint"].keys() == old.to_dict("1").keys()
+    assert same(read_pack(encode(pack)), pack)
+    unknown = {name: "unknown" for name in old.to_dict("1")}
+    lazy = json.loads(encode_pack(replace(pack, kv=None)).metadata)
+    found = read_header(rebuild({**lazy, "fingerprint": unknown}, version="1")).pack
+    assert found.fingerprint == ModelFingerprint.unknown()
 
 
 @pytest.mark.parametrize("other", [{"format": "pt"}, {"digest": "0" * 32}, {"more": "1"}, {"version": 1}])
