@@ -9,10 +9,11 @@
     │   └── ContextOverflowError    more tokens than the model has positions
     ├── ModelError
     │   ├── UnsupportedModelError   the cache of this architecture is not plain per-token KV
+    │   ├── ModelChangedError       weights or adapters changed under an engine that runs them
     │   └── MissingDependencyError  an optional package is not installed
     ├── PackError
     │   ├── KVShapeError            tensors that do not form one KV cache
-    │   ├── FingerprintMismatchError a pack of another model, tokenizer, template or dtype
+    │   ├── FingerprintMismatchError a pack of another model, or of the same with other numerics
     │   ├── PackNotFoundError       no such pack in the store
     │   ├── PackCorruptError        a file that cannot be trusted, and no text to rebuild it from
     │   ├── PackVersionError        an intact file of a format version this release does not know
@@ -46,6 +47,7 @@ __all__ = [
     "KVShapeError",
     "KnowledgePackError",
     "MissingDependencyError",
+    "ModelChangedError",
     "ModelError",
     "OptionError",
     "PackCorruptError",
@@ -113,6 +115,10 @@ class UnsupportedModelError(ModelError):
     """The architecture keeps something other than plain per-token KV."""
 
 
+class ModelChangedError(ModelError):
+    """Weights, modules or adapters of a model that were changed under an engine that runs it."""
+
+
 class MissingDependencyError(ModelError, ImportError):
     """An optional package is absent; the message holds the line that installs it."""
 
@@ -128,22 +134,30 @@ class KVShapeError(PackError, ValueError):
 class FingerprintMismatchError(PackError):
     """A pack that was made by something else than the model that is to read it.
 
-    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`. `kind` and `advice` are
-    for what is no pack: its name, and what to do with it.
+    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`; `same_model`, whether they
+    are of numerics alone. `kind` and `advice` are for what is no pack: its name, and what to do with it.
     """
 
     def __init__(
-        self, what: str, differences: Mapping[str, tuple[str, str]], kind: str = "pack", advice: str | None = None
+        self,
+        what: str,
+        differences: Mapping[str, tuple[str, str]],
+        kind: str = "pack",
+        advice: str | None = None,
+        *,
+        same_model: bool = False,
     ) -> None:
-        self.differences = dict(differences)
+        self.differences, self.same_model = dict(differences), same_model
         lines = "; ".join(
             f"{name}: {kind} has {mine}, model has {model}" for name, (mine, model) in differences.items()
         )
+        made = "was made by this model with other numerics" if same_model else "was not made by this model"
+        accept = 'use it as an approximation with `mismatch="accept"`, or ' if same_model else ""
         advice = advice or (
-            "Its KV is not used. Rebuild it from its text with `engine.build_pack(pack.text, ...)`, or resolve with "
-            '`mismatch="rebuild"`.'
+            f"Its KV is not used. To go on, {accept}have it computed anew from its text with "
+            '`mismatch="rebuild"`, or build the pack again with `engine.build_pack(pack.text, ...)`.'
         )
-        super().__init__(f"{what} was not made by this model ({lines}). {advice}")
+        super().__init__(f"{what} {made} ({lines}). {advice}")
 
 
 class PackNotFoundError(PackError, LookupError):

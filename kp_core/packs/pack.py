@@ -118,4 +118,5 @@ class KnowledgePack:
         """Raise `FingerprintMismatchError`, naming each differing field, unless this pack was made by that model."""
         differences = self.fingerprint.diff(fingerprint)
         if differences:
-            raise FingerprintMismatchError(f"The pack {self.text[:40]!r}", differences)
+            same = self.fingerprint.same_model(fingerprint)
+            raise FingerprintMismatchError(f"The pack {self.text[:40]!r}", differences, same_model=same)

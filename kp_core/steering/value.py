@@ -200,6 +200,7 @@ class Steering:
                 differences,
                 "steering",
                 "Make it anew from its pairs with `engine.make_steering(pairs)`.",
+                same_model=self.fingerprint.same_model(fingerprint),
             )
 
     def warn_beyond_cliff(self) -> None:

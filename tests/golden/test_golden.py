@@ -1,7 +1,7 @@
 """Files of each version as they were first written: these bytes, these values, for good.
 
-`python tests/golden/test_golden.py` writes those of the present version anew, which only a new version of the format may
-make necessary.
+`python tests/golden/test_golden.py` writes those of the present version anew, which only a new version of the format
+may make necessary.
 """
 
 import re
@@ -17,6 +17,7 @@ from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import mint
 from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.steering import load_steering
 
 HERE = Path(__file__).parent
 FORMAT = (HERE.parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
@@ -86,6 +87,13 @@ def test_the_bytes_have_not_changed():
         "float32.v2": "4a0d499e857d3121",
         "lazy.v2": "d0d8b242f875a581",
     }
+
+
+def test_a_steering_of_version_1_is_read():
+    steering = load_steering(HERE / "steering.v1")
+    assert steering.fingerprint.is_legacy
+    assert {layer: tuple(delta.shape) for layer, delta in steering.values.items()} == {1: (2, 8)}
+    assert steering.provenance["made"] == "mean of 1 pairs"
 
 
 def test_handle_derivation():

@@ -233,7 +233,7 @@ def test_what_an_earlier_release_computed_is_written_as_it_was():
     pack = replace(make_pack(), fingerprint=old)
     assert json.loads(encode_pack(pack).metadata)["fingerprint"].keys() == old.to_dict("1").keys()
     assert same(read_pack(encode(pack)), pack)
-    unknown = {name: "unknown" for name in old.to_dict("1")}
+    unknown = dict.fromkeys(old.to_dict("1"), "unknown")
     lazy = json.loads(encode_pack(replace(pack, kv=None)).metadata)
     found = read_header(rebuild({**lazy, "fingerprint": unknown}, version="1")).pack
     assert found.fingerprint == ModelFingerprint.unknown()

@@ -418,7 +418,7 @@ def test_a_damaged_file_is_refused(tmp_path):
         data[:-1],
         data + b"x",
         b"\x80\x04pickle" * 9,
-        data.replace(b'"version":"1"', b'"version":"2"'),
+        data.replace(b'"version":"2"', b'"version":"3"'),
     ):
         path.write_bytes(damaged)
         with pytest.raises(SteeringError, match="no intact steering"):
