@@ -63,7 +63,9 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
 def tiny_model(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
     """A model of one of `ARCHITECTURES` with two layers and random weights."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(ARCHITECTURES[architecture](), dtype=dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        ARCHITECTURES[architecture](), dtype=dtype, trust_remote_code=False
+    )
     return model.eval()
 
 

@@ -51,7 +51,7 @@ def _convert(source: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name)
+        quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     except (ImportError, ValueError) as error:
         raise MissingDependencyError(
             f"Reading the bundled model needs two packages more: `pip install gguf accelerate`. ({error})"
@@ -64,4 +64,5 @@ def _convert(source: Path, target: Path) -> None:
     plain.load_state_dict(quantised.state_dict())
     plain.generation_config = quantised.generation_config
     plain.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    tokenizer.save_pretrained(target)

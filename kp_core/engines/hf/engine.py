@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from kp_core.engines.hf.bundled import bundled_model
 from kp_core.engines.hf.loading import load, memory_bytes, name_of, take_fingerprint
 from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.watch import ModelWatch
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.session import Session
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -25,8 +26,8 @@ __all__ = ["load_session"]
 class _Identity:
     """The fingerprint of a model, taken when it is first asked for."""
 
-    def __init__(self, model: CausalModel, tokenizer: Any, template: ChatTemplate, chunk_tokens: int) -> None:  # noqa: ANN401
-        self._about = model, tokenizer, template, chunk_tokens
+    def __init__(self, *about: Any) -> None:  # noqa: ANN401 - as `take_fingerprint` takes them
+        self._about = about
         self._lock = Lock()
 
     @cached_property
@@ -47,6 +48,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     chunk_tokens: int = 512,
     cache_bytes: int | None = None,
     template_options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> Session:
     """A session with a Hugging Face causal language model.
 
@@ -54,11 +56,13 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     `device` is by default the best there is (CUDA, MPS, CPU), `dtype` bfloat16 where the machine has it. `cache_bytes`
     is the budget of the prefix tree, by default an eighth of the memory where the cache lives. `chunk_tokens` is the
     longest canonical prefill chunk; it is part of the fingerprint. `template_options` go to the chat template.
+    Code that comes with a checkpoint runs only with `trust_remote_code`.
 
     Raises `ModelError` when loading fails, `UnsupportedModelError` for architectures whose cache is not plain per-token
     KV, `TemplateError` without a chat template.
     """
-    loaded, found = load(bundled_model() if model is None else model, tokenizer, device, dtype)
+    source = bundled_model() if model is None else model
+    loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code)
     # Made here, so that a missing one is said before the model is probed.
     template = ChatTemplate(found, template_options)
     causal = CausalModel(loaded)
@@ -67,8 +71,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     engine = LocalEngine(
         causal,
         found,
-        identity=_Identity(causal, found, template, chunk_tokens),
-        check=lambda: None,
+        identity=_Identity(causal, found, template, chunk_tokens, source),
+        check=ModelWatch(loaded).check,
         cache_bytes=cache_bytes,
         chunk_tokens=chunk_tokens,
     )

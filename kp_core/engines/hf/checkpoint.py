@@ -1,0 +1,125 @@
+"""The files of a checkpoint, and digests of weights: on disk or in memory, the same for the same tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from torch import Tensor
+
+__all__ = ["checkpoint_folder", "digest", "digest_files", "digest_tensors", "stamp_files"]
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Files of weights, in the order in which transformers looks for them."""
+
+_FORMATS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
+_BLOCK = 1 << 20  # Bytes read at a time.
+
+
+def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: itself, or that of a repository in the local cache.
+
+    Without the `revision` that was loaded, what is not there yet is downloaded. Raises `OSError` or `ValueError`.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    wanted = ["config.json", "model*.safetensors*"]
+    return Path(
+        snapshot_download(str(source), revision=revision, allow_patterns=wanted, local_files_only=revision is not None)
+    )
+
+
+def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Sizes and times of the files that make the model, to tell whether they changed."""
+    found = [file for pattern in ("config.json", "model*", "pytorch_model*") for file in folder.glob(pattern)]
+    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in found}
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Digest of names, dtypes, shapes and bytes, whatever the order."""
+
+    def one(tensor: Tensor) -> bytes:
+        # numpy knows no bfloat16; bytes are all that is hashed.
+        raw = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+        return blake2b(raw.data, digest_size=16).digest()
+
+    named = {name: _FORMATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in tensors.items()}
+    return _digest_parts(
+        {_label(name, named[name], tensor.shape): partial(one, tensor) for name, tensor in tensors.items()}
+    )
+
+
+def digest_files(folder: Path) -> str:
+    """The digest that `digest_tensors` gives of what is stored in the files of weights that transformers would load.
+
+    Of files in other formats than safetensors, a digest of the whole files. Raises `OSError` or `ValueError` when there
+    are none, or they cannot be read.
+    """
+    first = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if first is None:
+        raise OSError(f"it holds none of {', '.join(_WEIGHTS)}.")
+    names = [first.name]
+    if first.suffix == ".json":
+        names = sorted(set(json.loads(first.read_bytes())["weight_map"].values()))
+    parts: dict[str, Callable[[], bytes]] = {}
+    for name in names:
+        file = folder / name
+        size, start = file.stat().st_size, 0
+        header: dict[str, Any] = {name: {"dtype": "file", "shape": [size], "data_offsets": [0, size]}}
+        if name.endswith(".safetensors"):
+            with file.open("rb") as opened:
+                start = 8 + int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(start - 8))
+        header.pop("__metadata__", None)
+        for tensor, entry in header.items():
+            begin, stop = (start + offset for offset in entry["data_offsets"])
+            parts[_label(tensor, entry["dtype"], entry["shape"])] = partial(_digest_range, file, begin, stop)
+    return _digest_parts(parts)
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """BLAKE2b-128 of all parts, one after the other."""
+    whole = blake2b(digest_size=16)
+    for part in parts:
+        whole.update(part)
+    return whole.hexdigest()
+
+
+def _label(name: str, dtype: str, shape: Iterable[int]) -> str:
+    return f"{name} {dtype} {list(shape)}"
+
+
+def _digest_parts(parts: Mapping[str, Callable[[], bytes]]) -> str:
+    names = sorted(parts)
+    # hashlib lets go of the interpreter lock while it hashes.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda name: parts[name](), names)
+        return digest(f"{name}\0".encode() + each for name, each in zip(names, found, strict=True))
+
+
+def _digest_range(file: Path, start: int, stop: int) -> bytes:
+    # Read, not mapped: a checkpoint that is cut short meanwhile would kill the process.
+    whole, block = blake2b(digest_size=16), memoryview(bytearray(min(_BLOCK, stop - start)))
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(start)
+        while start < stop:
+            count = opened.readinto(block[: stop - start])
+            if not count:
+                raise OSError(f"{file} ends before its tensors do.")
+            whole.update(block[:count])
+            start += count
+    return whole.digest()
