@@ -178,7 +178,7 @@ class Twin:
 
     def __init__(self, arguments: argparse.Namespace, tokenizer: Any) -> None:  # noqa: ANN401
         dtype = getattr(torch, arguments.dtype)
-        loaded = AutoModelForCausalLM.from_pretrained(model_path(arguments), dtype=dtype)
+        loaded = AutoModelForCausalLM.from_pretrained(model_path(arguments), dtype=dtype, trust_remote_code=False)
         self.model, self.tokenizer = loaded.to(arguments.device).eval(), tokenizer
         ends = self.model.generation_config.eos_token_id
         self.end_tokens = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}

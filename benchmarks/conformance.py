@@ -42,8 +42,8 @@ def baseline(arguments: argparse.Namespace) -> Subject:
     from llama_index.llms.huggingface import HuggingFaceLLM  # type: ignore[import-not-found]
 
     path, dtype = common.model_path(arguments), getattr(torch, arguments.dtype)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(arguments.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False).to(arguments.device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
     def prompt(text: str) -> str:
         asked = [{"role": "user", "content": text}]

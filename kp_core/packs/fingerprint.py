@@ -73,15 +73,6 @@ class ModelFingerprint:
         """Whether both are of one model, whatever their numerics."""
         return self.diff(other).keys() <= set(NUMERICS)
 
-    def same_model(self, other: ModelFingerprint) -> bool:
-        """Whether both are of one model, whatever the numerics."""
-        return set(self.diff(other)) <= {"dtype", "chunk_tokens"}
-
-    @property
-    def is_legacy(self) -> bool:
-        """Whether an earlier release took it."""
-        return False
-
     def diff(self, other: ModelFingerprint) -> dict[str, tuple[str, str]]:
         """Each field that differs, as `(mine, other's)`; empty when equal."""
         mine, theirs = self.to_dict(), other.to_dict()

@@ -26,12 +26,13 @@ __all__ = ["load_session"]
 class _Identity:
     """The fingerprint of a model, taken when it is first asked for."""
 
-    def __init__(self, *about: Any) -> None:  # noqa: ANN401 - as `take_fingerprint` takes them
-        self._about = about
+    def __init__(self, watch: ModelWatch, *about: Any) -> None:  # noqa: ANN401 - as `take_fingerprint` takes them
+        self._watch, self._about = watch, about
         self._lock = Lock()
 
     @cached_property
     def _fingerprint(self) -> ModelFingerprint:
+        self._watch.check()
         return take_fingerprint(*self._about)
 
     def __call__(self) -> ModelFingerprint:
@@ -65,14 +66,14 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code)
     # Made here, so that a missing one is said before the model is probed.
     template = ChatTemplate(found, template_options)
-    causal = CausalModel(loaded)
+    causal, watch = CausalModel(loaded), ModelWatch(loaded)
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // 8
     engine = LocalEngine(
         causal,
         found,
-        identity=_Identity(causal, found, template, chunk_tokens, source),
-        check=ModelWatch(loaded).check,
+        identity=_Identity(watch, causal, found, template, chunk_tokens, source),
+        check=watch.check,
         cache_bytes=cache_bytes,
         chunk_tokens=chunk_tokens,
     )

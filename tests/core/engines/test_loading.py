@@ -309,6 +309,14 @@ def test_a_model_that_changes_under_its_engine_is_refused(change):
     engine_of(model)
 
 
+def test_a_fingerprint_is_taken_of_the_model_that_was_loaded_or_not_at_all():
+    model = with_lora()
+    engine = engine_of(model)
+    model.merge_adapter()
+    with pytest.raises(ModelChangedError):
+        _ = engine.fingerprint
+
+
 def test_reading_the_model_and_undoing_a_change_do_no_harm():
     model = with_lora()
     engine = engine_of(model)
