@@ -1,108 +1,87 @@
-"""Packs from banks: what a search finds, compiled by fact, by bank or by document, with KV stored or made on use."""
+"""From facts to packs to handles: what a search finds, compiled by fact, by bank or by document."""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-import secrets
-import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError
-from kp_core.facts import Fact, FactBank, Filter, Hit, Reranker
+from kp_core.errors import BankError, TemplateError
+from kp_core.facts import ChromaFactBank, Fact, FactBank, Filter, Hit, MemoryFactBank, Reranker
+from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.facts.rerank import hits_wanted
-from kp_core.packs.handle import Handle
+from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.store import PackStore
+from kp_core.packs.view import Packs
+from kp_core.rates import Rates, measure_rates
 
-__all__ = ["KV", "BankPacks", "Found", "Rates", "Unit", "measure_rates"]
+__all__ = ["KV", "Delivery", "Found", "Unit", "compile_facts", "open_bank"]
+
+logger = logging.getLogger(__name__)
 
 Unit: TypeAlias = Literal["fact", "bank", "document"]
 KV: TypeAlias = Literal["stored", "lazy", "auto"]
 
-_PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
-_READ_BYTES = 64 * 2**20
-_FACTS_PER_UNIT = 4
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What was measured of this machine: whether KV is read from the disk faster than it is computed.
-
-    `prefill_tokens_per_s` of the model, `read_bytes_per_s` of the disk (where the system lets go of what it has in
-    memory; else of memory), `bytes_per_token` of KV.
-    """
-
-    prefill_tokens_per_s: float
-    read_bytes_per_s: float
-    bytes_per_token: float
-
-    @property
-    def read_tokens_per_s(self) -> float:
-        """Tokens whose KV the disk gives in a second."""
-        return self.read_bytes_per_s / self.bytes_per_token
-
-    @property
-    def stores(self) -> bool:
-        """Whether reading KV beats computing it."""
-        return self.read_tokens_per_s > self.prefill_tokens_per_s
-
-    def to_dict(self) -> dict[str, float | bool]:
-        """The fields and what follows from them, by name."""
-        return asdict(self) | {"read_tokens_per_s": self.read_tokens_per_s, "stores": self.stores}
-
-
-def measure_rates(engine: Session, folder: Path) -> Rates:
-    """Build a pack of about 500 tokens twice and time the second; write 64 MiB to `folder`, read them, remove them."""
-    engine.build_pack(_PROBE_TEXT)
-    began = time.perf_counter()
-    pack = engine.build_pack(_PROBE_TEXT)
-    prefill = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)
-    return Rates(prefill, _read_bandwidth(folder), pack.nbytes / len(pack.token_ids))
+_PROBE_TEXT = "The lighthouse keeper counts ships."
+_GROWTH = 4  # Facts looked at per unit wanted, and how many times more when those were too few.
 
 
 @dataclass(frozen=True)
 class Found:
-    """A unit that a search found: its best fact, its whole text, and the handle of its pack."""
+    """A unit that a search found: its best fact, the unit as one fact, and the handle of its pack where it has one."""
 
     hit: Hit
-    text: str
-    handle: Handle
+    unit: Fact
+    handle: Handle | None
+
+    @property
+    def text(self) -> str:
+        """The whole text of the unit."""
+        return self.unit.text
+
+    @property
+    def content(self) -> str:
+        """What a model is sent: the handle, else the text."""
+        return self.text if self.handle is None else str(self.handle)
 
 
-class BankPacks:
-    """Delivers what `bank` finds as packs in `store`, compiled by `engine` for the place `compiled_for`.
+class Delivery:
+    """Delivers what a bank of `facts` finds as packs in `store`, compiled by `engine` for the position `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they came in; `document` all
-    facts of one source in that order (a fact without a source is its own document). `kv`: `stored` compiles a pack when
-    it is first found and keeps its KV, `lazy` keeps text and tokens, `auto` stores where this machine reads KV faster
-    than it computes it (see `rates`, measured on first use).
+    facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces: its
+    pack is in that of its facts. Searches see `namespace` alone; `None` is all of them. `kv`: `stored` compiles a pack
+    when it is first found and keeps its KV, `lazy` keeps text and tokens, `auto` stores where this machine reads KV
+    faster than it computes it (see `rates`, measured on first use). Without an `engine` packs are only looked up.
 
-    Raises `BankError` for a unit or kv that is none of these.
+    What has no pack goes as text, with a warning. Raises `BankError` for a unit or kv that is none of these,
+    `HandleError` for a namespace that is none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
-        bank: FactBank,
-        engine: Session,
-        store: PackStore,
+        facts: FactBank,
+        engine: Session | None,
+        store: Packs,
         *,
         unit: Unit = "fact",
         kv: KV = "auto",
         compiled_for: CompiledFor = "user",
+        namespace: str | None = None,
         rates: Rates | None = None,
     ) -> None:
         if unit not in {"fact", "bank", "document"} or kv not in {"stored", "lazy", "auto"}:
             raise BankError(f"Got unit={unit!r}, kv={kv!r}; expected fact, bank or document, and stored, lazy or auto.")
-        self.bank, self.engine, self.store = bank, engine, store
+        self.facts, self.engine, self.store = facts, engine, store
         self.unit, self.kv, self.compiled_for = unit, kv, compiled_for
+        self.namespace = None if namespace is None else check_namespace(namespace)
         self._rates = rates
         self.used: Counter[int] = Counter()
         """How often each bank gave the best fact of a unit that was found; `warm` goes by it."""
@@ -111,13 +90,25 @@ class BankPacks:
     def rates(self) -> Rates:
         """What decides under `auto`."""
         if self._rates is None:
-            self._rates = measure_rates(self.engine, self.store.path)
+            self._rates = measure_rates(self._compiler, Path(getattr(self.store, "path", ".")))
         return self._rates
 
     @property
     def stores(self) -> bool:
         """Whether KV is stored."""
         return self.kv == "stored" or (self.kv == "auto" and self.rates.stores)
+
+    def add(self, facts: Iterable[Fact], *, progress: bool = True) -> None:
+        """Put `facts` into the bank, those without a namespace of their own into this one, and compile their units.
+
+        With units larger than facts, those of the whole bank: facts that come regroup the others.
+        """
+        facts = [fact.moved(self.namespace) for fact in facts]
+        self.facts.build(facts)
+        if self.unit != "fact":
+            spaces = {self.namespace, *(fact.namespace for fact in facts)}
+            facts = self._units(range(self.facts.banks), spaces)
+        self.compile(facts, progress=progress)
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -127,101 +118,186 @@ class BankPacks:
         probes: int | None = None,
         where: Filter | None = None,
         namespace: str | None = None,
+        score_threshold: float | None = None,
         rerank: Reranker | None = None,
     ) -> list[Found]:
-        """The `k` units with the best facts, best first, each with a pack in the store; raises as `FactBank.search`."""
+        """The `k` units with the best facts, best first; raises as `FactBank.search`.
+
+        A unit's facts count whose cosine is at least `score_threshold`. With units that are banks, at least `k` of them
+        are searched.
+        """
+        namespace = self.namespace if namespace is None else check_namespace(namespace)
+        least = -math.inf if score_threshold is None else score_threshold
         # All that a reranker saw counts: a unit may have its first fact anywhere in it.
-        asked = k if self.unit == "fact" else hits_wanted(_FACTS_PER_UNIT * k, rerank)
+        asked = max(hits_wanted(k, rerank), k if self.unit == "fact" else _GROWTH * k)
+        probes = probes and max(k, probes) if self.unit == "bank" else probes
         while True:
             best: dict[object, Hit] = {}
-            hits = self.bank.search(question, asked, probes=probes, where=where, namespace=namespace, rerank=rerank)
-            for hit in hits:
+            hits = self.facts.search(question, asked, probes=probes, where=where, namespace=namespace, rerank=rerank)
+            kept = [hit for hit in hits if hit.score >= least]
+            for hit in kept:
                 best.setdefault(self._key(hit.fact, hit.bank), hit)
-            if len(best) >= k or len(hits) < asked:
+            # Behind a hit that is not similar enough there is none that is.
+            if len(best) >= k or len(kept) < asked:
                 break
-            asked *= _FACTS_PER_UNIT
+            asked *= _GROWTH
         chosen = list(best.values())[:k]
         self.used.update(hit.bank for hit in chosen)
-        texts = [self.text(hit) for hit in chosen]
-        handles = self.compile(zip(texts, (hit.fact for hit in chosen), strict=True))
-        return [Found(hit, text, handle) for hit, text, handle in zip(chosen, texts, handles, strict=True)]
+        units = [self._unit(hit.fact, hit.bank) for hit in chosen]
+        handles = [self._lookup(unit) for unit in units] if self.engine is None else self.compile(units, progress=False)
+        return [Found(hit, unit, handle) for hit, unit, handle in zip(chosen, units, handles, strict=True)]
 
-    def text(self, hit: Hit) -> str:
-        """The text of the unit that a hit stands for."""
-        return "\n".join(fact.text for fact in self._members(hit))
+    def compile(self, units: Iterable[Fact], *, kv: bool | None = None, progress: bool = True) -> list[Handle | None]:
+        """As `compile_facts`; `kv` says whether with KV, by default as this object does."""
+        return compile_facts(
+            units,
+            self._compiler,
+            self.store,
+            compiled_for=self.compiled_for,
+            lazy=not (self.stores if kv is None else kv),
+            progress=progress,
+        )
 
-    def compile(self, units: Iterable[tuple[str, Fact]], *, kv: bool | None = None) -> list[Handle]:
-        """Put packs of texts into the store, each of the namespace of a fact; what is there already is not made again.
-
-        `kv` says whether with KV; by default as this object does.
-        """
-        wanted = list(units)
-        stored = self.stores if kv is None else kv
-        for namespace in dict.fromkeys(fact.namespace for _, fact in wanted):
-            texts = list(dict.fromkeys(text for text, fact in wanted if fact.namespace == namespace))
-            about = dict(reversed(wanted))
-            build = partial(self.engine.build_packs, namespace=namespace, compiled_for=self.compiled_for)
-            plans = list(build(texts, lazy=True, progress=False))
-            missing = [plan.text for plan in plans if not self._holds(plan, with_kv=stored)]
-            provenance = [_provenance(about[text]) for text in missing]
-            for pack in build(missing, lazy=not stored, provenance=provenance):
-                self.store.put(pack)
-        return [self.store.handle(text, fact.namespace) for text, fact in wanted]
-
-    def warm(self, count: int = 4) -> list[Handle]:
+    def warm(self, count: int = 4) -> list[Handle | None]:
         """Compile, with KV, what the `count` banks most used hold: whole banks, or their facts one by one."""
-        units: list[tuple[str, Fact]] = []
-        for number, _ in self.used.most_common(count):
-            facts = self.bank.bank_facts(number)
-            hits = [Hit(fact, 1.0, number) for fact in (facts[:1] if self.unit == "bank" else facts)]
-            units += [(self.text(hit), hit.fact) for hit in hits]
-        return self.compile(dict.fromkeys(units), kv=True)
+        return self.compile(self._units((bank for bank, _ in self.used.most_common(count)), {self.namespace}), kv=True)
+
+    @property
+    def _compiler(self) -> Session:
+        if self.engine is None:
+            raise BankError("There is no engine to compile packs with; pass one: `Delivery(facts, engine, store)`.")
+        return self.engine
+
+    def _lookup(self, unit: Fact) -> Handle | None:
+        handle = self.store.handle(unit.text, unit.namespace)
+        if self.store.peek(handle) is not None:
+            return handle
+        logger.warning("There is no pack of fact %s in %r; it goes as text.", unit.id, self.store)
+        return None
+
+    def _units(self, banks: Iterable[int], namespaces: Collection[str | None]) -> list[Fact]:
+        """The units that have facts in `banks`; `None` among `namespaces` is all of them."""
+        found: dict[object, Fact] = {}
+        for bank in banks:
+            for fact in self.facts.bank_facts(bank):
+                key = self._key(fact, bank)
+                if key not in found and (None in namespaces or fact.namespace in namespaces):
+                    found[key] = self._unit(fact, bank)
+        return list(found.values())
 
     def _key(self, fact: Fact, bank: int) -> object:
         if self.unit == "bank":
-            return bank
+            return (fact.namespace, bank)
         return (fact.namespace, fact.source) if self.unit == "document" and fact.source else fact.id
 
-    def _members(self, hit: Hit) -> Sequence[Fact]:
-        # A unit never crosses namespaces: a pack belongs to one.
-        fact = hit.fact
-        if self.unit == "bank":
-            return [other for other in self.bank.bank_facts(hit.bank) if other.namespace == fact.namespace]
-        if self.unit == "document" and fact.source:
-            same = (fact.namespace, fact.source)
-            return [other for other in self.bank.facts() if (other.namespace, other.source) == same]
-        return [fact]
+    def _unit(self, fact: Fact, bank: int) -> Fact:
+        """What `fact`, found in `bank`, stands for."""
+        if self.unit == "fact" or (self.unit == "document" and not fact.source):
+            return fact
+        among = self.facts.bank_facts(bank) if self.unit == "bank" else self.facts.facts()
+        members = [other for other in among if self._key(other, bank) == self._key(fact, bank)]
+        about = {other.title for other in members}, {other.source for other in members}
+        title, source = (next(iter(values)) if len(values) == 1 else "" for values in about)
+        return Fact(
+            "\n".join(other.text for other in members),
+            title=f"bank {bank}" if self.unit == "bank" else title,
+            source=source,
+            metadata={"facts": " ".join(other.id for other in members)},
+            namespace=fact.namespace,
+        )
 
-    def _holds(self, plan: KnowledgePack, *, with_kv: bool) -> bool:
-        handle = self.store.handle(plan.text, plan.namespace)
-        held = self.store.peek(handle)
-        if held is None or (held.token_ids, held.prefix, held.fingerprint) != (
-            plan.token_ids,
-            plan.prefix,
-            plan.fingerprint,
-        ):
-            return False
-        return not with_kv or not self.store.get(handle).is_lazy
+
+def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
+    facts: Iterable[Fact],
+    engine: Session,
+    store: Packs,
+    *,
+    namespace: str | None = None,
+    compiled_for: CompiledFor = "user",
+    lazy: bool = False,
+    progress: bool = True,
+) -> list[Handle | None]:
+    """The handles of the packs of `facts`, compiled into `store` for the position `compiled_for`.
+
+    Each is in its fact's namespace, or in `namespace` where the fact has none of its own. Each is stored as soon as it
+    is made, and what is stored already for this model and position is not made again: an interrupted run goes on where
+    it stopped. `lazy` packs are computed on first use instead. A text too short to own a token has no pack: `None`,
+    with a warning that names it.
+    """
+    facts = [fact.moved(namespace) for fact in facts]
+    made: dict[tuple[str, str], Handle] = {}
+    for space in dict.fromkeys(fact.namespace for fact in facts):
+        about = {fact.text: fact for fact in reversed(facts) if fact.namespace == space}
+        texts = list(dict.fromkeys(fact.text for fact in facts if fact.namespace == space))
+        options: dict[str, Any] = {"namespace": space, "compiled_for": compiled_for, "progress": progress}
+        known = [text for text in texts if store.peek(store.handle(text, space)) is not None]
+        missing = set(texts).difference(known)
+        for text, plan in _packs(engine, known, about, {**options, "lazy": True}):
+            handle = store.handle(plan.text, space)
+            if _is_stored(store, handle, plan, lazy=lazy):
+                made[space, text] = handle
+            else:
+                missing.add(text)
+        left = [text for text in texts if text in missing]
+        for text, pack in _packs(engine, left, about, {**options, "lazy": lazy}):
+            made[space, text] = store.put(pack)
+    return [made.get((fact.namespace, fact.text)) for fact in facts]
+
+
+def open_bank(
+    bank: FactBank | None = None, embedder: Embedder | None = None, path: str | os.PathLike[str] | None = None
+) -> FactBank:
+    """`bank`, or one made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
+
+    Raises `BankError` for what is no bank or no embedder, and for a bank together with what only a new one takes.
+    """
+    if bank is not None and not isinstance(bank, FactBank):
+        raise BankError(f"Got {type(bank)} as bank; expected a FactBank, e.g. `ChromaFactBank(path, embedder)`.")
+    if bank is not None and (embedder is not None or path is not None):
+        raise BankError("Got a bank together with an embedder or a path; a bank brings its own.")
+    if embedder is not None and not callable(getattr(embedder, "embed", None)):
+        raise BankError(
+            f"Got {type(embedder)} as embedder; expected an Embedder of this project, with `name`, `dimensions`, "
+            "`embed(texts)` and `embed_query(text)`, e.g. `SentenceTransformerEmbedder(model)`."
+        )
+    if bank is None:
+        embedder = embedder or SentenceTransformerEmbedder()
+        return MemoryFactBank(embedder) if path is None else ChromaFactBank(path, embedder)
+    return bank
+
+
+def _packs(
+    engine: Session, texts: Sequence[str], about: Mapping[str, Fact], options: Mapping[str, Any]
+) -> Iterator[tuple[str, KnowledgePack]]:
+    """Texts with their packs, without those that are too short for one."""
+    left, alone = list(texts), False
+    while left:
+        done, batch = 0, left[:1] if alone else left
+        try:
+            provenance = [_provenance(about[text]) for text in batch]
+            for pair in zip(batch, engine.build_packs(batch, provenance=provenance, **options), strict=True):
+                yield pair
+                done += 1
+        except TemplateError as error:
+            if alone:
+                # Raises where the position refuses every text.
+                engine.build_pack(_PROBE_TEXT, compiled_for=options["compiled_for"], lazy=True)
+                logger.warning("The text %r of fact %s goes as text: %s", batch[0], about[batch[0]].id, error)
+                done = 1
+            # The engine does not say which text it was, so they go one by one until it is found.
+            alone = not alone
+        left = left[done:]
+
+
+def _is_stored(store: Packs, handle: Handle, plan: KnowledgePack, *, lazy: bool) -> bool:
+    """Whether the store holds what `plan` would become."""
+    held = store.peek(handle)
+    if held is None or (held.token_ids, held.prefix) != (plan.token_ids, plan.prefix):
+        return False
+    return held.fingerprint == plan.fingerprint and (
+        lazy or getattr(held, "stored_bytes", 0) > 0 or not store.get(handle).is_lazy
+    )
 
 
 def _provenance(fact: Fact) -> dict[str, str]:
     return {name: value for name, value in (("title", fact.title), ("source", fact.source)) if value}
-
-
-def _read_bandwidth(folder: Path) -> float:
-    path = folder / f"probe-{secrets.token_hex(8)}.tmp"
-    try:
-        with path.open("wb") as file:
-            file.write(os.urandom(2**20) * (_READ_BYTES // 2**20))
-            file.flush()
-            os.fsync(file.fileno())
-        with path.open("rb", buffering=0) as file:
-            with suppress(AttributeError, OSError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            buffer = memoryview(bytearray(2**22))
-            began = time.perf_counter()
-            while file.readinto(buffer):
-                pass
-            return _READ_BYTES / (time.perf_counter() - began)
-    finally:
-        path.unlink(missing_ok=True)

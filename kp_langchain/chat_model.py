@@ -15,11 +15,11 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
 
-from kp_core import Handle, PackStore, PackView, Session
+from kp_core import Handle, PackView, Session
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import ToolError
-from kp_core.packs.view import TRUSTED_ROLES
+from kp_core.packs.view import TRUSTED_ROLES, Packs
 from kp_core.steering import as_steering
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
@@ -55,7 +55,7 @@ class ChatKnowledgePacks(BaseChatModel):
     model: str | None = Field(default=None, alias="model_name")
     dtype: str | None = None
     device: str | None = None
-    store: PackStore | None = Field(default=None, exclude=True)
+    store: Packs | None = Field(default=None, exclude=True)
     namespaces: tuple[str, ...] = Field(default=(), validation_alias=AliasChoices("namespaces", "banks", "bank"))
     """Namespaces whose handles resolve; required with `store`. Also taken as `banks`, or one as `bank`."""
     packs: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class ChatKnowledgePacks(BaseChatModel):
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
-            "store": None if self.store is None else str(self.store.path),
+            "store": None if self.store is None else str(getattr(self.store, "path", self.store)),
             "namespaces": list(self.namespaces),
             "packs": list(self.packs),
             "trusted_roles": sorted(self.trusted_roles),

@@ -10,7 +10,8 @@ from langchain.agents.middleware import AgentMiddleware, AgentState, ModelReques
 from langchain_core.messages import AnyMessage, BaseMessage, ToolMessage, get_buffer_string
 from langgraph.runtime import Runtime
 
-from kp_core import PackStore, Session, find_handles, strip_handles
+from kp_core import Session, find_handles, strip_handles
+from kp_core.packs.view import Packs
 from kp_langchain.chat_model import ChatKnowledgePacks
 
 __all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer"]
@@ -75,7 +76,7 @@ class PackSummarizer:
     brought. Packs go into `namespace`, compiled as memory of the system message.
     """
 
-    def __init__(self, engine: Session, store: PackStore, *, namespace: str = "default") -> None:
+    def __init__(self, engine: Session, store: Packs, *, namespace: str = "default") -> None:
         self._engine, self._store, self._namespace = engine, store, namespace
 
     def __call__(self, messages: list[AnyMessage]) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import BaseTool, StructuredTool
 
-from kp_core import Handle, PackStore, Session, find_handles
+from kp_core import Handle, Session, find_handles
+from kp_core.packs.view import Packs
 
 __all__ = ["create_pack_search_tool", "create_remember_tool", "resolve_documents", "to_handles"]
 
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 def create_pack_search_tool(
     retriever: BaseRetriever,
-    store: PackStore,
+    store: Packs,
     *,
     name: str = "search_knowledge",
     description: str = "Search the knowledge base for facts about a question.",
@@ -27,7 +28,7 @@ def create_pack_search_tool(
     """A tool that searches with `retriever`: handles to the model, documents with text and source as artifact."""
 
     def given(documents: Sequence[Document]) -> tuple[str, list[Document]]:
-        content = "\n".join(document.page_content for document in documents)
+        content = "\n".join(document.page_content for document in to_handles(documents, store))
         return content or "Nothing was found.", resolve_documents(documents, store)
 
     def search(query: str) -> tuple[str, list[Document]]:
@@ -43,7 +44,7 @@ def create_pack_search_tool(
 
 def create_remember_tool(
     engine: Session,
-    store: PackStore,
+    store: Packs,
     *,
     namespace: str = "default",
     name: str = "remember",
@@ -66,44 +67,57 @@ def create_remember_tool(
     )
 
 
-def resolve_documents(found: Iterable[Document | str], store: PackStore) -> list[Document]:
+def resolve_documents(
+    found: Iterable[Document | str], store: Packs, *, namespaces: Collection[str] | None = None
+) -> list[Document]:
     """Documents and handles as documents of text: what to show to people, and to cite.
 
-    A document's text replaces its handle, all else stays; a text may hold several handles, and gives one document for
-    each. What resolves to nothing in `store` stays as it is.
+    A document's text replaces its handle, all else stays; a string, or a document that no retriever of ours made, may
+    hold several handles, and gives one document for each. Handles inside the text of a fact are not followed. What
+    resolves to nothing in `store`, or is in none of `namespaces` (by default any), stays as it is.
     """
     documents: list[Document] = []
     for each in found:
         text = each if isinstance(each, str) else each.page_content
         about = {} if isinstance(each, str) else each.metadata
         identity = None if isinstance(each, str) else each.id
-        packs = [(handle, store.peek(handle)) for _, _, handle in find_handles(text)]
+        own = None if isinstance(each, str) else _own_handle(each)
+        handles = [handle for _, _, handle in find_handles(text)] if own is None or str(own) == text else []
+        packs = [(h, store.peek(h)) for h in handles if namespaces is None or h.namespace in namespaces]
         known = [(handle, pack) for handle, pack in packs if pack is not None]
         if not known:
             documents.append(Document(text, id=identity, metadata=about))
         for handle, pack in known:
             said = {name: pack.provenance[name] for name in ("title", "source") if name in pack.provenance}
-            metadata = {**said, **about, "handle": str(handle)}
+            metadata = {**said, "handle": str(handle), **about}
             documents.append(Document(pack.text, id=identity, metadata=metadata))
     return documents
 
 
-def to_handles(documents: Iterable[Document], store: PackStore) -> list[Document]:
+def to_handles(documents: Iterable[Document], store: Packs) -> list[Document]:
     """Documents with text as documents with handles: behind a reranker, before the model.
 
-    A handle is taken from the metadata only if it is the handle of the very text. A text that was rewritten since goes
-    to the model as it is, with a logged warning.
+    A handle is taken from the metadata only if it is that of the very text, up to blanks around it. A text that was
+    rewritten since goes to the model as it is, with a logged warning.
     """
     made = []
     for document in documents:
-        name, text = document.metadata.get("handle"), document.page_content
-        if not name or find_handles(text):
+        handle, text = _own_handle(document), document.page_content
+        if handle is None or text == str(handle):
             made.append(document)
             continue
-        handle = Handle.parse(name)
-        if handle in (store.handle(text, handle.namespace), store.handle(text.strip() + "\n", handle.namespace)):
+        pack = store.peek(handle)
+        if pack is not None and pack.text.strip() == text.strip():
             made.append(Document(str(handle), id=document.id, metadata=document.metadata))
         else:
             logger.warning("The text of document %s is not that of %s any more; it goes as text.", document.id, handle)
             made.append(document)
     return made
+
+
+def _own_handle(document: Document) -> Handle | None:
+    """The handle that a retriever of ours gave to `document`."""
+    record = document.metadata.get("kp", document.metadata)
+    name = record.get("handle") if isinstance(record, dict) else None
+    found = find_handles(name) if isinstance(name, str) else []
+    return found[0][2] if found and str(found[0][2]) == name else None

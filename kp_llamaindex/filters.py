@@ -1,41 +1,64 @@
-"""Metadata filters over the facts of a bank."""
+"""LlamaIndex's metadata filters as filters over facts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+import json
 from typing import Any
 
-from llama_index.core.vector_stores.types import FilterCondition, MetadataFilter, MetadataFilters
-from llama_index.core.vector_stores.utils import build_metadata_filter_fn
+from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 
-__all__ = ["passes"]
+from kp_core.errors import BankError
+
+__all__ = ["to_where"]
+
+_COMPARED = {
+    FilterOperator.EQ: "$eq",
+    FilterOperator.GT: "$gt",
+    FilterOperator.GTE: "$gte",
+    FilterOperator.LT: "$lt",
+    FilterOperator.LTE: "$lte",
+    FilterOperator.IN: "$in",
+    FilterOperator.CONTAINS: "$contains",
+    FilterOperator.TEXT_MATCH: "$contains",
+    FilterOperator.TEXT_MATCH_INSENSITIVE: "$icontains",
+}
+_NEGATED = {FilterOperator.NE: FilterOperator.EQ, FilterOperator.NIN: FilterOperator.IN}
+_TOGETHER = {FilterOperator.ALL: "$and", FilterOperator.ANY: "$or"}
+_OF_LISTS = {FilterOperator.IN, FilterOperator.NIN, FilterOperator.ALL, FilterOperator.ANY}
+_OF_BOTH = {FilterOperator.EQ, FilterOperator.NE}
 
 
-def passes(filters: MetadataFilters, metadata: Mapping[str, Any]) -> bool:
-    """Whether `metadata` passes `filters`, which may be nested; each filter means what LlamaIndex says it does.
+def to_where(filters: MetadataFilters) -> dict[str, Any]:
+    """What `filters`, which may be nested, say to a search of facts (see `kp_core.facts.filters`).
 
-    A string is compared with a number as the number it spells, since banks keep strings. What cannot be compared at all
-    does not pass.
+    Each means what LlamaIndex says it does. A string is compared with a number as the number it spells; what cannot be
+    compared at all does not match. Raises `BankError` for an operator that cannot be used with its value.
     """
-    matches = (
-        passes(part, metadata) if isinstance(part, MetadataFilters) else _matches(part, metadata)
-        for part in filters.filters
-    )
-    condition = filters.condition or FilterCondition.AND
-    if condition == FilterCondition.AND:
-        return all(matches)
-    return any(matches) == (condition == FilterCondition.OR)
+    parts = [to_where(part) if isinstance(part, MetadataFilters) else _where(part) for part in filters.filters]
+    if not parts:
+        return {}
+    if filters.condition == FilterCondition.NOT:
+        return {"$not": {"$or": parts}}
+    return {"$or" if filters.condition == FilterCondition.OR else "$and": parts}
 
 
-def _matches(wanted: MetadataFilter, metadata: Mapping[str, Any]) -> bool:
-    found = metadata.get(wanted.key)
-    samples = wanted.value if isinstance(wanted.value, list) else [wanted.value]
-    if isinstance(found, str) and samples and all(isinstance(sample, int | float) for sample in samples):
-        with suppress(ValueError):
-            found = float(found)
-    check = build_metadata_filter_fn(lambda _: {wanted.key: found}, MetadataFilters(filters=[wanted]))
-    try:
-        return bool(check(""))
-    except TypeError:
-        return False
+def _where(wanted: MetadataFilter) -> dict[str, Any]:
+    key, how, value = wanted.key, wanted.operator, wanted.value
+    if how == FilterOperator.IS_EMPTY:
+        return {"$or": [{key: {"$exists": False}}, {key: ""}, {key: "[]"}]}
+    if value is None or (how not in _OF_BOTH and isinstance(value, list) is not (how in _OF_LISTS)):
+        expected = "a list" if how in _OF_LISTS else "one value"
+        raise BankError(f"Got the filter {key!r} {how.value} {value!r}; expected {expected} to compare with.")
+    if how in _NEGATED:
+        return {"$not": _where(wanted.model_copy(update={"operator": _NEGATED[how]}))}
+    if how in _TOGETHER:
+        parts = [{key: {"$contains": each}} for each in value] if isinstance(value, list) else []
+        nothing: dict[str, Any] = {"$exists": True} if how == FilterOperator.ALL else {"$in": []}
+        return {_TOGETHER[how]: parts} if parts else {key: nothing}
+    if isinstance(value, list) and how == FilterOperator.EQ:
+        return {key: json.dumps(value)}  # As a fact keeps a list.
+    condition: dict[str, Any] = {_COMPARED[how]: value}
+    samples = value if isinstance(value, list) else [value]
+    if "contains" not in _COMPARED[how] and samples and not isinstance(samples[0], str):
+        condition = {"$number": condition}
+    return {key: condition}

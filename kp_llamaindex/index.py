@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from llama_index.core import Settings, VectorStoreIndex
@@ -26,30 +27,32 @@ from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMPLATE, CITATION_REFINE_TEMPLATE
 from llama_index.core.schema import BaseNode, Document, TransformComponent
 
-from kp_core import Embedder, FactBank, Message, PackStore, Session
-from kp_core.compiling import compile_facts
+from kp_core import Embedder, FactBank, Message, Session
+from kp_core.delivery import Delivery, Unit, open_bank
 from kp_core.engines.request import CompiledFor
-from kp_core.errors import BankError, PromptError
+from kp_core.errors import BankError, PromptError, refuse_unknown
+from kp_core.packs.view import Packs
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import to_messages
 from kp_llamaindex.nodes import NumberSources, to_fact
-from kp_llamaindex.retriever import KnowledgePackRetriever, open_bank
+from kp_llamaindex.retriever import KnowledgePackRetriever
 
 __all__ = ["KnowledgePackIndex", "KnowledgePackSink", "pack_place"]
 
 logger = logging.getLogger(__name__)
 
 _SLOT = "{pack}"
-_RETRIEVAL = ("similarity_top_k", "probes", "filters", "score_cutoff", "rerank", "content")
+_RETRIEVAL = ("similarity_top_k", "probes", "filters", "score_cutoff", "rerank", "content", "unit")
 
 
 class KnowledgePackIndex:
     """A fact bank and a pack store, filled from LlamaIndex's nodes, with the faces of an index.
 
     The pack of a node holds what a text node would have given the model: its text, and the metadata that is not in its
-    `excluded_llm_metadata_keys`; that is also what is embedded. `compiled_for` is the place packs are compiled for, by
-    default that of the first node in LlamaIndex's own question prompt: there the pack comes straight from the store,
-    and anywhere else its tokens are computed once (see `pack_place`).
+    `excluded_llm_metadata_keys`; that is also what is embedded. With `unit="bank"` it
+    holds a bank of about twenty nodes. `compiled_for` is the place packs are compiled for, by default that of the first
+    node in LlamaIndex's own question prompt: there the pack comes straight from the store, and anywhere else its tokens
+    are computed once (see `pack_place`).
 
     `llm` is what the engines use unless they are given one: by default a `KnowledgePackLLM` on the same engine, store
     and namespace. An LLM of another class cannot resolve handles, so its engines get nodes as text.
@@ -58,17 +61,18 @@ class KnowledgePackIndex:
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
         engine: Session,
-        store: PackStore,
+        store: Packs,
         bank: FactBank,
         *,
         namespace: str = "default",
+        unit: Unit = "fact",
         compiled_for: CompiledFor | None = None,
         lazy: bool = False,
         progress: bool = True,
         llm: LLM | None = None,
     ) -> None:
-        self.engine, self.store, self.bank = engine, store, bank
-        self.namespace, self.lazy, self.progress = namespace, lazy, progress
+        self.engine, self.store, self.bank = engine, store, open_bank(bank)
+        self.namespace, self.unit, self.lazy, self.progress = namespace, unit, lazy, progress
         self.llm: LLM = llm or KnowledgePackLLM(engine=engine, store=store, namespaces=(namespace,))
         self.compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm) if compiled_for is None else compiled_for
 
@@ -93,7 +97,7 @@ class KnowledgePackIndex:
         nodes: Sequence[BaseNode],
         *,
         engine: Session,
-        store: PackStore,
+        store: Packs,
         bank: FactBank | None = None,
         embedder: Embedder | None = None,
         path: str | os.PathLike[str] | None = None,
@@ -125,16 +129,16 @@ class KnowledgePackIndex:
         facts = [to_fact(node) for node in nodes if node.get_content().strip()]
         if len(facts) < len(nodes):
             logger.warning("%d of %d nodes are blank and were left out.", len(nodes) - len(facts), len(nodes))
-        self.bank.build(facts)
-        compile_facts(
-            facts,
+        delivery = Delivery(
+            self.bank,
             self.engine,
             self.store,
-            namespace=self.namespace,
+            unit=self.unit,
+            kv="lazy" if self.lazy else "stored",
             compiled_for=self.compiled_for,
-            lazy=self.lazy,
-            progress=self.progress,
+            namespace=self.namespace,
         )
+        delivery.add(facts, progress=self.progress)
 
     def insert(self, document: Document) -> None:
         """Cut `document` into nodes as LlamaIndex's settings say, and add them."""
@@ -142,12 +146,12 @@ class KnowledgePackIndex:
 
     def as_sink(self) -> KnowledgePackSink:
         """The index as the last step of an `IngestionPipeline`."""
-        return KnowledgePackSink(index=self, path=str(self.store.path), namespace=self.namespace)
+        return KnowledgePackSink(index=self, path=str(getattr(self.store, "path", "")), namespace=self.namespace)
 
     def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:  # noqa: ANN401
         """A retriever; `settings` are those of `KnowledgePackRetriever`."""
         return KnowledgePackRetriever(
-            self.bank, self.store, namespace=self.namespace, compiled_for=self.compiled_for, **settings
+            self.bank, self.store, **{"namespace": self.namespace, "unit": self.unit, **settings}
         )
 
     def as_query_engine(
@@ -167,7 +171,8 @@ class KnowledgePackIndex:
             settings.setdefault("text_qa_template", CITATION_QA_TEMPLATE)
             settings.setdefault("refine_template", CITATION_REFINE_TEMPLATE)
             settings["node_postprocessors"] = [*settings.get("node_postprocessors", ()), NumberSources()]
-        return RetrieverQueryEngine.from_args(retriever, llm=llm, **settings)
+        made: BaseQueryEngine = _made(RetrieverQueryEngine.from_args, settings, retriever=retriever, llm=llm)
+        return made
 
     def as_chat_engine(
         self,
@@ -180,14 +185,9 @@ class KnowledgePackIndex:
         Raises `PromptError` for modes that LlamaIndex no longer has.
         """
         llm = llm or self.llm
-        if chat_mode == ChatMode.SIMPLE:
-            return SimpleChatEngine.from_defaults(llm=llm, **settings)
-        if chat_mode == ChatMode.CONDENSE_QUESTION:
-            asked = {name: settings.pop(name) for name in _RETRIEVAL if name in settings}
-            return CondenseQuestionChatEngine.from_defaults(
-                query_engine=self.as_query_engine(llm, **asked), llm=llm, **settings
-            )
         engines: dict[ChatMode, Any] = {
+            ChatMode.SIMPLE: SimpleChatEngine,
+            ChatMode.CONDENSE_QUESTION: CondenseQuestionChatEngine,
             ChatMode.BEST: CondensePlusContextChatEngine,
             ChatMode.CONDENSE_PLUS_CONTEXT: CondensePlusContextChatEngine,
             ChatMode.CONTEXT: ContextChatEngine,
@@ -196,8 +196,13 @@ class KnowledgePackIndex:
             raise PromptError(
                 f"Got chat_mode={chat_mode!r}; expected one of {', '.join(mode.value for mode in engines)}."
             )
-        retriever = self._retriever(llm, settings)
-        made: BaseChatEngine = engines[chat_mode].from_defaults(retriever=retriever, llm=llm, **settings)
+        parts: dict[str, Any] = {}
+        if chat_mode == ChatMode.CONDENSE_QUESTION:
+            asked = {name: settings.pop(name) for name in _RETRIEVAL if name in settings}
+            parts = {"query_engine": self.as_query_engine(llm, **asked)}
+        elif chat_mode != ChatMode.SIMPLE:
+            parts = {"retriever": self._retriever(llm, settings)}
+        made: BaseChatEngine = _made(engines[chat_mode].from_defaults, settings, llm=llm, **parts)
         return made
 
     def _retriever(self, llm: LLM, settings: dict[str, Any]) -> KnowledgePackRetriever:
@@ -207,6 +212,12 @@ class KnowledgePackIndex:
             logger.warning("%s resolves no handles; nodes go to it as text.", type(llm).__name__)
             asked["content"] = "text"
         return self.as_retriever(**asked)
+
+
+def _made(make: Callable[..., Any], settings: Mapping[str, Any], **parts: Any) -> Any:  # noqa: ANN401 - an engine
+    """What `make` makes of both; LlamaIndex passes over settings that it does not know."""
+    refuse_unknown(settings, (*inspect.signature(make).parameters, *_RETRIEVAL), make.__qualname__)
+    return make(**parts, **settings)
 
 
 class KnowledgePackSink(TransformComponent):

@@ -15,7 +15,7 @@ from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 from kp_core import Handle, Message, PackStore, PackView
 from kp_core.engines.shared import shared_engine
 from kp_core.errors import PackNotFoundError
-from kp_core.packs.view import TRUSTED_ROLES, PackRef
+from kp_core.packs.view import TRUSTED_ROLES, PackRef, Packs
 from kp_llamaindex.messages import core_role, to_messages
 
 __all__ = ["KnowledgePackMemoryBlock"]
@@ -45,7 +45,7 @@ class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
     model: str | None = None
     dtype: str | None = None
     device: str | None = None
-    store: PackStore = Field(description="A `PackStore`, or its path.")
+    store: Packs = Field(description="A `PackStore`, or its path; or another store of packs.")
     namespace: str = "default"
     handles: list[str] = Field(default_factory=list, description="Handles of the packs, oldest first.")
     max_handles: int = Field(default=4, ge=1)
@@ -71,8 +71,8 @@ class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
         return self
 
     @field_serializer("store")
-    def _describe_store(self, store: PackStore) -> str:
-        return str(store.path)
+    def _describe_store(self, store: Packs) -> str:
+        return str(getattr(store, "path", store))
 
     @field_serializer("trusted_roles")
     def _describe_roles(self, roles: frozenset[str]) -> list[str]:
@@ -131,7 +131,7 @@ class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
     def _text(self, handle: str) -> str:
         pack = self.store.peek(Handle.parse(handle))
         if pack is None:
-            raise PackNotFoundError(f"{self.store.path} has no pack {handle}, which this memory holds.")
+            raise PackNotFoundError(f"{self.store!r} has no pack {handle}, which this memory holds.")
         return pack.text
 
     def _view(self) -> PackView:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Self
 
@@ -14,6 +15,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
 
 from kp_core import Fact
+from kp_core.facts.base import Value
 
 __all__ = ["NumberSources", "PackNode", "to_fact", "to_node"]
 
@@ -123,17 +125,33 @@ def _digest(text: str) -> str:
 
 
 def to_fact(node: BaseNode) -> Fact:
-    """`node` as a bank keeps it: its text is what the model would be given, its metadata holds the whole node."""
+    """`node` as a bank keeps it: its text is what the model would be given, its metadata holds the whole node.
+
+    Beside it stand those of the node's own fields that filters can see: strings, numbers, booleans, and lists of them.
+    """
     kept = node if isinstance(node, PackNode) else PackNode.from_node(node)
-    about = {key: value for key, value in kept.metadata.items() if isinstance(value, str) and key != _NODE}
+    about = {key: _as_field(value) for key, value in kept.metadata.items() if key != _NODE}
     record = kept.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
     return Fact(
         kept.llm_text(),
-        title=about.get("title", ""),
-        source=about.get("source") or about.get("file_name", ""),
-        metadata={**about, _NODE: json.dumps(record)},
+        title=_first(about, "title"),
+        source=_first(about, "source", "file_name"),
+        metadata={**{key: value for key, value in about.items() if value is not None}, _NODE: json.dumps(record)},
         id=kept.node_id,
     )
+
+
+def _as_field(value: object) -> Value | None:
+    """What filters see of a value; a list is seen as JSON."""
+    if isinstance(value, list):
+        return json.dumps(value) if all(isinstance(each, str | int | float) for each in value) else None
+    if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
+        return value
+    return None
+
+
+def _first(about: Mapping[str, object], *names: str) -> str:
+    return next((value for value in map(about.get, names) if value and isinstance(value, str)), "")
 
 
 def to_node(fact: Fact, handle: str = "") -> PackNode:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from llama_index.core.bridge.pydantic import Field, field_serializer, field_validator, model_validator
 
 from kp_core import PackStore, PackView
-from kp_core.packs.view import TRUSTED_ROLES
+from kp_core.packs.view import TRUSTED_ROLES, Packs
 from kp_core.steering import as_steering
 from kp_llamaindex.messages import core_role
 from kp_llamaindex.tools import ToolCallingLLM
@@ -31,7 +31,7 @@ class LLMSettings(ToolCallingLLM):
     model: str | None = Field(default=None, description="A Hugging Face id or folder.")
     dtype: str | None = None
     device: str | None = None
-    store: PackStore | None = Field(default=None, description="Where handles resolve: a `PackStore`, or its path.")
+    store: Packs | None = Field(default=None, description="Where handles resolve: a `PackStore`, or its path.")
     namespaces: tuple[str, ...] = Field(default=(), description="Namespaces whose handles resolve.")
     packs: tuple[str, ...] = Field(
         default=(), description="Handles whose packs stand at the head of the system message in every call."
@@ -126,8 +126,8 @@ class LLMSettings(ToolCallingLLM):
         return None if given is None else _GIVEN
 
     @field_serializer("store")
-    def _describe_store(self, store: PackStore | None) -> str | None:
-        return None if store is None else str(store.path)
+    def _describe_store(self, store: Packs | None) -> str | None:
+        return None if store is None else str(getattr(store, "path", store))
 
     @field_serializer("trusted_roles")
     def _describe_roles(self, roles: frozenset[str]) -> list[str]:

@@ -26,7 +26,7 @@ from kp_core.cli.shared import (
     print_json,
     spread,
 )
-from kp_core.delivery import KV, BankPacks, Found, Unit
+from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError
 from kp_core.steering import load_steering
@@ -167,7 +167,7 @@ class _Asker:
             facts.route("anything")
         self.session = options.load()
         store = PackStore(collection / "packs")
-        self._packs = BankPacks(facts, self.session, store, unit=options.unit, kv="lazy" if lazy else options.kv)
+        self._packs = Delivery(facts, self.session, store, unit=options.unit, kv="lazy" if lazy else options.kv)
         self._asked["view"] = store.view(*dict.fromkeys(fact.namespace for fact in facts.facts()))
 
     def search(self, question: str, k: int) -> list[Found]:
@@ -178,7 +178,7 @@ class _Asker:
         self, question: str, found: list[Found], way: str, before: list[Message] | None = None
     ) -> dict[str, Any]:
         """A question with its facts, as packs or as text, behind the messages before; what `Session.stream` takes."""
-        parts = [str(each.handle) if way == "packs" else each.text for each in found]
+        parts = [each.content if way == "packs" else each.unit.text for each in found]
         content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
         return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._asked}
@@ -224,7 +224,7 @@ def _show_sources(found: list[Found]) -> None:
     out = console()
     out.print("\nSources:" if found else f"\nSources: {_NOTHING}.")
     for place, each in enumerate(found, 1):
-        out.print(f"  {place}. {_name(each)}  ({each.hit.score:.3f}, {each.handle})", soft_wrap=True)
+        out.print(f"  {place}. {_name(each)}  ({each.hit.score:.3f}, {each.handle or 'as text'})", soft_wrap=True)
 
 
 def _name(found: Found) -> str:
@@ -245,12 +245,12 @@ def _source(found: Found) -> dict[str, Any]:
     fact = found.hit.fact
     return {
         "id": fact.id,
-        "handle": str(found.handle),
+        "handle": None if found.handle is None else str(found.handle),
         "title": fact.title,
         "source": fact.source,
         "score": found.hit.score,
         "bank": found.hit.bank,
-        "text": found.text,
+        "text": found.unit.text,
     }
 
 

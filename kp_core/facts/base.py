@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from kp_core.errors import BankError
+from kp_core.packs.handle import check_namespace
 
 __all__ = ["Added", "Fact", "FactBank", "Filter", "Hit", "NearDuplicate", "Reranker", "Value", "content_id"]
 
@@ -28,11 +29,13 @@ class Fact:
     """One piece of knowledge: `text` is what is embedded and what goes into a pack; the rest is for people.
 
     `id` is the BLAKE2b digest of the text (32 hexadecimal characters; outside the namespace `default`, of namespace and
-    text) unless given. `namespace` keeps knowledge apart: a search may be held to one. From `expires` (seconds since
-    1970, UTC) on, no search finds the fact. `version` counts the texts that a bank has held under this id, from 1.
+    text) unless given. `namespace` keeps knowledge apart: a fact's is that of its pack, and a search may
+    be held to one. From `expires` (seconds since 1970, UTC) on, no search finds the fact. `version` counts the texts
+    that a bank has held under this id, from 1.
 
-    Raises `BankError` for a text that is blank or is not Unicode (half a surrogate pair), for an id or namespace that
-    is not printable, and for metadata that maps anything but strings to strings, finite numbers or booleans.
+    Raises `BankError` for a text that is blank or is not Unicode (half a surrogate pair), for an id that is not
+    printable, and for metadata that maps anything but strings to strings, finite numbers or booleans; `HandleError` for
+    a namespace that is not one.
     """
 
     text: str
@@ -51,8 +54,7 @@ class Fact:
             raise BankError(f"Got the blank text {self.text!r} (title {self.title!r}); expected a fact. Leave it out.")
         if not self.id.isprintable():
             raise BankError(f"Got the fact id {self.id!r}; expected printable characters.")
-        if not self.namespace or not self.namespace.isprintable():
-            raise BankError(f"Got the namespace {self.namespace!r} of a fact; expected printable characters.")
+        check_namespace(self.namespace)
         if self.expires is not None and (not _is_number(self.expires) or not math.isfinite(self.expires)):
             raise BankError(f"Got expires={self.expires!r}; expected seconds since 1970, or None for never.")
         if type(self.version) is not int or self.version < 1:
@@ -63,6 +65,12 @@ class Fact:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
         if not self.id:
             object.__setattr__(self, "id", content_id(self.text, self.namespace))
+
+    def moved(self, namespace: str | None) -> Fact:
+        """The fact in `namespace`, unless that is `None` or the fact has one of its own: any but `default`."""
+        if namespace is None or self.namespace != _DEFAULT_NAMESPACE or namespace == self.namespace:
+            return self
+        return replace(self, namespace=namespace, id="" if self.id == content_id(self.text) else self.id)
 
     def __reduce__(self) -> tuple[type[Fact], tuple[object, ...]]:
         # A mapping proxy cannot be pickled, and facts travel between processes.

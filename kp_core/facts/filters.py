@@ -3,18 +3,24 @@
     {"year": 1999}                                    the field `year` is 1999
     {"year": {"$gte": 1990, "$lt": 2000}}             every condition on the field holds
     {"source": {"$in": ["a.md", "b.md"]}}             the field is one of these
+    {"tags": {"$contains": "sea"}}                    the field has this in it, or as an element
+    {"year": {"$number": {"$gte": 1990}}}             the number that the field is or spells
     {"year": 1999, "lang": "en"}                      every field matches
-    {"$or": [{"lang": "en"}, {"lang": {"$ne": "de"}}]}
+    {"$or": [{"lang": "en"}, {"$not": {"lang": "de"}}]}
 
-Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`; between filters: `$and`, `$or`. A field
-is one of the fact's metadata, else `id`, `title`, `source`, `namespace` or `version`. A fact without the field matches
-`$ne` and `$nin` alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered.
+Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`, `$exists` (`True` or `False`),
+`$contains`, `$icontains` (in any case), `$number`; between filters: `$and`, `$or`, `$not`. A field is one of the fact's
+metadata, else `id`, `title`, `source`, `namespace` or `version`. A fact without the field matches `$ne`, `$nin` and
+`{"$exists": False}` alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered.
+A string that is a JSON array contains its elements, any other string its parts. `$number` counts a boolean as 0 or 1.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kp_core.errors import BankError
@@ -32,7 +38,7 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
     "$lt": operator.lt,
     "$lte": operator.le,
 }
-_OPERATORS = ("$eq", "$ne", *_ORDERED, "$in", "$nin")
+_OPERATORS = ("$eq", "$ne", *_ORDERED, "$in", "$nin", "$exists", "$contains", "$icontains", "$number")
 
 
 def predicate(where: Filter) -> Predicate:
@@ -44,6 +50,9 @@ def predicate(where: Filter) -> Predicate:
 
 
 def _part(name: object, wanted: object) -> Predicate:
+    if name == "$not":
+        negated = predicate(wanted)  # type: ignore[arg-type]  # it refuses what is no filter
+        return lambda fact: not negated(fact)
     if name in {"$and", "$or"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence) or not wanted:
             raise BankError(f"Got {wanted!r} under {name}; expected a list of filters.")
@@ -51,12 +60,9 @@ def _part(name: object, wanted: object) -> Predicate:
         together = all if name == "$and" else any
         return lambda fact: together(part(fact) for part in parts)
     if not isinstance(name, str) or name.startswith("$"):
-        raise BankError(f"Got {name!r} in a filter; expected the name of a field, $and or $or.")
-    conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
-    if not conditions:
-        raise BankError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
-    tests = [_test(name, how, value) for how, value in conditions.items()]
-    return lambda fact: all(test(_field(fact, name)) for test in tests)
+        raise BankError(f"Got {name!r} in a filter; expected the name of a field, $and, $or or $not.")
+    test = _tests(name, wanted if isinstance(wanted, Mapping) else {"$eq": wanted})
+    return lambda fact: test(_field(fact, name))
 
 
 def _field(fact: Fact, name: str) -> Value | None:
@@ -66,15 +72,31 @@ def _field(fact: Fact, name: str) -> Value | None:
     return found
 
 
-def _test(name: str, how: object, wanted: object) -> _Test:
+def _tests(name: str, conditions: object) -> _Test:
+    if not isinstance(conditions, Mapping) or not conditions:
+        raise BankError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
+    tests = [_test(name, how, value) for how, value in conditions.items()]
+    return lambda held: all(test(held) for test in tests)
+
+
+def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - one for each kind of operator
+    if how == "$number":
+        number = _tests(name, wanted)
+        return lambda held: number(_number(held))
     if how in {"$in", "$nin"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence | set | frozenset):
             raise BankError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
         values = [_value(name, each) for each in wanted]
         return lambda held: any(_equal(held, value) for value in values) is (how == "$in")
     value = _value(name, wanted)
+    if how == "$exists":
+        return lambda held: (held is not None) is bool(value)
     if how in {"$eq", "$ne"}:
         return lambda held: _equal(held, value) is (how == "$eq")
+    if how == "$contains":
+        return lambda held: _contains(held, value)
+    if how == "$icontains":
+        return lambda held: isinstance(held, str) and _contains(held.lower(), _lower(value))
     compare = _ORDERED.get(str(how))
     if compare is None:
         raise BankError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
@@ -85,6 +107,27 @@ def _value(name: str, value: object) -> Value:
     if not isinstance(value, str | int | float | bool):
         raise BankError(f"Got {value!r} to compare {name!r} with; expected a string, a number or a boolean.")
     return value
+
+
+def _number(held: Value | None) -> Value | None:
+    if isinstance(held, str):
+        with suppress(ValueError):
+            return float(held)
+        return None
+    return int(held) if isinstance(held, bool) else held
+
+
+def _contains(held: Value | None, value: Value) -> bool:
+    if not isinstance(held, str):
+        return False
+    if held.startswith("["):
+        with suppress(ValueError, RecursionError):
+            return any(_equal(each, value) for each in json.loads(held))
+    return isinstance(value, str) and value in held
+
+
+def _lower(value: Value) -> Value:
+    return value.lower() if isinstance(value, str) else value
 
 
 def _equal(held: Value | None, value: Value) -> bool:

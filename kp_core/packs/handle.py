@@ -15,7 +15,7 @@ from kp_core.errors import HandleError
 
 __all__ = ["Handle", "check_namespace", "find_handles", "mint", "strip_handles"]
 
-_NAMESPACE = r"[a-z0-9][a-z0-9_-]{0,62}"
+_NAMESPACE = r"[a-z0-9_-]{1,64}"
 # 13 bytes make 104 bits, written as 21 characters of base32.
 _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
 # In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on a line of its own comes after
@@ -49,10 +49,10 @@ class Handle:
 
 def check_namespace(name: str) -> str:
     """`name`, when it may name a namespace (and so a folder); raises `HandleError` otherwise."""
-    if not re.fullmatch(_NAMESPACE, name):
-        raise HandleError(
-            f"Got the namespace {name!r}; expected 1 to 63 characters a-z, 0-9, '-', '_', the first a letter or digit."
-        )
+    if not isinstance(name, str) or not re.fullmatch(_NAMESPACE, name):
+        near = re.sub(r"[^a-z0-9_-]+", "-", str(name).lower()).strip("-")[:64]
+        example = f", e.g. {near!r}" if near else ""
+        raise HandleError(f"Got the namespace {name!r}; expected 1 to 64 characters a-z, 0-9, '-', '_'{example}.")
     return name
 
 

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+from kp_core.compiling import compile_facts, stored_handle
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, SummarizationMiddleware
 from langchain_core.documents import Document
@@ -13,7 +14,6 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
 from kp_core import Fact, find_handles
-from kp_core.compiling import compile_facts, stored_handle
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,

@@ -190,7 +190,7 @@ FACTS = [
     Fact("a", source="x.md", metadata={"year": 1990, "lang": "en"}),
     Fact("b", source="x.md", metadata={"year": 2000, "lang": "de"}),
     Fact("c", source="y.md", metadata={"year": 2010, "public": True}),
-    Fact("d", metadata={"year": "2010"}, namespace="n"),
+    Fact("d", metadata={"year": "2010", "tags": '["sea", 3]'}, namespace="n"),
 ]
 
 
@@ -212,6 +212,19 @@ FACTS = [
         ({"public": 1}, ""),
         ({"namespace": "n"}, "d"),
         ({"nothing": "x"}, ""),
+        ({"$not": {"lang": "de"}}, "acd"),
+        ({"lang": {"$exists": True}}, "ab"),
+        ({"lang": {"$exists": False}}, "cd"),
+        ({"source": {"$contains": ".m"}}, "abc"),
+        ({"source": {"$icontains": "X.M"}}, "ab"),
+        ({"year": {"$contains": 2010}}, ""),
+        ({"tags": {"$contains": "sea"}}, "d"),
+        ({"tags": {"$contains": "se"}}, ""),
+        ({"tags": {"$contains": 3}}, "d"),
+        ({"year": {"$number": {"$gte": 2010}}}, "cd"),
+        ({"year": {"$number": {"$in": [1990, 2010.0]}}}, "acd"),
+        ({"public": {"$number": {"$eq": 1}}}, "c"),
+        ({"lang": {"$number": {"$ne": 1}}}, "abcd"),
     ],
 )
 def test_filters(where: dict[str, object], texts: str) -> None:
@@ -225,7 +238,10 @@ def test_filters(where: dict[str, object], texts: str) -> None:
     ("where", "words"),
     [
         ("x", "expected a dictionary"),
-        ({"$not": []}, "name of a field"),
+        ({"$not": []}, "expected a dictionary"),
+        ({"$near": []}, "name of a field"),
+        ({"year": {"$number": 3}}, "no condition"),
+        ({"year": {"$number": {"$near": 3}}}, "operator '\\$near'"),
         ({"$or": {}}, "list of filters"),
         ({"$and": []}, "list of filters"),
         ({"year": {}}, "no condition"),

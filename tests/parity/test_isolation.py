@@ -1,0 +1,140 @@
+"""A namespace is the same everywhere: both retrievers deliver, show and count what is in theirs, and nothing else."""
+
+import pytest
+from langchain_core.messages import HumanMessage
+from llama_index.core.schema import MetadataMode, TextNode
+
+from kp_core import Fact, Handle, MemoryFactBank, PackStore, find_handles
+from kp_core.errors import HandleError
+from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, resolve_documents
+from kp_llamaindex import KnowledgePackIndex
+from kp_llamaindex import KnowledgePackRetriever as NodeRetriever
+from tests.conftest import tiny_engine
+from tests.llamaindex.conftest import LetterEmbedder
+
+MINE = [Fact(f"The gate of house {number} is green.") for number in range(6)]
+THEIRS = [Fact(f"The secret of house {number} is red.", namespace="theirs") for number in range(6)]
+QUESTION = "What is the secret of house 3?"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PackStore(tmp_path / "packs")
+
+
+def documents(facts, store, bank, **settings):
+    made = KnowledgePackRetriever.from_facts(
+        facts, engine=tiny_engine(), store=store, bank=bank, namespace="mine", k=99, lazy=True, **settings
+    )
+    return [(each.page_content, each.metadata["kp"]["handle"], str(each.metadata)) for each in made.invoke(QUESTION)]
+
+
+def nodes(facts, store, bank, **settings):
+    made = NodeRetriever.from_facts(
+        facts,
+        engine=tiny_engine(),
+        store=store,
+        bank=bank,
+        namespace="mine",
+        similarity_top_k=99,
+        lazy=True,
+        **settings,
+    )
+    return [(hit.text, hit.node.handle, str(hit.node.metadata)) for hit in made.retrieve(QUESTION)]
+
+
+@pytest.mark.parametrize("unit", ["fact", "bank", "document"])
+@pytest.mark.parametrize("given", ["before", "with them"])
+@pytest.mark.parametrize("retrieve", [documents, nodes])
+def test_a_retriever_sees_its_namespace_alone(retrieve, given, unit, store):
+    bank = MemoryFactBank(LetterEmbedder(), bank_size=4)
+    if given == "before":
+        bank.build([*MINE[:2], *THEIRS])
+    found = retrieve(MINE if given == "before" else [*MINE, *THEIRS], store, bank, unit=unit)
+    texts = [line for text, _, _ in found for line in text.split("\n")]
+    assert sorted(texts) == [fact.text for fact in MINE]
+    assert "secret" not in str(found)
+    assert {handle.partition("/")[0] for _, handle, _ in found} == {"kp:mine"}
+    # Packs are made where their facts are, and of nobody's facts but those given.
+    spaces = {handle.namespace: store.peek(handle).text for handle in store}
+    assert set(spaces) == ({"mine"} if given == "before" else {"mine", "theirs"})
+    assert all("secret" in store.peek(handle).text for handle in store.handles("theirs"))
+    assert not any("secret" in store.peek(handle).text for handle in store.handles("mine"))
+
+
+@pytest.mark.parametrize("retrieve", [documents, nodes])
+def test_a_filter_does_not_open_another_namespace(retrieve, store):
+    bank = MemoryFactBank(LetterEmbedder())
+    marked = [Fact(fact.text, namespace=fact.namespace, metadata={"namespace": "mine"}) for fact in THEIRS]
+    found = retrieve([*MINE, *marked], store, bank)
+    assert len(found) == len(MINE)
+
+
+def test_the_same_text_in_two_namespaces_is_two_packs(store):
+    bank = MemoryFactBank(LetterEmbedder())
+    both = [Fact("The gate is green."), Fact("The gate is green.", namespace="theirs")]
+    [(_, handle, _)] = documents(both, store, bank)
+    assert handle.startswith("kp:mine/")
+    assert {each.namespace for each in store} == {"mine", "theirs"}
+
+
+def test_nodes_go_into_the_namespace_of_their_index(store):
+    bank, engine = MemoryFactBank(LetterEmbedder()), tiny_engine()
+    settings = {"engine": engine, "store": store, "bank": bank, "lazy": True, "progress": False}
+    for name, text in (("mine", "The gate is green."), ("theirs", "The secret is red.")):
+        index = KnowledgePackIndex.from_nodes([TextNode(text=text)], namespace=name, **settings)
+        [hit] = index.as_retriever(similarity_top_k=9).retrieve(QUESTION)
+        assert hit.text == text
+        assert Handle.parse(hit.node.get_content(MetadataMode.LLM)).namespace == name
+    assert sorted(fact.namespace for fact in bank.facts()) == ["mine", "theirs"]
+
+
+def test_tools_follow_no_handle_inside_a_fact(store):
+    engine = tiny_engine()
+    secret = str(store.put(engine.build_pack("The secret is red.", namespace="theirs", lazy=True)))
+    for text in (secret, f"For the secret of house 3, see {secret}."):
+        retriever = KnowledgePackRetriever.from_facts(
+            [Fact(text)], engine=engine, store=store, bank=MemoryFactBank(LetterEmbedder()), namespace="mine", lazy=True
+        )
+        for content in ("text", "handle"):
+            tool = create_pack_search_tool(retriever.model_copy(update={"content": content}), store)
+            message = tool.invoke({"name": tool.name, "args": {"query": QUESTION}, "id": "1", "type": "tool_call"})
+            assert [handle.namespace for _, _, handle in find_handles(message.content)] == ["mine"]
+            assert [document.page_content for document in message.artifact] == [text]
+
+
+def test_resolving_reads_the_namespaces_that_are_given(store):
+    engine = tiny_engine()
+    mine, theirs = (str(store.put(engine.build_pack("Red.", namespace=name, lazy=True))) for name in ("mine", "theirs"))
+    read = resolve_documents([mine, theirs], store, namespaces=["mine"])
+    assert [document.page_content for document in read] == ["Red.", theirs]
+
+
+def test_what_is_counted_is_what_is_delivered(store):
+    engine = tiny_engine()
+    retriever = KnowledgePackRetriever.from_facts(
+        [*MINE, *THEIRS],
+        engine=engine,
+        store=store,
+        bank=MemoryFactBank(LetterEmbedder()),
+        namespace="mine",
+        k=99,
+        content="handle",
+        progress=False,
+    )
+    model = ChatKnowledgePacks(engine=engine, store=store, namespaces=["mine"], max_tokens=1)
+    found = retriever.invoke(QUESTION)
+    usage = model.invoke([HumanMessage("\n".join(document.page_content for document in found))])
+    lengths = [len(store.get(handle).token_ids) for handle in store.handles("mine")]
+    assert usage.response_metadata["kp"]["pack_tokens"] == sum(lengths)
+
+
+def test_namespaces_are_refused_at_the_first_touch(store):
+    bank = MemoryFactBank(LetterEmbedder())
+    for touch in (
+        lambda: KnowledgePackRetriever(bank=bank, store=store, namespace="Acme Corp"),
+        lambda: NodeRetriever(bank, store, namespace="Acme Corp"),
+        lambda: KnowledgePackIndex(tiny_engine(), store, bank, namespace="Acme Corp"),
+    ):
+        with pytest.raises((HandleError, ValueError), match="'acme-corp'"):
+            touch()
