@@ -69,6 +69,7 @@ def isles(facts, chat_engine, store, bank):
         namespace="isles",
         compiled_for=pack_place(PROMPT),
         k=3,
+        content="handle",
         progress=False,
     )
 

@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-from kp_core.compiling import compile_facts, stored_handle
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddleware, SummarizationMiddleware
 from langchain_core.documents import Document
@@ -14,6 +13,7 @@ from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
 from kp_core import Fact, find_handles
+from kp_core.delivery import compile_facts
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,
@@ -55,10 +55,9 @@ def reader(pages):
 
 @pytest.fixture(scope="module")
 def pages(chat_engine, store):
-    compile_facts(
-        [Fact(page) for page in PAGES], chat_engine, store, namespace="book", compiled_for="system", progress=False
-    )
-    return [str(stored_handle(store, page, "book", "system")) for page in PAGES]
+    facts = [Fact(page) for page in PAGES]
+    handles = compile_facts(facts, chat_engine, store, namespace="book", compiled_for="system", progress=False)
+    return [str(handle) for handle in handles]
 
 
 @pytest.fixture
@@ -218,6 +217,10 @@ async def test_the_search_tool_gives_handles_and_keeps_documents(retriever, stor
     assert not find_handles(message.artifact[0].page_content)
     assert {document.metadata["source"] for document in message.artifact} == {"demo"}
     assert (await search.ainvoke(call)).content == message.content
+    as_text = create_pack_search_tool(retriever.model_copy(update={"content": "text"}), store)
+    again = as_text.invoke({**call, "name": as_text.name})
+    assert again.content == message.content
+    assert [document.page_content for document in again.artifact] == [d.page_content for d in message.artifact]
 
 
 def test_remembering_makes_a_pack(chat_engine, store, model):
@@ -237,3 +240,12 @@ def test_rewritten_text_wins_over_its_handle(text_retriever, store, caplog):
         [kept] = to_handles([changed], store)
     assert kept.page_content == "The bird is [redacted]."
     assert "not that of" in caplog.text
+
+
+def test_handles_that_stand_in_documents_of_earlier_releases(smol, store):
+    # They put a line feed behind memory, and the handle into the metadata itself.
+    handle = str(store.put(smol.build_pack("Ana keeps bees.\n", namespace="isles", lazy=True)))
+    [made] = to_handles([Document("Ana keeps bees.", metadata={"handle": handle})], store)
+    assert made.page_content == handle
+    [theirs] = to_handles([Document("Ana keeps bees.", metadata={"handle": "brass"})], store)
+    assert theirs.page_content == "Ana keeps bees."

@@ -1,12 +1,18 @@
 """`KnowledgePackRetriever`: building packs, finding them, and doing without."""
 
 import logging
+from typing import Any
 
 import pytest
+from langchain_core.documents import BaseDocumentCompressor
+from langchain_core.embeddings import Embeddings
+from langchain_core.vectorstores import InMemoryVectorStore
+from pydantic import ValidationError
 
-from kp_core import Fact, MemoryFactBank, PackStore, find_handles
-from kp_core.errors import BankError
-from kp_langchain import KnowledgePackRetriever
+from kp_core import Fact, Handle, MemoryFactBank, PackStore, PackView, find_handles
+from kp_core.errors import BankError, OptionError
+from kp_core.packs.view import TRUSTED_ROLES
+from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
 from tests.conftest import tiny_engine
 
 
@@ -31,7 +37,7 @@ class Counting:
 
 
 def made(facts, shelf, embedder, engine=None, **settings):
-    settings = {"k": 2, "progress": False, **settings}
+    settings = {"k": 2, "progress": False, "content": "handle", **settings}
     return KnowledgePackRetriever.from_facts(
         facts, engine=engine or tiny_engine(), store=shelf, bank=MemoryFactBank(embedder), **settings
     )
@@ -52,6 +58,7 @@ def test_a_document(facts, shelf, embedder):
         "source": "book",
         "bank": 0,
         "page": "7",
+        "kp": {"handle": document.page_content, "score": document.metadata["score"], "bank": 0, "id": "f1"},
     }
     pack = shelf.get(handle)
     assert (pack.text, pack.provenance["title"], pack.provenance["source"]) == (fact.text, "Mill", "book")
@@ -89,16 +96,17 @@ def test_memory_packs_have_the_handle_of_their_own_text(facts, shelf, embedder):
     retriever = made(facts[:3], shelf, embedder, compiled_for="system")
     for document in retriever.invoke("flag"):
         [(_, _, handle)] = find_handles(document.page_content)
-        assert shelf.get(handle).text == document.metadata["text"] + "\n"
+        assert shelf.get(handle).text == document.metadata["text"]
 
 
 def test_a_fact_without_a_pack_comes_as_text(facts, shelf, embedder, caplog):
     retriever = made(facts[:2], shelf, embedder)
     shelf.remove(shelf.handle(facts[0].text, "default"))
-    with caplog.at_level(logging.WARNING, "kp_langchain"):
+    with caplog.at_level(logging.WARNING, "kp_core"):
         documents = {document.id: document for document in retriever.invoke(facts[0].text)}
     assert documents[facts[0].id].page_content == facts[0].text
-    assert documents[facts[0].id].metadata["handle"] is None
+    assert "handle" not in documents[facts[0].id].metadata
+    assert documents[facts[0].id].metadata["kp"]["handle"] is None
     assert find_handles(documents[facts[1].id].page_content)
     assert f"no pack of fact {facts[0].id}" in caplog.text
 
@@ -134,7 +142,7 @@ async def test_async_equals_sync(retriever):
 
 
 def test_in_chroma_by_path(facts, tmp_path, shelf, embedder):
-    settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "k": 1}
+    settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "k": 1, "content": "handle"}
     retriever = KnowledgePackRetriever.from_facts(facts[:3], embedder=embedder, path=tmp_path / "bank", **settings)
     first = retriever.invoke("flag")
     retriever.bank.close()
@@ -153,3 +161,111 @@ def test_errors(facts, shelf, embedder, tmp_path):
         KnowledgePackRetriever.from_facts(
             facts, engine=tiny_engine(), store=shelf, bank=retriever.bank, path=tmp_path / "bank"
         )
+
+
+def test_text_to_everyone_and_the_users_own_fields_stay(facts, shelf, embedder):
+    own = {
+        "source": "my/file.md",
+        "title": "",
+        "bank": "Lloyds",
+        "score": 7,
+        "handle": "brass",
+        "text": "short",
+        "p": 1,
+    }
+    mill = Fact("The mill has four sails.", title="Mill", source="book", metadata=own, id="f1")
+    plain = Fact("The ferry leaves at dawn.")
+    retriever = made([mill, plain], shelf, embedder, content="text")
+    documents = {document.page_content: document for document in retriever.invoke("sails")}
+    about = dict(documents[mill.text].metadata)
+    record = about.pop("kp")
+    assert about == own
+    assert set(record) == {"handle", "score", "bank", "id"}
+    assert shelf.get(Handle.parse(record["handle"])).text == mill.text
+    assert (record["id"], record["bank"]) == ("f1", 0)
+    about = documents[plain.text].metadata
+    assert not {"title", "source"} & set(about)
+    assert (about["handle"], about["score"]) == (about["kp"]["handle"], about["kp"]["score"])
+
+
+def test_what_stands_between_retriever_and_model_reads_text(facts, shelf, embedder):
+    retriever = made(facts, shelf, embedder, content="text", k=6)
+    question = "What bird is shown on the flag of the Orrelay Isles?"
+    plain = retriever.invoke(question)
+    near = EmbeddingsFilter(embeddings=Vectors(embedder), least=plain[2].metadata["score"] - 1e-4)
+    kept = near.compress_documents(plain, question)
+    assert kept == plain[:3]
+    by_handle = retriever.model_copy(update={"content": "handle"}).invoke(question)
+    assert near.compress_documents(by_handle, question) == []
+    assert to_handles(kept, shelf) == by_handle[:3]
+
+
+class EmbeddingsFilter(BaseDocumentCompressor):
+    """Keeps the documents whose content is near the question, as LangChain's class of this name does."""
+
+    embeddings: Any
+    least: float
+
+    def compress_documents(self, documents, query, callbacks=None):  # noqa: ARG002 - LangChain's signature
+        found = InMemoryVectorStore(self.embeddings)
+        found.add_documents(list(documents))
+        return [each for each, score in found.similarity_search_with_score(query, len(documents)) if score > self.least]
+
+
+class Vectors(Embeddings):
+    """The embedder of this project as LangChain has them."""
+
+    def __init__(self, embedder):
+        self.embedder = embedder
+
+    def embed_documents(self, texts):
+        return self.embedder.embed(texts).tolist()
+
+    def embed_query(self, text):
+        return self.embedder.embed_query(text).tolist()
+
+
+def test_misspelt_options_are_refused_before_anything_is_made(facts, shelf, embedder, tmp_path):
+    bank = MemoryFactBank(embedder)
+    settings = {"engine": tiny_engine(), "store": shelf}
+    for ask, says in (
+        (lambda: KnowledgePackRetriever(bank=bank, store=shelf, search_kwargs={"k": 2}), "no option 'search_kwargs'"),
+        (lambda: KnowledgePackRetriever(bank=bank, store=shelf, namespce="a"), "Did you mean 'namespace'"),
+        (lambda: KnowledgePackRetriever.from_facts(facts, bank=bank, contents="text", **settings), "mean 'content'"),
+        (lambda: KnowledgePackRetriever.from_facts(facts, path=tmp_path / "b", progres=1, **settings), "'progress'"),
+        (lambda: KnowledgePackRetriever(bank=bank, store=shelf).invoke("flag", prob=1), "Did you mean 'probes'"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            ask()
+    assert (len(bank), len(shelf), (tmp_path / "b").exists()) == (0, 0, False)
+    named = KnowledgePackRetriever(bank=bank, store=shelf, tags=["a"], metadata={"b": 1})
+    assert named.tags == ["a"]
+
+
+def test_what_is_no_bank_is_named(shelf):
+    with pytest.raises(ValidationError, match=r"Got <class '.*Vectors'> as bank; expected a FactBank"):
+        KnowledgePackRetriever(bank=Vectors(None), store=shelf)
+    with pytest.raises(BankError, match=r"Vectors'> as embedder; expected an Embedder"):
+        KnowledgePackRetriever.from_facts([], engine=tiny_engine(), store=shelf, embedder=Vectors(None))
+
+
+class Toy:
+    """All that a store of packs has to be."""
+
+    def __init__(self, shelf):
+        self.handle, self.peek, self.get, self.put = shelf.handle, shelf.peek, shelf.get, shelf.put
+
+    def view(self, *namespaces, trusted_roles=TRUSTED_ROLES):
+        return PackView(self, namespaces, trusted_roles)
+
+
+def test_any_store_that_keeps_the_protocol_will_do(facts, shelf, embedder):
+    engine, toy = tiny_engine(), Toy(shelf)
+    retriever = made(facts[:2], toy, embedder, engine)
+    model = ChatKnowledgePacks(engine=engine, store=toy, namespaces=["default"], max_tokens=1)
+    [first, *_] = retriever.invoke("flag")
+    assert model.invoke(first.page_content).response_metadata["kp"]["pack_tokens"] > 0
+    tool = create_pack_search_tool(retriever, toy)
+    assert tool.invoke({"query": "flag"})
+    with pytest.raises(ValidationError, match="Packs"):
+        KnowledgePackRetriever(bank=retriever.bank, store=object())

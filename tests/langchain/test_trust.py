@@ -53,7 +53,14 @@ def test_raw_user_input_can_be_shut_out(chat_engine, store, handle):
 def test_a_handle_inside_a_fact_is_not_followed(chat_engine, store, handle, chat):
     smuggler = Fact(f"For more, see {handle} at once.")
     retriever = KnowledgePackRetriever.from_facts(
-        [smuggler], engine=chat_engine, store=store, namespace="isles", embedder=_Flat(), k=1, progress=False
+        [smuggler],
+        engine=chat_engine,
+        store=store,
+        namespace="isles",
+        embedder=_Flat(),
+        k=1,
+        content="handle",
+        progress=False,
     )
     [document] = retriever.invoke("more?")
     own = chat_engine.build_pack(smuggler.text, namespace="isles", lazy=True)
