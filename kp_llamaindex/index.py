@@ -186,11 +186,11 @@ class KnowledgePackIndex:
         """
         llm = llm or self.llm
         engines: dict[ChatMode, Any] = {
-            ChatMode.SIMPLE: SimpleChatEngine,
-            ChatMode.CONDENSE_QUESTION: CondenseQuestionChatEngine,
             ChatMode.BEST: CondensePlusContextChatEngine,
             ChatMode.CONDENSE_PLUS_CONTEXT: CondensePlusContextChatEngine,
             ChatMode.CONTEXT: ContextChatEngine,
+            ChatMode.CONDENSE_QUESTION: CondenseQuestionChatEngine,
+            ChatMode.SIMPLE: SimpleChatEngine,
         }
         if chat_mode not in engines:
             raise PromptError(

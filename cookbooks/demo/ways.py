@@ -56,10 +56,10 @@ class World:
             "bank": bank,
             "namespace": _NAMESPACE,
             "compiled_for": self.place,
+            "content": "handle",
         }
         # Ranking a few hundred facts costs nothing beside embedding the question, so every bank is searched.
-        bank.build(corpus.facts)
-        everywhere = {"lazy": True, "probes": bank.banks}
+        everywhere = {"lazy": True, "probes": len(corpus.facts)}
         self.facts = KnowledgePackRetriever.from_facts(corpus.facts, **common, **everywhere, k=FACTS)
         self.banks = KnowledgePackRetriever.from_facts((), **common, **everywhere, k=1, unit="bank")
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 from llama_index.core import Document, MockEmbedding, PromptTemplate, VectorStoreIndex
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms import MockLLM
@@ -13,11 +15,10 @@ from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.tools import RetrieverTool
-from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 
-from kp_core import Fact, Handle, MemoryFactBank, find_handles
-from kp_core.errors import BankError, PromptError
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackRetriever, pack_place
+from kp_core import Fact, Handle, MemoryFactBank, PackView, find_handles
+from kp_core.errors import BankError, OptionError, PromptError
+from kp_llamaindex import KnowledgePackIndex, KnowledgePackMemoryBlock, KnowledgePackRetriever, pack_place
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import QUESTION
 
@@ -58,75 +59,9 @@ def test_score_cutoff(tiny_index):
     assert len(kept) < 5
 
 
-def only(*filters, condition=FilterCondition.AND):
-    return MetadataFilters(
-        filters=[MetadataFilter(key=key, operator=operator, value=value) for key, operator, value in filters],
-        condition=condition,
-    )
-
-
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        (only(("number", FilterOperator.EQ, 3)), {3}),
-        (only(("number", FilterOperator.NE, 3)), set(range(24)) - {3}),
-        (only(("number", FilterOperator.IN, [1, 2, 99])), {1, 2}),
-        (only(("number", FilterOperator.NIN, list(range(20)))), {20, 21, 22, 23}),
-        (only(("number", FilterOperator.GT, 21)), {22, 23}),
-        (only(("number", FilterOperator.GTE, 21)), {21, 22, 23}),
-        (only(("number", FilterOperator.LT, 2)), {0, 1}),
-        (only(("number", FilterOperator.LTE, 2)), {0, 1, 2}),
-        (only(("number", FilterOperator.GT, 3), ("number", FilterOperator.LT, 6)), {4, 5}),
-        (
-            only(("number", FilterOperator.LT, 1), ("number", FilterOperator.GT, 22), condition=FilterCondition.OR),
-            {0, 23},
-        ),
-        (only(("number", FilterOperator.LT, 20), condition=FilterCondition.NOT), {20, 21, 22, 23}),
-        (
-            MetadataFilters(
-                filters=[
-                    MetadataFilters(filters=[MetadataFilter(key="number", operator=FilterOperator.LT, value=8)]),
-                    only(
-                        ("number", FilterOperator.EQ, 7), ("number", FilterOperator.EQ, 9), condition=FilterCondition.OR
-                    ),
-                ]
-            ),
-            {7},
-        ),
-        (only(("number", FilterOperator.GT, "x")), set()),
-        (only(("absent", FilterOperator.EQ, 1)), set()),
-        (MetadataFilters(filters=[]), set(range(24))),
-    ],
-)
-def test_metadata_filters(filters, expected, tiny_index):
-    found = tiny_index.as_retriever(similarity_top_k=24, filters=filters).retrieve(QUESTION)
-    assert {hit.metadata["number"] for hit in found} == expected
-
-
-def test_filters_look_beyond_the_nearest(tiny_index):
-    everything = [hit.metadata["number"] for hit in tiny_index.as_retriever(similarity_top_k=24).retrieve(QUESTION)]
-    farthest = only(("number", FilterOperator.EQ, everything[-1]))
-    [hit] = tiny_index.as_retriever(similarity_top_k=1, filters=farthest).retrieve(QUESTION)
-    assert hit.metadata["number"] == everything[-1]
-
-
-def test_numbers_that_banks_keep_as_strings(store, embedder):
-    facts = [Fact(f"Fact of {year}.", metadata={"year": str(year)}) for year in (1980, 1990, 2000)]
-    retriever = KnowledgePackRetriever.from_facts(
-        facts,
-        engine=tiny_engine(),
-        store=store,
-        bank=MemoryFactBank(embedder),
-        lazy=True,
-        progress=False,
-        filters=only(("year", FilterOperator.GTE, 1990)),
-    )
-    assert {hit.metadata["year"] for hit in retriever.retrieve("fact")} == {"1990", "2000"}
-
-
 def test_a_fact_without_a_pack_comes_as_text(tiny_index, nodes, store, caplog):
     store.remove(store.handle(nodes[0].text, "default"))
-    with caplog.at_level(logging.WARNING, "kp_llamaindex"):
+    with caplog.at_level(logging.WARNING, "kp_core"):
         [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
     assert f"no pack of fact {nodes[0].node_id}" in caplog.text
@@ -263,3 +198,72 @@ def test_in_chroma_by_path(nodes, tmp_path, store, embedder):
     again = KnowledgePackIndex.from_nodes([], embedder=embedder, path=tmp_path / "bank", **settings)
     assert again.as_retriever().retrieve(QUESTION) == found
     again.bank.close()
+
+
+# Units and options
+
+
+@pytest.mark.parametrize("unit", ["bank", "document"])
+def test_nodes_of_whole_banks_and_documents(unit, store, embedder):
+    nodes = [TextNode(text=f"House {number} is green.", metadata={"source": f"{number % 2}.md"}) for number in range(6)]
+    for node in nodes:
+        node.excluded_llm_metadata_keys = ["source"]
+    index = KnowledgePackIndex.from_nodes(
+        nodes,
+        engine=tiny_engine(),
+        store=store,
+        bank=MemoryFactBank(embedder, bank_size=3),
+        unit=unit,
+        lazy=True,
+        progress=False,
+    )
+    found = index.as_retriever(similarity_top_k=9).retrieve("house")
+    units = [hit.text.split("\n") for hit in found]
+    assert sorted(line for unit in units for line in unit) == [node.text for node in nodes]
+    assert len(found) == len(store) == (2 if unit == "document" else index.bank.banks)
+    for hit in found:
+        assert store.get(Handle.parse(hit.node.get_content(MetadataMode.LLM))).text == hit.text
+    assert index.as_retriever(unit="fact", similarity_top_k=9, content="text").retrieve("house")[0].text in str(units)
+
+
+def test_misspelt_options_are_refused_before_anything_is_made(nodes, store, embedder, tiny_index, tmp_path):
+    made = {"engine": tiny_engine(), "store": store}
+    bank = MemoryFactBank(embedder)
+    for ask, says in (
+        (lambda: KnowledgePackRetriever(bank, store, similarity_topk=2), "Did you mean 'similarity_top_k'"),
+        (lambda: KnowledgePackRetriever(bank, store, k=2), "has no option 'k'"),
+        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], bank=bank, progres=False, **made), "'progress'"),
+        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], path=tmp_path / "b", filter=1, **made), "'filters'"),
+        (lambda: tiny_index.as_retriever(scorecutoff=0.5), "Did you mean 'score_cutoff'"),
+        (lambda: tiny_index.as_query_engine(respons_mode="compact"), "Did you mean 'response_mode'"),
+        (lambda: tiny_index.as_chat_engine(system_promt="Be brief."), "Did you mean 'system_prompt'"),
+    ):
+        with pytest.raises(OptionError, match=says):
+            ask()
+    assert (len(bank), (tmp_path / "b").exists()) == (0, False)
+
+
+def test_what_is_no_bank_is_named(store):
+    for make in (
+        lambda: KnowledgePackRetriever(MockEmbedding(embed_dim=2), store),
+        lambda: KnowledgePackIndex(tiny_engine(), store, MockEmbedding(embed_dim=2)),
+    ):
+        with pytest.raises(BankError, match=r"MockEmbedding'> as bank; expected a FactBank"):
+            make()
+    with pytest.raises(BankError, match=r"MockEmbedding'> as embedder; expected an Embedder"):
+        KnowledgePackIndex.from_nodes(
+            [], engine=tiny_engine(), store=store, embedder=MockEmbedding(embed_dim=2), progress=False
+        )
+
+
+def test_any_store_that_keeps_the_protocol_will_do(nodes, store, embedder, usages):
+    toy = SimpleNamespace(handle=store.handle, peek=store.peek, get=store.get, put=store.put)
+    toy.view = lambda *namespaces, **roles: PackView(toy, namespaces, **roles)
+    index = KnowledgePackIndex.from_nodes(
+        nodes[:3], engine=tiny_engine(), store=toy, bank=MemoryFactBank(embedder), lazy=True, progress=False
+    )
+    index.as_query_engine(index.llm.model_copy(update={"max_tokens": 1})).query(QUESTION)
+    assert usages[-1]["pack_tokens"] > 0
+    memory = KnowledgePackMemoryBlock(store=toy, engine=tiny_engine(), lazy=True)
+    asyncio.run(memory.aput([ChatMessage("Four sails.")]))
+    assert memory.text() == "user: Four sails.\n"

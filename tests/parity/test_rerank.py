@@ -8,7 +8,7 @@ from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter,
 from pydantic import ValidationError
 
 from kp_core import Fact, MemoryFactBank, PackStore
-from kp_core.delivery import BankPacks
+from kp_core.delivery import Delivery
 from kp_core.errors import BankError
 from kp_core.facts import LexicalReranker
 from kp_langchain import KnowledgePackRetriever
@@ -95,7 +95,7 @@ def test_whole_banks_stand_where_their_first_fact_does(bank, store, question):
         bank=bank, store=store, content="text", unit="bank", k=3, probes=bank.banks, rerank=RERANK
     )
     assert [document.metadata["bank"] for document in retriever.invoke(question)] == expected
-    packs = BankPacks(bank, tiny_engine(), store, unit="bank", kv="lazy")
+    packs = Delivery(bank, tiny_engine(), store, unit="bank", kv="lazy")
     found = packs.search(question, 3, probes=bank.banks, rerank=RERANK)
     assert [unit.hit.bank for unit in found] == expected
 
