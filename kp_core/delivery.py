@@ -6,10 +6,11 @@ import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -42,14 +43,9 @@ class Found:
     handle: Handle | None
 
     @property
-    def text(self) -> str:
-        """The whole text of the unit."""
-        return self.unit.text
-
-    @property
     def content(self) -> str:
         """What a model is sent: the handle, else the text."""
-        return self.text if self.handle is None else str(self.handle)
+        return self.unit.text if self.handle is None else str(self.handle)
 
 
 class Delivery:
@@ -59,7 +55,7 @@ class Delivery:
     facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces: its
     pack is in that of its facts. Searches see `namespace` alone; `None` is all of them. `kv`: `stored` compiles a pack
     when it is first found and keeps its KV, `lazy` keeps text and tokens, `auto` stores where this machine reads KV
-    faster than it computes it (see `rates`, measured on first use). Without an `engine` packs are only looked up.
+    faster than it computes it. Without an `engine` packs are only looked up.
 
     What has no pack goes as text, with a warning. Raises `BankError` for a unit or kv that is none of these,
     `HandleError` for a namespace that is none.
@@ -82,21 +78,17 @@ class Delivery:
         self.facts, self.engine, self.store = facts, engine, store
         self.unit, self.kv, self.compiled_for = unit, kv, compiled_for
         self.namespace = None if namespace is None else check_namespace(namespace)
-        self._rates = rates
+        self.rates = rates
         self.used: Counter[int] = Counter()
         """How often each bank gave the best fact of a unit that was found; `warm` goes by it."""
 
     @property
-    def rates(self) -> Rates:
-        """What decides under `auto`."""
-        if self._rates is None:
-            self._rates = measure_rates(self._compiler, Path(getattr(self.store, "path", ".")))
-        return self._rates
-
-    @property
     def stores(self) -> bool:
-        """Whether KV is stored."""
-        return self.kv == "stored" or (self.kv == "auto" and self.rates.stores)
+        """Whether KV is stored; under `auto` that is measured once."""
+        if self.kv != "auto":
+            return self.kv == "stored"
+        self.rates = self.rates or measure_rates(self._compiler, Path(getattr(self.store, "path", ".")))
+        return self.rates.stores
 
     def add(self, facts: Iterable[Fact], *, progress: bool = True) -> None:
         """Put `facts` into the bank, those without a namespace of their own into this one, and compile their units.
@@ -105,10 +97,9 @@ class Delivery:
         """
         facts = [fact.moved(self.namespace) for fact in facts]
         self.facts.build(facts)
-        if self.unit != "fact":
-            spaces = {self.namespace, *(fact.namespace for fact in facts)}
-            facts = self._units(range(self.facts.banks), spaces)
-        self.compile(facts, progress=progress)
+        spaces = {self.namespace, *(fact.namespace for fact in facts)}
+        units = facts if self.unit == "fact" else self._units(range(self.facts.banks), spaces)
+        self.compile(units, progress=progress)
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -227,20 +218,20 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     facts = [fact.moved(namespace) for fact in facts]
     made: dict[tuple[str, str], Handle] = {}
     for space in dict.fromkeys(fact.namespace for fact in facts):
-        about = {fact.text: fact for fact in reversed(facts) if fact.namespace == space}
-        texts = list(dict.fromkeys(fact.text for fact in facts if fact.namespace == space))
-        options: dict[str, Any] = {"namespace": space, "compiled_for": compiled_for, "progress": progress}
-        known = [text for text in texts if store.peek(store.handle(text, space)) is not None]
-        missing = set(texts).difference(known)
-        for text, plan in _packs(engine, known, about, {**options, "lazy": True}):
-            handle = store.handle(plan.text, space)
-            if _is_stored(store, handle, plan, lazy=lazy):
-                made[space, text] = handle
+        wanted: dict[str, Fact] = {}
+        for fact in facts:
+            if fact.namespace == space:
+                wanted.setdefault(fact.text, fact)
+        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, progress=progress)
+        known = [fact for text, fact in wanted.items() if store.peek(store.handle(text, space)) is not None]
+        missing = set(wanted).difference(fact.text for fact in known)
+        for fact, plan in _packs(build, known, lazy=True):
+            if _is_stored(store, plan, lazy=lazy):
+                made[space, fact.text] = store.handle(fact.text, space)
             else:
-                missing.add(text)
-        left = [text for text in texts if text in missing]
-        for text, pack in _packs(engine, left, about, {**options, "lazy": lazy}):
-            made[space, text] = store.put(pack)
+                missing.add(fact.text)
+        for fact, pack in _packs(build, [wanted[text] for text in wanted if text in missing], lazy=lazy):
+            made[space, fact.text] = store.put(pack)
     return [made.get((fact.namespace, fact.text)) for fact in facts]
 
 
@@ -267,37 +258,33 @@ def open_bank(
 
 
 def _packs(
-    engine: Session, texts: Sequence[str], about: Mapping[str, Fact], options: Mapping[str, Any]
-) -> Iterator[tuple[str, KnowledgePack]]:
-    """Texts with their packs, without those that are too short for one."""
-    left, alone = list(texts), False
-    while left:
-        done, batch = 0, left[:1] if alone else left
+    build: Callable[..., Iterator[KnowledgePack]], facts: Sequence[Fact], *, lazy: bool
+) -> Iterator[tuple[Fact, KnowledgePack]]:
+    """Facts with their packs, without those that are too short for one."""
+    alone = False
+    while facts:
+        done, batch = 0, facts[:1] if alone else facts
+        about = [{name: text for name in ("title", "source") if (text := getattr(fact, name))} for fact in batch]
         try:
-            provenance = [_provenance(about[text]) for text in batch]
-            for pair in zip(batch, engine.build_packs(batch, provenance=provenance, **options), strict=True):
+            packs = build([fact.text for fact in batch], lazy=lazy, provenance=about)
+            for pair in zip(batch, packs, strict=True):
                 yield pair
                 done += 1
         except TemplateError as error:
             if alone:
-                # Raises where the position refuses every text.
-                engine.build_pack(_PROBE_TEXT, compiled_for=options["compiled_for"], lazy=True)
-                logger.warning("The text %r of fact %s goes as text: %s", batch[0], about[batch[0]].id, error)
+                next(build([_PROBE_TEXT], lazy=True))  # Raises where the position refuses every text.
+                logger.warning("The text %r of fact %s goes as text: %s", batch[0].text, batch[0].id, error)
                 done = 1
             # The engine does not say which text it was, so they go one by one until it is found.
             alone = not alone
-        left = left[done:]
+        facts = facts[done:]
 
 
-def _is_stored(store: Packs, handle: Handle, plan: KnowledgePack, *, lazy: bool) -> bool:
+def _is_stored(store: Packs, plan: KnowledgePack, *, lazy: bool) -> bool:
     """Whether the store holds what `plan` would become."""
+    handle = store.handle(plan.text, plan.namespace)
     held = store.peek(handle)
     if held is None or (held.token_ids, held.prefix) != (plan.token_ids, plan.prefix):
         return False
-    return held.fingerprint == plan.fingerprint and (
-        lazy or getattr(held, "stored_bytes", 0) > 0 or not store.get(handle).is_lazy
-    )
-
-
-def _provenance(fact: Fact) -> dict[str, str]:
-    return {name: value for name, value in (("title", fact.title), ("source", fact.source)) if value}
+    has_kv = lazy or getattr(held, "stored_bytes", 0) > 0 or not store.get(handle).is_lazy
+    return held.fingerprint == plan.fingerprint and has_kv

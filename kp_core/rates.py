@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from kp_core.engines.session import Session
@@ -38,10 +38,6 @@ class Rates:
     def stores(self) -> bool:
         """Whether reading KV beats computing it."""
         return self.read_tokens_per_s > self.prefill_tokens_per_s
-
-    def to_dict(self) -> dict[str, float | bool]:
-        """The fields and what follows from them, by name."""
-        return asdict(self) | {"read_tokens_per_s": self.read_tokens_per_s, "stores": self.stores}
 
 
 def measure_rates(engine: Session, folder: Path) -> Rates:

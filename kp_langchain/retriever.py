@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 from collections.abc import Iterable
 from typing import Any, Literal, Self
@@ -10,20 +11,18 @@ from typing import Any, Literal, Self
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from kp_core import Embedder, Fact, FactBank, Session
 from kp_core.delivery import Delivery, Found, Unit, open_bank
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import refuse_unknown
 from kp_core.facts import Reranker
-from kp_core.packs.handle import check_namespace
 from kp_core.packs.view import Packs
 
 __all__ = ["KnowledgePackRetriever"]
 
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
-_OF_FACTS = ("embedder", "engine", "path", "compiled_for", "lazy", "progress")
 
 
 class KnowledgePackRetriever(BaseRetriever):
@@ -38,14 +37,12 @@ class KnowledgePackRetriever(BaseRetriever):
     With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
     with the best facts; with `unit="document"`, all facts of a source.
 
-    `probes` banks are searched; by default as many as the bank's calibration says. `where` keeps facts by metadata
-    (`{"year": {"$gte": 1900}}`, see `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank` puts what was
-    found into its order, e.g. `kp_core.facts.LexicalReranker()`: the first `k` of it that `score_threshold` keeps are
-    returned, a bank standing where its first fact does. Scores stay cosines. `k`, `probes`, `where`, `score_threshold`
-    and `rerank` may also be given to `invoke`.
+    `probes` banks are searched; by default as many as the bank's calibration says. `where` keeps facts by metadata (see
+    `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank`, e.g. `kp_core.facts.LexicalReranker()`, puts
+    what was found into its order: the first `k` of it that `score_threshold` keeps are returned. Scores stay cosines.
+    These five may also be given to `invoke`.
 
-    Raises `OptionError` for options that do not exist, `BankError` for a blank question, and for a bank that was not
-    built.
+    Raises `OptionError` for options that do not exist, `BankError` for a blank question and a bank that was not built.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -63,19 +60,16 @@ class KnowledgePackRetriever(BaseRetriever):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_names(cls, given: Any) -> Any:  # noqa: ANN401 - what a caller gave
+    def _check_given(cls, given: Any) -> Any:  # noqa: ANN401 - what a caller gave
         refuse_unknown(given, cls.model_fields, cls.__name__)
+        if given.get("bank") is not None:
+            open_bank(given["bank"])
         return given
 
-    @field_validator("bank", mode="before")
-    @classmethod
-    def _check_bank(cls, bank: Any) -> Any:  # noqa: ANN401
-        return open_bank(bank)
-
-    @field_validator("namespace")
-    @classmethod
-    def _check_namespace(cls, name: str) -> str:
-        return check_namespace(name)
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._delivery()  # It refuses what is no namespace.
+        return self
 
     @classmethod
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -96,16 +90,14 @@ class KnowledgePackRetriever(BaseRetriever):
 
         Without `bank`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
         Facts go into the retriever's namespace; one that has a namespace of its own stays there, where this retriever
-        does not see it. Packs are compiled for the position `compiled_for`; for a prompt of LangChain that is
-        `pack_place(prompt)`. An interrupted run goes on where it stopped, and `lazy` packs are computed on first use
-        (see `kp_core.delivery.compile_facts`). `fields` are those of the retriever.
-
-        With `unit="bank"`, adding facts to a bank that has some regroups them: its packs are then compiled anew.
+        does not see it. Packs are compiled for the position `compiled_for` (of a prompt: `pack_place(prompt)`), `lazy`
+        ones on first use (see `kp_core.delivery.compile_facts`). `fields` are those of the retriever. With banks as
+        units, facts that come regroup those that are there, whose packs are then compiled anew.
         """
-        refuse_unknown(fields, (*cls.model_fields, *_OF_FACTS), cls.__name__)
+        refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
         retriever = cls(bank=open_bank(bank, embedder, path), store=store, **fields)
-        kv: Literal["lazy", "stored"] = "lazy" if lazy else "stored"
-        retriever._delivery(engine, kv=kv, compiled_for=compiled_for).add(facts, progress=progress)
+        delivery = retriever._delivery(engine, kv="lazy" if lazy else "stored", compiled_for=compiled_for)
+        delivery.add(facts, progress=progress)
         return retriever
 
     def _delivery(self, engine: Session | None = None, **options: Any) -> Delivery:  # noqa: ANN401
@@ -119,8 +111,8 @@ class KnowledgePackRetriever(BaseRetriever):
         **options: Any,  # noqa: ANN401
     ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
-        wanted = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        return [self._document(each) for each in self._delivery().search(query, **wanted)]
+        asked = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
+        return [self._document(each) for each in self._delivery().search(query, **asked)]
 
     async def _aget_relevant_documents(
         self,

@@ -29,8 +29,8 @@ from llama_index.core.schema import BaseNode, Document, TransformComponent
 
 from kp_core import Embedder, FactBank, Message, Session
 from kp_core.delivery import Delivery, Unit, open_bank
-from kp_core.engines.request import CompiledFor
-from kp_core.errors import BankError, PromptError, refuse_unknown
+from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.errors import BankError, PromptError
 from kp_core.packs.view import Packs
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.messages import to_messages

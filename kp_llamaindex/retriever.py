@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, Self
 
 from llama_index.core.base.base_retriever import BaseRetriever
@@ -14,17 +14,15 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Embedder, Fact, FactBank, Session
-from kp_core.delivery import Delivery, Unit, open_bank
+from kp_core.delivery import Delivery, Found, Unit, open_bank
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError, refuse_unknown
 from kp_core.facts import Reranker
 from kp_core.packs.view import Packs
 from kp_llamaindex.filters import to_where
-from kp_llamaindex.nodes import to_node
+from kp_llamaindex.nodes import PackNode, to_node
 
 __all__ = ["KnowledgePackRetriever"]
-
-_OF_FACTS = ("embedder", "engine", "path", "compiled_for", "lazy", "progress")
 
 
 class KnowledgePackRetriever(BaseRetriever):
@@ -36,12 +34,11 @@ class KnowledgePackRetriever(BaseRetriever):
     one per line, under one handle: the banks with the best facts; with `unit="document"`, all facts of a source.
 
     `filters` keeps facts by the metadata of their nodes; with filters every bank is searched, else `probes` of them
-    (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank` puts
-    what was found and passes the filters into its order, e.g. `kp_core.facts.LexicalReranker()`: the first
-    `similarity_top_k` of it that `score_cutoff` keeps are returned. Scores stay cosines.
+    (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank`, e.g.
+    `kp_core.facts.LexicalReranker()`, puts what passes the filters into its order: the first `similarity_top_k` of it
+    that `score_cutoff` keeps are returned. Scores stay cosines.
 
-    Raises `OptionError` for options that do not exist, `BankError` for a blank question, for `similarity_top_k` or
-    `probes` below 1, for a `rerank` that is no `Reranker`, and for a bank that was not built.
+    Raises `OptionError` for options that do not exist, and as `FactBank.search` does.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per choice
@@ -61,15 +58,14 @@ class KnowledgePackRetriever(BaseRetriever):
         verbose: bool = False,
         **unknown: Any,  # noqa: ANN401 - refused
     ) -> None:
-        refuse_unknown(unknown, _options(), type(self).__name__)
+        refuse_unknown(unknown, _known(type(self)), type(self).__name__)
         if content not in ("handle", "text"):
             raise BankError(f"Got content={content!r}; expected 'handle' or 'text'.")
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.bank, self.store, self.namespace, self.unit = open_bank(bank), store, namespace, unit
         self.similarity_top_k, self.probes = similarity_top_k, probes
-        self.filters, self.score_cutoff, self.rerank = filters, score_cutoff, rerank
-        self.content = content
-        Delivery(bank, None, store, unit=unit, namespace=namespace)  # Refuses what it cannot use.
+        self.filters, self.score_cutoff, self.rerank, self.content = filters, score_cutoff, rerank, content
+        self._delivery()  # It refuses what is no unit and no namespace.
 
     @classmethod
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -89,14 +85,13 @@ class KnowledgePackRetriever(BaseRetriever):
         """A retriever over `facts`: adds them to the bank, and compiles their packs into `store`.
 
         Without `bank`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
-        Facts go into the retriever's namespace; one that has a namespace of its own stays there, where this retriever
-        does not see it. Packs are compiled for the position `compiled_for`, `lazy` ones on first use (see
-        `kp_core.delivery.compile_facts`). `settings` are those of the retriever.
+        Facts go into the retriever's namespace; one that has its own stays there, where this retriever does not see it.
+        Packs are compiled for the position `compiled_for`, `lazy` ones on first use (see `kp_core.delivery`).
         """
-        refuse_unknown(settings, (*_options(), *_OF_FACTS), cls.__name__)
+        refuse_unknown(settings, (*_known(cls), *_known(cls.from_facts)), cls.__name__)
         made = cls(open_bank(bank, embedder, path), store, **settings)
-        kv: Literal["lazy", "stored"] = "lazy" if lazy else "stored"
-        made._delivery(engine, kv=kv, compiled_for=compiled_for).add(facts, progress=progress)
+        delivery = made._delivery(engine, kv="lazy" if lazy else "stored", compiled_for=compiled_for)
+        delivery.add(facts, progress=progress)
         return made
 
     def _delivery(self, engine: Session | None = None, **options: Any) -> Delivery:  # noqa: ANN401
@@ -112,13 +107,14 @@ class KnowledgePackRetriever(BaseRetriever):
             score_threshold=self.score_cutoff,
             rerank=self.rerank,
         )
-        handles = ["" if each.handle is None or self.content == "text" else str(each.handle) for each in found]
-        nodes = [to_node(each.unit, handle) for each, handle in zip(found, handles, strict=True)]
-        return [NodeWithScore(node=node, score=each.hit.score) for node, each in zip(nodes, found, strict=True)]
+        return [NodeWithScore(node=self._node(each), score=each.hit.score) for each in found]
+
+    def _node(self, found: Found) -> PackNode:
+        return to_node(found.unit, "" if found.handle is None or self.content == "text" else str(found.handle))
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
 
 
-def _options() -> list[str]:
-    return [name for name in inspect.signature(KnowledgePackRetriever).parameters if name != "unknown"]
+def _known(make: Callable[..., Any]) -> list[str]:
+    return [name for name, each in inspect.signature(make).parameters.items() if each.kind is not each.VAR_KEYWORD]

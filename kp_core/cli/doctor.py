@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, print_json, show_table, spread
-from kp_core.rates import measure_rates
 from kp_core.errors import KnowledgePackError
+from kp_core.rates import measure_rates
 
 __all__ = ["doctor"]
 

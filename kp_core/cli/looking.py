@@ -23,7 +23,6 @@ from kp_core.cli.shared import (
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactBank
 from kp_core.packs.pack import KnowledgePack
-from kp_core.rates import measure_rates
 
 __all__ = ["inspect"]
 

@@ -206,7 +206,7 @@ class EmbeddingsFilter(BaseDocumentCompressor):
     embeddings: Any
     least: float
 
-    def compress_documents(self, documents, query, callbacks=None):  # noqa: ARG002 - LangChain's signature
+    def compress_documents(self, documents, query, callbacks=None):
         found = InMemoryVectorStore(self.embeddings)
         found.add_documents(list(documents))
         return [each for each, score in found.similarity_search_with_score(query, len(documents)) if score > self.least]
