@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,9 @@ class Delivery:
         """Whether KV is stored; under `auto` that is measured once."""
         if self.kv != "auto":
             return self.kv == "stored"
-        self.rates = self.rates or measure_rates(self._compiler, Path(getattr(self.store, "path", ".")))
+        self.rates = self.rates or measure_rates(
+            self._compiler, Path(getattr(self.store, "path", tempfile.gettempdir()))
+        )
         return self.rates.stores
 
     def add(self, facts: Iterable[Fact], *, progress: bool = True) -> None:
@@ -132,6 +135,8 @@ class Delivery:
             if len(best) >= k or len(kept) < asked:
                 break
             asked *= _GROWTH
+        if not hits and where is None:
+            logger.warning("The bank holds no fact of the namespace %r.", namespace)
         chosen = list(best.values())[:k]
         self.used.update(hit.bank for hit in chosen)
         units = [self._unit(hit.fact, hit.bank) for hit in chosen]

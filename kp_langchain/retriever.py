@@ -30,9 +30,8 @@ class KnowledgePackRetriever(BaseRetriever):
 
     A document's `page_content` is its text, which everyone reads; with `content="handle"` it is the handle alone, for
     models that resolve it. A fact whose pack is not in the store comes as text either way, with a logged warning. The
-    document's `id` is that of the fact. Its metadata is the fact's own, with `handle`, `score`, `bank`, `title`,
-    `source` and `text` added where the fact has no such field and ours is not empty; our record always stands under
-    `kp`: `handle` (or `None`), `score`, `bank` and `id`.
+    `id` is the fact's. The metadata is the fact's own, with `handle`, `score`, `bank`, `title`, `source` and `text`
+    added where it has no such field and ours is not empty; `kp` always holds `handle`, `score`, `bank` and `id`.
 
     With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
     with the best facts; with `unit="document"`, all facts of a source.
@@ -91,13 +90,12 @@ class KnowledgePackRetriever(BaseRetriever):
         Without `bank`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
         Facts go into the retriever's namespace; one that has a namespace of its own stays there, where this retriever
         does not see it. Packs are compiled for the position `compiled_for` (of a prompt: `pack_place(prompt)`), `lazy`
-        ones on first use (see `kp_core.delivery.compile_facts`). `fields` are those of the retriever. With banks as
-        units, facts that come regroup those that are there, whose packs are then compiled anew.
+        ones on first use (see `kp_core.delivery`). Facts that come regroup banks, whose packs are then compiled anew.
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
         retriever = cls(bank=open_bank(bank, embedder, path), store=store, **fields)
-        delivery = retriever._delivery(engine, kv="lazy" if lazy else "stored", compiled_for=compiled_for)
-        delivery.add(facts, progress=progress)
+        kv = "lazy" if lazy else "stored"
+        retriever._delivery(engine, kv=kv, compiled_for=compiled_for).add(facts, progress=progress)
         return retriever
 
     def _delivery(self, engine: Session | None = None, **options: Any) -> Delivery:  # noqa: ANN401

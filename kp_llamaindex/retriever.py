@@ -34,9 +34,9 @@ class KnowledgePackRetriever(BaseRetriever):
     one per line, under one handle: the banks with the best facts; with `unit="document"`, all facts of a source.
 
     `filters` keeps facts by the metadata of their nodes; with filters every bank is searched, else `probes` of them
-    (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank`, e.g.
-    `kp_core.facts.LexicalReranker()`, puts what passes the filters into its order: the first `similarity_top_k` of it
-    that `score_cutoff` keeps are returned. Scores stay cosines.
+    (more where those hold too few facts). `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank` puts
+    what passes the filters into its order: the first `similarity_top_k` of it that `score_cutoff` keeps are returned.
+    Scores stay cosines.
 
     Raises `OptionError` for options that do not exist, and as `FactBank.search` does.
     """
