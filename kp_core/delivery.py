@@ -291,5 +291,5 @@ def _is_stored(store: Packs, plan: KnowledgePack, *, lazy: bool) -> bool:
     held = store.peek(handle)
     if held is None or (held.token_ids, held.prefix) != (plan.token_ids, plan.prefix):
         return False
-    has_kv = lazy or getattr(held, "stored_bytes", 0) > 0 or not store.get(handle).is_lazy
+    has_kv = lazy or held.stored_bytes > 0 or not store.get(handle).is_lazy
     return held.fingerprint == plan.fingerprint and has_kv

@@ -15,8 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from kp_core import Embedder, Fact, FactBank, Session
 from kp_core.delivery import Delivery, Found, Unit, open_bank
-from kp_core.engines.request import CompiledFor
-from kp_core.errors import refuse_unknown
+from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.facts import Reranker
 from kp_core.packs.view import Packs
 

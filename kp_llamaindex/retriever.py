@@ -15,8 +15,8 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Embedder, Fact, FactBank, Session
 from kp_core.delivery import Delivery, Found, Unit, open_bank
-from kp_core.engines.request import CompiledFor
-from kp_core.errors import BankError, refuse_unknown
+from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.errors import BankError
 from kp_core.facts import Reranker
 from kp_core.packs.view import Packs
 from kp_llamaindex.filters import to_where

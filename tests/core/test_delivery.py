@@ -93,6 +93,7 @@ def test_what_is_stored_is_not_compiled_again(
     made = packs(bank, tmp_path, kv="stored")
     made.search("Part 2 of a.md.", 3)
     monkeypatch.setattr(made.store, "put", lambda _: pytest.fail("stored twice"))
+    monkeypatch.setattr(made.store, "get", lambda _: pytest.fail("read to see whether it is there"))
     made.search("Part 2 of a.md.", 3)
 
 
