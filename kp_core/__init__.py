@@ -28,6 +28,7 @@ from kp_core.plan import Plan, Region, Sampling
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
+from kp_core.renamed import keep_modules
 from kp_core.steering import Steering
 from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
 from kp_core.usage import Usage
@@ -87,3 +88,17 @@ def bundled_model() -> Path:
     from kp_core.engines.hf.bundled import bundled_model
 
     return bundled_model()
+
+
+_FOLDERS = {"packs": ("fingerprint", "handle", "pack", "store"), "prompt": ("resolve", "template")}
+keep_modules(
+    {
+        "kp_core.bankpacks": "kp_core.delivery",
+        "kp_core.compiling": "kp_core.delivery",
+        "kp_core.embed": "kp_core.facts.embed",
+        "kp_core.packfile": "kp_core.packs.file",
+        **{f"kp_core.banks{name}": f"kp_core.facts{name}" for name in ("", ".base", ".chroma", ".filters", ".rerank")},
+        **{f"kp_core.sources{name}": f"kp_core.facts.sources{name}" for name in ("", ".drafts")},
+        **{f"kp_core.{name}": f"kp_core.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names},
+    }
+)

@@ -33,6 +33,7 @@ from kp_core.prompt.cuts import prefix_of
 from kp_core.prompt.prompt import Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate, TokenisedPack
+from kp_core.renamed import renamed
 from kp_core.steering import LayerRange, Method, Pair, Steering
 from kp_core.tools import Delta
 
@@ -141,6 +142,7 @@ class Session:
                 pass
         return math.exp(sum(stream.losses) / len(stream.losses))
 
+    @renamed(inside="compiled_for")
     def build_pack(
         self,
         text: str,
@@ -160,6 +162,7 @@ class Session:
             self.build_packs([text], namespace=namespace, compiled_for=compiled_for, lazy=lazy, provenance=about)
         )
 
+    @renamed(inside="compiled_for")
     def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
         self,
         texts: Sequence[str],
