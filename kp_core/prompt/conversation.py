@@ -262,11 +262,11 @@ def _normalised(call: object) -> _Call:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON of any shape
-    """`value` with `change` applied to every string in it that is not a key."""
+    """`value` with `change` applied to every string in it, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_strings(item, change) for key, item in value.items()}
+        return {map_strings(key, change): map_strings(item, change) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [map_strings(item, change) for item in value]
     return value

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 from typing import Any
 
 from kp_core.packs.view import PackRef, Segment
 from kp_core.prompt.conversation import Turn
-from kp_core.prompt.encoding import PromptEncoder
+from kp_core.prompt.encoding import PromptEncoder, insert
 
 __all__ = ["Marks"]
 
@@ -26,24 +27,21 @@ class Marks:
 
     def plain(self, turn: Turn) -> dict[str, Any]:
         """The message of `turn`, packs as their text."""
-        return turn.to_message("".join(self._escaped(segment) for segment in turn.segments), self._encoder.escape)
+        return self._message(turn, _content(turn), ())
 
     def marked(self, turn: Turn, index: int) -> dict[str, Any]:
-        """The same message with its marks; `index` is its place in the conversation."""
-        parts = []
-        for segment in turn.segments:
-            text = self._escaped(segment)
-            if isinstance(segment, PackRef):
-                core = text.strip()
-                lead, _, trail = text.partition(core)
-                text = f"{lead}{self._mark('b')}{core}{self._mark('e')}{trail}"
-                self._references.append(segment)
-            parts.append(text)
-        content = "".join(parts)
+        """The same message with its marks; `index` is its position in the conversation."""
+        marks, at, content = [], 0, _content(turn)
         if (index or turn.role != "system") and content.strip():
-            blanks = len(content) - len(content.lstrip())
-            content = content[:blanks] + f"{self._sign}m>" + content[blanks:]
-        return turn.to_message(content, self._encoder.escape)
+            marks.append((_leading(content), "m"))
+        for segment in turn.segments:
+            text = _text(segment)
+            if isinstance(segment, PackRef):
+                number = len(self._references)
+                marks += [(at + _leading(text), f"b{number}"), (at + len(text.rstrip()), f"e{number}")]
+                self._references.append(segment)
+            at += len(text)
+        return self._message(turn, content, marks)
 
     def find(self, marked: str) -> tuple[str, list[tuple[str, int]]]:
         """The text without marks, and each mark with its place in that text."""
@@ -61,9 +59,8 @@ class Marks:
         packs = []
         for number, reference in enumerate(self._references):
             if number in begins and number in ends:
-                escaped = self._escaped(reference)
-                lead = escaped[: len(escaped) - len(escaped.lstrip())]
-                trail = escaped[len(escaped.rstrip()) :]
+                own = reference.text
+                lead, trail = own[: _leading(own)], own[len(own.rstrip()) :]
                 start, stop = begins[number], ends[number]
                 # The pack's own outer blanks count when the template left them.
                 start -= len(lead) if text[:start].endswith(lead) else 0
@@ -71,8 +68,22 @@ class Marks:
                 packs.append((start, stop, reference))
         return packs, [at for kind, at in places if kind == "m"]
 
-    def _escaped(self, segment: Segment) -> str:
-        return self._encoder.escape(segment.text if isinstance(segment, PackRef) else segment)
+    def _message(self, turn: Turn, content: str, marks: Iterable[tuple[int, str]]) -> dict[str, Any]:
+        """The message of `turn`; what was joined is escaped, as segments may make a special token together."""
+        # Guards come before marks, so that a pack's own blanks are found right behind its last mark.
+        guards = [(at, self._encoder.guard) for at in self._encoder.guards(content)]
+        signs = [(at, f"{self._sign}{kind}>") for at, kind in marks]
+        return turn.to_message(insert(content, guards + signs), self._encoder.escape)
 
-    def _mark(self, kind: str) -> str:
-        return f"{self._sign}{kind}{len(self._references)}>"
+
+def _text(segment: Segment) -> str:
+    return segment.text if isinstance(segment, PackRef) else segment
+
+
+def _content(turn: Turn) -> str:
+    return "".join(map(_text, turn.segments))
+
+
+def _leading(text: str) -> int:
+    """How many blanks `text` begins with."""
+    return len(text) - len(text.lstrip())

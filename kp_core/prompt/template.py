@@ -193,7 +193,7 @@ class ChatTemplate:
         return tuple(self._check(prompt, span, encoded) for span in prompt.spans)
 
     def _check(self, prompt: Prompt, span: Span, encoded: Encoded) -> SpanCheck:
-        delivered = self._encoder.unescape(prompt.rendered[slice(*encoded.chars(span.start, span.stop))])
+        delivered = encoded.text_of(span.start, span.stop)
         before, found, after = span.reference.text.partition(delivered)
         if not found:
             raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
