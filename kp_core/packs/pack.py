@@ -51,7 +51,8 @@ class KnowledgePack:
     """Text, its tokens, and (unless the pack is lazy) the KV a model computed for them behind a prefix.
 
     `token_ids` is the part of the text's tokenisation that stays the same whatever follows it in a prompt; the last
-    characters of `text` may therefore be in no token here, and are prefilled with what follows. `kv` holds one entry
+    characters of `text` may therefore be in no token here, and are prefilled with what follows. Those of a pack for the
+    system message include the end of its line, which is not in `text`. `kv` holds one entry
     per token of `token_ids`. A pack is immutable data: every operation returns a new one.
 
     Raises `KVShapeError` when `kv` and `token_ids` disagree, `HandleError` when `namespace` is not one.

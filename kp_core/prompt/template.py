@@ -48,7 +48,7 @@ _FREE = AnswerShape()
 
 @dataclass(frozen=True)
 class TokenisedPack:
-    """The text of a pack as it will stand in prompts, its tokens, and a prompt that shows what stands before it."""
+    """The text of a pack as it was given, the tokens it has in prompts, and a prompt that shows its prefix."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -146,21 +146,22 @@ class ChatTemplate:
     def tokenise_pack(
         self, text: str, compiled_for: Sequence[Message] | Literal["user", "system"] = "user"
     ) -> TokenisedPack:
-        """`text` as a pack that will stand where `compiled_for` says.
+        """`text` as a pack for the position that `compiled_for` says.
 
-        `compiled_for` is `"user"` (at the start of a user message), `"system"` (memory at the head of the system
+        `compiled_for` is `"user"` (the start of a user message), `"system"` (memory, at the start of the system
         message), or messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the
-        pack; text at the head of the system message gets a final newline, after which nothing merges.
+        pack; as memory it ends its line (see `PackRef.text`), and nothing merges with that end.
         """
         if not text.strip():
             raise PromptError("Got a blank text; expected something to know.")
         if compiled_for == "system":
-            text, followers = text.strip() + "\n", _PRINTED_FOLLOWER
+            followers = _PRINTED_FOLLOWER
             messages: Sequence[Message] = ({"role": "system", "content": _SLOT}, {"role": "user", "content": "?"})
         else:
             followers = _ANY_FOLLOWER
             messages = ({"role": "user", "content": _SLOT},) if isinstance(compiled_for, str) else compiled_for
-        reference = PackRef("", KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown()))
+        pack = KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown())
+        reference = PackRef("", pack, memory=compiled_for == "system")
         prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
         if not prompt.spans:
             raise TemplateError(f"The text {text[:40]!r} has no token of its own at this place of the template.")

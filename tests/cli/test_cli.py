@@ -313,11 +313,15 @@ def test_verify_finds_packs_whose_tokens_are_not_those_of_their_text(kp: Kp, tmp
     engine, store = load_engine(), PackStore(tmp_path / "store")
     good, other = engine.build_packs(["The mill has four sails.", "A heron stands."], lazy=True, progress=False)
     store.put(good)
+    # Packs for the system message hold the end of their line among their tokens, and once did in their text.
+    memory = engine.build_pack("The ferry leaves at nine.", compiled_for="system", lazy=True)
+    for text in (memory.text, memory.text + "\n"):
+        store.put(replace(memory, text=text))
     store.put(replace(other, token_ids=good.token_ids))
     store.put(replace(good, text="Another model's.", fingerprint=replace(good.fingerprint, chat_template="another")))
     code, out, _ = kp("verify", "store", "--json")
     found = json.loads(out)
-    assert (code, found["template"]) == (3, {"checked": 2, "other_model": 1})
+    assert (code, found["template"]) == (3, {"checked": 4, "other_model": 1})
     assert len(found["wrong"]) == 1
     assert "at no position of the template" in found["wrong"][0]
     assert kp("verify", "store", "--no-template")[0] == 0

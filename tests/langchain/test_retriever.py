@@ -92,11 +92,12 @@ def test_lazy_packs(facts, shelf, embedder):
     assert all(shelf.get(find_handles(document.page_content)[0][2]).is_lazy for document in retriever.invoke("flag"))
 
 
-def test_memory_packs_have_the_handle_of_their_own_text(facts, shelf, embedder):
+def test_memory_packs_have_the_handle_of_their_text(facts, shelf, embedder):
     retriever = made(facts[:3], shelf, embedder, compiled_for="system")
     for document in retriever.invoke("flag"):
         [(_, _, handle)] = find_handles(document.page_content)
         assert shelf.get(handle).text == document.metadata["text"]
+        assert handle == shelf.handle(document.metadata["text"], "default")
 
 
 def test_a_fact_without_a_pack_comes_as_text(facts, shelf, embedder, caplog):

@@ -3,7 +3,7 @@ from itertools import pairwise
 
 import pytest
 
-from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackView, Prefix
+from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackStore, PackView, Prefix
 from kp_core.errors import PromptError, TemplateError, UnsupportedContentError
 from kp_core.packs.view import PackRef
 from kp_core.testing import CHATML, tiny_tokenizer
@@ -153,7 +153,7 @@ def test_pack_tokens_are_stable_whatever_follows(kind, compiled_for):
     tokenised = made.tokenise_pack("Orla Venn keeps the light.", compiled_for)
     for follower in ("", "\n\nWho?", " the end", "er", ".", "\n") if compiled_for != "system" else ("Be brief.",):
         if compiled_for == "system":
-            messages = [{"role": "system", "content": tokenised.text + follower}, {"role": "user", "content": "u"}]
+            messages = [{"role": "system", "content": f"{tokenised.text}\n{follower}"}, {"role": "user", "content": "u"}]
         elif compiled_for == "user":
             messages = tokenised.text + follower
         else:
@@ -162,6 +162,45 @@ def test_pack_tokens_are_stable_whatever_follows(kind, compiled_for):
         start = tokenised.prompt.spans[0].start
         assert ids[:start] == tokenised.prompt.token_ids[:start]
         assert ids[start : start + len(tokenised.token_ids)] == tokenised.token_ids
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_text_has_one_handle_wherever_it_is_compiled(kind, tmp_path):
+    made, store = template(kind), PackStore(tmp_path)
+    text = "Orla Venn keeps the light."
+    handles, tokens = set(), {}
+    for compiled_for in ("user", "system"):
+        tokenised = made.tokenise_pack(text, compiled_for)
+        pack = KnowledgePack(tokenised.text, "a", tokenised.token_ids, Prefix(), ModelFingerprint.unknown())
+        handles.add(store.put(pack))
+        tokens[compiled_for] = tokenised.token_ids
+    [handle] = handles
+    assert handle == store.handle(text, "a")
+    # In place it is its text; as memory it ends its line, and that end is among its tokens.
+    placed = made.render(f"{handle}\n\nWho?", view=store.view("a"))
+    assert placed.token_ids == made.render(f"{text}\n\nWho?").token_ids
+    prompt = made.render("Who?", packs=[PackRef(str(handle), store.peek(handle))])
+    assert [prompt.token_ids[span.start : span.stop] for span in prompt.spans] == [tokens["system"]]
+    assert f"{text}\n" in made.text(prompt)
+
+
+@pytest.mark.parametrize("placement", ["in_place", "system"])
+def test_a_pack_whose_stored_text_ends_its_line_still_resolves(placement, tmp_path):
+    """Packs for the system message were once stored with the end of their line."""
+    made, store = template("plain"), PackStore(tmp_path)
+    tokenised = made.tokenise_pack("Orla Venn keeps the light.", "system")
+    old, new = (
+        store.put(KnowledgePack(text, "a", tokenised.token_ids, Prefix(), ModelFingerprint.unknown()))
+        for text in (tokenised.text + "\n", tokenised.text)
+    )
+    assert old != new
+    before, after = (
+        made.render(f"{handle}Who?", view=store.view("a"), placement=placement)
+        for handle in (f"{old} ", f"{new}\n " if placement == "in_place" else f"{new} ")
+    )
+    assert made.text(before).replace(str(old), str(new)) == made.text(after)
+    assert [before.token_ids[span.start : span.stop] for span in before.spans] == [tokenised.token_ids]
+    assert made.verify(before)[0].delivered == tokenised.text + "\n"
 
 
 def test_system_placement_moves_packs_and_keeps_handles():
