@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from kp_core.errors import PromptError
+from kp_core.errors import KnowledgePackError, PromptError
 from kp_core.packs.handle import Handle, check_namespace, find_handles
 from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.recognise import PackTexts, TextIndex
 
 __all__ = ["TRUSTED_ROLES", "PackRef", "PackSource", "PackView", "Packs", "Segment"]
 
@@ -20,16 +22,20 @@ TRUSTED_ROLES = frozenset({"system", "user", "tool"})
 
 @dataclass(frozen=True)
 class PackRef:
-    """A pack at its place in a message, or as memory at the head of the system message."""
+    """A pack at its position in a message, or as memory at the start of the system message."""
 
     handle: str
     pack: KnowledgePack = field(compare=False, repr=False)
     memory: bool = False
+    recognised: bool = False
+    """Whether the message holds the pack's text itself: the prompt is the same with and without the pack."""
 
     @property
     def text(self) -> str:
-        """The text as it stands in the prompt: memory is a list of paragraphs, each ending its line."""
-        return self.pack.text.strip() + "\n" if self.memory else self.pack.text
+        """The text as it is in the prompt: memory is a list of paragraphs, each ending its line."""
+        if self.memory:
+            return self.pack.text.strip() + "\n"
+        return self.pack.text.strip() if self.recognised else self.pack.text
 
 
 Segment: TypeAlias = str | PackRef
@@ -65,18 +71,24 @@ class PackView:
 
     What does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text and is logged.
     Text that comes out of a pack is never searched for handles.
+
+    With `recognise`, the exact texts of packs in messages of trusted roles are found as well, if `texts` (the source,
+    where it can) tells them; handles inside them are text.
     """
 
     source: PackSource
     namespaces: Collection[str]
     trusted_roles: Collection[str] = TRUSTED_ROLES
     recognise: bool = True
+    texts: PackTexts | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.namespaces, str):
             raise PromptError(f"Got the string {self.namespaces!r} as namespaces; expected a collection of names.")
         object.__setattr__(self, "namespaces", frozenset(check_namespace(name) for name in self.namespaces))
         object.__setattr__(self, "trusted_roles", frozenset(self.trusted_roles))
+        if self.texts is None and isinstance(self.source, PackTexts):
+            object.__setattr__(self, "texts", self.source)
 
     def resolve(self, handle: Handle, role: str) -> KnowledgePack | None:
         """The pack without KV, when `role` may bring it in."""
@@ -93,13 +105,36 @@ class PackView:
         return None
 
     def split(self, text: str, role: str) -> tuple[Segment, ...]:
-        """`text` cut into plain text and the packs its handles stand for."""
+        """`text` cut into plain text, the packs its handles stand for, and those whose texts are recognised in it."""
+        found: list[tuple[int, int, Handle | PackRef]] = [*find_handles(text), *self._recognised(text, role)]
         segments: list[Segment] = []
         done = 0
-        for start, stop, handle in find_handles(text):
-            pack = self.resolve(handle, role)
-            if pack is not None:
-                segments += [text[done:start], PackRef(str(handle), pack)]
-                done = stop
+        # Of two that begin together, the longer first: the handle is then inside the text.
+        for start, stop, item in sorted(found, key=lambda place: (place[0], -place[1])):
+            if start < done:
+                continue
+            if isinstance(item, PackRef):
+                reference = item
+            else:
+                pack = self.resolve(item, role)
+                if pack is None:
+                    continue
+                reference = PackRef(str(item), pack)
+            segments += [text[done:start], reference]
+            done = stop
         segments.append(text[done:])
         return tuple(segment for segment in segments if segment != "")
+
+    def _recognised(self, text: str, role: str) -> Iterator[tuple[int, int, PackRef]]:
+        """Where the texts of packs are in `text`."""
+        if not self.recognise or self.texts is None or role not in self.trusted_roles:
+            return
+        index = TextIndex.of(self.texts)
+        for start, stop, handle in index.find(self.texts, text, self.namespaces):
+            # A pack that cannot be used is text here, which nobody asked to be more.
+            with suppress(KnowledgePackError):
+                pack = self.source.peek(handle)
+                if pack is None:
+                    index.discard(handle)
+                elif pack.text.strip() == text[start:stop]:
+                    yield start, stop, PackRef(str(handle), pack, recognised=True)

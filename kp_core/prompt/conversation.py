@@ -16,7 +16,7 @@ import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from kp_core.errors import PromptError
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -87,9 +87,9 @@ def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, 
     lifted = []
     for turn in turns:
         for segment in turn.segments:
-            if isinstance(segment, PackRef):
+            if _by_handle(segment):
                 found.setdefault(segment.handle, segment)
-        lifted.append(turn.with_segments([s.handle if isinstance(s, PackRef) else s for s in turn.segments]))
+        lifted.append(turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]))
     return tuple(lifted), tuple(found.values())
 
 
@@ -117,7 +117,7 @@ def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[T
     made: list[Turn | None] = list(turns)
     seen, orphans = set(elsewhere), []
     for anchor, spans in held.items():
-        brought = [part for span in spans for at in span for part in turns[at].segments if isinstance(part, PackRef)]
+        brought = [part for span in spans for at in span for part in turns[at].segments if _by_handle(part)]
         new = {part.handle: replace(part, memory=True) for part in brought if part.handle not in seen}
         seen |= new.keys()
         if anchor < 0:
@@ -150,8 +150,13 @@ def _exchanges(turns: Sequence[Turn]) -> list[range]:
 
 def _brought_packs(turn: Turn) -> bool:
     """Whether a tool's result is packs and nothing else."""
-    texts = [part for part in turn.segments if isinstance(part, str)]
-    return len(texts) < len(turn.segments) and not "".join(texts).strip()
+    others = [part for part in turn.segments if not _by_handle(part)]
+    return len(others) < len(turn.segments) and all(isinstance(part, str) and not part.strip() for part in others)
+
+
+def _by_handle(segment: Segment) -> TypeGuard[PackRef]:
+    """Whether a handle brought `segment`; a text that was recognised stays where it is, as any other text."""
+    return isinstance(segment, PackRef) and not segment.recognised
 
 
 def with_instruction(turns: Sequence[Turn], text: str) -> tuple[Turn, ...]:

@@ -140,7 +140,7 @@ class PromptEncoder:
 
 
 def insert(text: str, pieces: Iterable[tuple[int, str]]) -> str:
-    """`text` with each `(position, piece)` in it; positions count characters of `text`, of equals the first goes first."""
+    """`text` with each `(position, piece)` in it; pieces of one position come in the order given."""
     parts, done = [], 0
     for at, piece in sorted(pieces, key=lambda item: item[0]):
         parts += [text[done:at], piece]

@@ -191,14 +191,7 @@ class ChatTemplate:
                 raise TemplateError(f"Token {at} of the prompt is {got}; the single pass gives {expected}.")
         if len(prompt.token_ids) != len(encoded.ids):
             raise TemplateError(f"The prompt has {len(prompt)} tokens; the single pass gives {len(encoded.ids)}.")
-        return tuple(self._check(prompt, span, encoded) for span in prompt.spans)
-
-    def _check(self, prompt: Prompt, span: Span, encoded: Encoded) -> SpanCheck:
-        delivered = encoded.text_of(span.start, span.stop)
-        before, found, after = span.reference.text.partition(delivered)
-        if not found:
-            raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
-        return SpanCheck(span.handle, len(span), delivered, before + after)
+        return tuple(_check(span, encoded) for span in prompt.spans)
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
@@ -223,7 +216,7 @@ class ChatTemplate:
             if not reference.memory and own and encoded.ids[first : min(last, first + len(own))] == own:
                 last = first + len(own)
             if last > first:
-                spans.append(Span(first, last, reference, (start, stop)))
+                spans.append(Span(first, last, reference, (start, stop), reference.recognised))
         breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
         return Prompt(encoded.ids, tuple(spans), breaks, text)
 
@@ -241,6 +234,14 @@ class ChatTemplate:
             return self._render(messages, {"add_generation_prompt": False, "tools": tools})
         except TemplateError:
             return None
+
+
+def _check(span: Span, encoded: Encoded) -> SpanCheck:
+    delivered = encoded.text_of(span.start, span.stop)
+    before, found, after = span.reference.text.partition(delivered)
+    if not found:
+        raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
+    return SpanCheck(span.handle, len(span), delivered, before + after)
 
 
 def _instruction(schema: Mapping[str, Any]) -> str:

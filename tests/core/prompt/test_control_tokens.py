@@ -24,7 +24,7 @@ def template(kind, source=None):
 
 
 def controls(made, prompt):
-    specials = {id for id, token in made._tokenizer.added_tokens_decoder.items() if token.special}
+    specials = {number for number, token in made._tokenizer.added_tokens_decoder.items() if token.special}
     return [token for token in prompt.token_ids if token in specials]
 
 
@@ -46,9 +46,7 @@ def layouts(pieces):
     """A conversation in which `pieces` meet in every way: text and packs in turn, over messages, names and calls."""
     first, *_, last = pieces
     kinds = [[str if (at + turn) % 2 else pack for at in range(len(pieces))] for turn in (0, 1)]
-    mixed = [
-        [make(piece) for make, piece in zip(row, pieces, strict=True)] for row in (*kinds, [pack] * len(pieces))
-    ]
+    mixed = [[make(piece) for make, piece in zip(row, pieces, strict=True)] for row in (*kinds, [pack] * len(pieces))]
     call = {"type": "function", "id": "call00001", "function": {"name": last, "arguments": {first: last}}}
     turns = [Turn("system", (*mixed[0], "\n")), Turn("user", (first,)), Turn("user", (last,))]
     turns += [Turn("assistant", (" ", *mixed[1])), Turn("user", tuple(mixed[2]))]

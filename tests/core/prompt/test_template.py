@@ -153,7 +153,10 @@ def test_pack_tokens_are_stable_whatever_follows(kind, compiled_for):
     tokenised = made.tokenise_pack("Orla Venn keeps the light.", compiled_for)
     for follower in ("", "\n\nWho?", " the end", "er", ".", "\n") if compiled_for != "system" else ("Be brief.",):
         if compiled_for == "system":
-            messages = [{"role": "system", "content": f"{tokenised.text}\n{follower}"}, {"role": "user", "content": "u"}]
+            messages = [
+                {"role": "system", "content": f"{tokenised.text}\n{follower}"},
+                {"role": "user", "content": "u"},
+            ]
         elif compiled_for == "user":
             messages = tokenised.text + follower
         else:

@@ -1,0 +1,153 @@
+"""Recognition: the exact texts of packs found in messages, so that their KV serves as if their handles were there."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterable
+from threading import Lock
+from typing import ClassVar, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+from tqdm import tqdm
+
+from kp_core.packs.handle import Handle
+
+__all__ = ["PackTexts", "Recogniser", "TextIndex"]
+
+_MIN_CHARS = 64
+# What a search may cost, in compared characters per character of the text; a step counts as a thousand.
+_EFFORT, _STEP, _SPARE = 32, 1_000, 65_536
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+@runtime_checkable
+class PackTexts(Protocol):
+    """What a source of packs offers, beside `PackSource`, for their texts to be recognised."""
+
+    @property
+    def changes(self) -> object:
+        """A token that differs whenever packs were put or removed; cheap, asked at every message."""
+
+    def texts(self, namespaces: Collection[str], known: Collection[Handle]) -> Iterable[tuple[Handle, str]]:
+        """The packs of `namespaces` whose handles are not in `known`, with their texts."""
+
+
+class Recogniser:
+    """Finds the texts of packs in other texts.
+
+    A text is found where it is, outer blanks aside, character by character, from the start of a word on; texts of less
+    than `min_chars` never are. A search takes time in proportion to the text, whatever texts were added: one that is
+    made to be slow (thousands of packs that share a long beginning, which the text repeats) is given up where it gets
+    too costly, and nothing is found behind that.
+    """
+
+    def __init__(self, min_chars: int = _MIN_CHARS) -> None:
+        self._min = min_chars
+        self._texts: dict[Handle, str] = {}
+        self._handles: dict[str, set[Handle]] = {}
+        # By first characters: the texts, sorted, and the length of the longest there was.
+        self._sorted: dict[str, list[str]] = {}
+        self._reach: dict[str, int] = {}
+
+    @property
+    def handles(self) -> Collection[Handle]:
+        """Every handle that was added, those of short texts included."""
+        return self._texts.keys()
+
+    def add(self, handle: Handle, text: str) -> None:
+        """Find `text` from now on; a handle has one text, so adding it again does nothing."""
+        text = text.strip()
+        if handle in self._texts:
+            return
+        self._texts[handle] = text if len(text) >= self._min else ""
+        if len(text) >= self._min:
+            key = text[: self._min]
+            if text not in self._handles:
+                insort(self._sorted.setdefault(key, []), text)
+                self._reach[key] = max(self._reach.get(key, 0), len(text))
+            self._handles.setdefault(text, set()).add(handle)
+
+    def discard(self, handle: Handle) -> None:
+        """Find its text no more, unless another handle has the same."""
+        text = self._texts.pop(handle, "")
+        if text:
+            self._handles[text].discard(handle)
+            if not self._handles[text]:
+                del self._handles[text]
+                texts = self._sorted[text[: self._min]]
+                del texts[bisect_left(texts, text)]
+
+    def find(self, text: str, namespaces: Collection[str] | None = None) -> list[tuple[int, int, Handle]]:
+        """Where texts are in `text`, as `(start, stop, handle)`: the first, there the longest, then on behind it.
+
+        Only handles of `namespaces` are found, if given; of several with one text it is the least.
+        """
+        found: list[tuple[int, int, Handle]] = []
+        done = 0
+        effort = _EFFORT * (len(text) + _SPARE)
+        for word in _WORD.finditer(text) if self._handles else ():
+            start = word.start()
+            key = text[start : start + self._min]
+            if key not in self._sorted or start < done:
+                continue
+            texts, part = self._sorted[key], text[start : start + self._reach[key]]
+            # Every text that `part` begins with is a beginning of the last text up to `part` in the order, too.
+            while (at := bisect_right(texts, part)) and len(part) >= self._min:
+                effort -= len(part) + _STEP
+                if effort < 0:
+                    return found
+                shared = _common(texts[at - 1], part)
+                if shared == len(texts[at - 1]):
+                    known = self._handles[texts[at - 1]]
+                    readable = [handle for handle in known if namespaces is None or handle.namespace in namespaces]
+                    if readable:
+                        done = start + shared
+                        found.append((start, done, min(readable)))
+                        break
+                    shared -= 1
+                part = part[:shared]
+        return found
+
+
+def _common(left: str, right: str) -> int:
+    """How many characters both begin with."""
+    return bisect_left(range(min(len(left), len(right))), 1, key=lambda at: left[: at + 1] != right[: at + 1])
+
+
+class TextIndex:
+    """The recogniser of one source, kept up with it, one as long as the source lives; safe for threads."""
+
+    _known: ClassVar[WeakKeyDictionary[PackTexts, TextIndex]] = WeakKeyDictionary()
+    _making: ClassVar = Lock()
+
+    def __init__(self) -> None:
+        self._recogniser = Recogniser()
+        self._lock = Lock()
+        self._namespaces: frozenset[str] = frozenset()
+        self._changes: object = None
+
+    @classmethod
+    def of(cls, source: PackTexts) -> TextIndex:
+        """The index of `source`, empty at first."""
+        with cls._making:
+            return cls._known.setdefault(source, cls())
+
+    def find(self, source: PackTexts, text: str, namespaces: Collection[str]) -> list[tuple[int, int, Handle]]:
+        """Where texts of `namespaces` are in `text`, as `Recogniser.find` says; reads what `source` has new before."""
+        if len(text) < _MIN_CHARS:
+            return []
+        with self._lock:
+            # Asked for before the texts are, so that what comes in between is read next time.
+            changes, wanted = source.changes, self._namespaces.union(namespaces)
+            if changes != self._changes or wanted != self._namespaces:
+                new = source.texts(wanted, self._recogniser.handles)
+                for handle, known in tqdm(new, "Reading the texts of packs", unit="pack", delay=1):
+                    self._recogniser.add(handle, known)
+                self._changes, self._namespaces = changes, wanted
+            return self._recogniser.find(text, namespaces)
+
+    def discard(self, handle: Handle) -> None:
+        """Forget a pack that is no more."""
+        with self._lock:
+            self._recogniser.discard(handle)
