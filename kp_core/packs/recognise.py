@@ -9,6 +9,8 @@ from threading import Lock
 from typing import ClassVar, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from kp_core.packs.handle import Handle
@@ -18,7 +20,8 @@ __all__ = ["PackTexts", "Recogniser", "TextIndex"]
 _MIN_CHARS = 64
 # What a search may cost, in compared characters per character of the text; a step counts as a thousand.
 _EFFORT, _STEP, _SPARE = 32, 1_000, 65_536
-_WORD = re.compile(r"\w+|[^\w\s]")
+_INSIDE = re.compile(r"(?<=\w)\w")  # A word, behind its first character.
+_BITS, _FACTOR = 20, np.uint32(2_654_435_761)
 
 
 @runtime_checkable
@@ -49,6 +52,8 @@ class Recogniser:
         # By first characters: the texts, sorted, and the length of the longest there was.
         self._sorted: dict[str, list[str]] = {}
         self._reach: dict[str, int] = {}
+        # Which beginnings there are, by a hash: a search looks closer at one position in fifty, not at every word.
+        self._noted = np.zeros(2**_BITS, bool)
 
     @property
     def handles(self) -> Collection[Handle]:
@@ -66,6 +71,7 @@ class Recogniser:
             if text not in self._handles:
                 insort(self._sorted.setdefault(key, []), text)
                 self._reach[key] = max(self._reach.get(key, 0), len(text))
+                self._noted[self._slots(key)[0]] = True
             self._handles.setdefault(text, set()).add(handle)
 
     def discard(self, handle: Handle) -> None:
@@ -86,10 +92,9 @@ class Recogniser:
         found: list[tuple[int, int, Handle]] = []
         done = 0
         effort = _EFFORT * (len(text) + _SPARE)
-        for word in _WORD.finditer(text) if self._handles else ():
-            start = word.start()
+        for start in np.flatnonzero(self._noted[self._slots(text)]).tolist():
             key = text[start : start + self._min]
-            if key not in self._sorted or start < done:
+            if start < done or key not in self._sorted or _INSIDE.match(text, start):
                 continue
             texts, part = self._sorted[key], text[start : start + self._reach[key]]
             # Every text that `part` begins with is a beginning of the last text up to `part` in the order, too.
@@ -108,6 +113,13 @@ class Recogniser:
                     shared -= 1
                 part = part[:shared]
         return found
+
+    def _slots(self, text: str) -> NDArray[np.uint32]:
+        """For each position of `text`, a hash of the characters from there on, as many as every known text has."""
+        mixed, step = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32), 1
+        while 2 * step <= self._min:
+            mixed, step = mixed[:-step] * _FACTOR + mixed[step:], 2 * step
+        return mixed * _FACTOR >> np.uint32(32 - _BITS)
 
 
 def _common(left: str, right: str) -> int:

@@ -110,7 +110,7 @@ class PackView:
         segments: list[Segment] = []
         done = 0
         # Of two that begin together, the longer first: the handle is then inside the text.
-        for start, stop, item in sorted(found, key=lambda place: (place[0], -place[1])):
+        for start, stop, item in sorted(found, key=lambda part: (part[0], -part[1])):
             if start < done:
                 continue
             if isinstance(item, PackRef):

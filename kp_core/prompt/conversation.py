@@ -94,7 +94,7 @@ def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, 
 
 
 def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
-    """`turns` with `packs`, each once, at the head of the system message, which is added where there is none."""
+    """`turns` with `packs`, each once, at the start of the system message, which is added where there is none."""
     memory = {reference.handle: replace(reference, memory=True) for reference in reversed(packs)}
     ordered = tuple(memory[handle] for handle in dict.fromkeys(reference.handle for reference in packs))
     if turns[0].role == "system":
@@ -136,7 +136,7 @@ def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[T
 
 
 def _exchanges(turns: Sequence[Turn]) -> list[range]:
-    """Where an assistant's tool calls stand with all their results."""
+    """Where an assistant's tool calls are, with all their results."""
     found = []
     for start, turn in enumerate(turns):
         if turn.role == "assistant" and turn.tool_calls:

@@ -17,7 +17,7 @@ __all__ = ["Marks"]
 class Marks:
     """The marks of one conversation.
 
-    A mark stands inside the outermost blanks of what it marks, so that templates which trim see the same blanks.
+    A mark is inside the outermost blanks of what it marks, so that templates which trim see the same blanks.
     """
 
     def __init__(self, encoder: PromptEncoder) -> None:
@@ -44,18 +44,18 @@ class Marks:
         return self._message(turn, content, marks)
 
     def find(self, marked: str) -> tuple[str, list[tuple[str, int]]]:
-        """The text without marks, and each mark with its place in that text."""
+        """The text without marks, and each mark with its position in that text."""
         pieces = re.split(re.escape(self._sign) + r"([a-z]\d*)>", marked)
-        places, at = [], len(pieces[0])
+        found, at = [], len(pieces[0])
         for kind, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            places.append((kind, at))
+            found.append((kind, at))
             at += len(piece)
-        return "".join(pieces[::2]), places
+        return "".join(pieces[::2]), found
 
-    def places(self, text: str, places: list[tuple[str, int]]) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
-        """Where packs stand, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
-        begins = {int(kind[1:]): at for kind, at in places if kind[0] == "b"}
-        ends = {int(kind[1:]): at for kind, at in places if kind[0] == "e"}
+    def positions(self, text: str, found: list[tuple[str, int]]) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
+        """Where packs are, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
+        begins = {int(kind[1:]): at for kind, at in found if kind[0] == "b"}
+        ends = {int(kind[1:]): at for kind, at in found if kind[0] == "e"}
         packs = []
         for number, reference in enumerate(self._references):
             if number in begins and number in ends:
@@ -66,7 +66,7 @@ class Marks:
                 start -= len(lead) if text[:start].endswith(lead) else 0
                 stop += len(trail) if text.startswith(trail, stop) else 0
                 packs.append((start, stop, reference))
-        return packs, [at for kind, at in places if kind == "m"]
+        return packs, [at for kind, at in found if kind == "m"]
 
     def _message(self, turn: Turn, content: str, marks: Iterable[tuple[int, str]]) -> dict[str, Any]:
         """The message of `turn`; what was joined is escaped, as segments may make a special token together."""

@@ -64,11 +64,11 @@ class SpanCheck:
     delivered: str
     """Characters delivered as KV."""
     as_text: str
-    """Characters at the edges that share a token with what stands around the pack, and are prefilled with it."""
+    """Characters at the edges that share a token with what is around the pack, and are prefilled with it."""
 
 
 class ChatTemplate:
-    """Renders conversations with a tokenizer's chat template, and finds where packs stand in the tokens.
+    """Renders conversations with a tokenizer's chat template, and finds packs in the tokens.
 
     `options` are passed to the template, e.g. `date_string` for templates that carry a date. Templates that know no
     system or tool role, no tool calls, or that demand alternating roles, get the conversation reshaped as
@@ -115,7 +115,7 @@ class ChatTemplate:
     ) -> Prompt:
         """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
 
-        `packs` go to the head of the system message. With `placement="system"` so do the packs of all messages, in
+        `packs` go to the start of the system message. With `placement="system"` so do the packs of all messages, in
         order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought
         nothing but packs shrink to the latest call (see `kp_core.prompt.conversation.compacted`). The tools of `shape`
         are shown by the template where it can, else listed at the end of the system message, as is the schema of the
@@ -164,7 +164,7 @@ class ChatTemplate:
         reference = PackRef("", pack, memory=compiled_for == "system")
         prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
         if not prompt.spans:
-            raise TemplateError(f"The text {text[:40]!r} has no token of its own at this place of the template.")
+            raise TemplateError(f"The text {text[:40]!r} has no token of its own at this position of the template.")
         span = prompt.spans[0]
         runs = [prompt.token_ids[span.start : span.stop]]
         before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
@@ -205,12 +205,12 @@ class ChatTemplate:
         marks = Marks(self._encoder)
         text = self._render([marks.plain(turn) for turn in turns], options)
         marked = self._render([marks.marked(turn, index) for index, turn in enumerate(turns)], options)
-        stripped, places = marks.find(marked)
-        # A template that treats marked text otherwise than plain text hides where packs stand; they then go as text.
-        pack_places, break_chars = marks.places(text, places) if stripped == text else ([], [])
+        stripped, found = marks.find(marked)
+        # A template that treats marked text otherwise than plain text hides where packs are; they then go as text.
+        packs, break_chars = marks.positions(text, found) if stripped == text else ([], [])
         encoded = self._encoder.encode(text)
         spans = []
-        for start, stop, reference in pack_places:
+        for start, stop, reference in packs:
             first, last = encoded.token_at(start), encoded.token_until(stop)
             own = reference.pack.token_ids
             if not reference.memory and own and encoded.ids[first : min(last, first + len(own))] == own:
@@ -261,5 +261,5 @@ def _filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]
             segments += [before, reference, after] if slot else [before]
         turns.append(turn.with_segments(segments))
     if sum(segment is reference for turn in turns for segment in turn.segments) != 1:
-        raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will stand.")
+        raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will be.")
     return tuple(turns)

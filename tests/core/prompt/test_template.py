@@ -6,6 +6,7 @@ import pytest
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackStore, PackView, Prefix
 from kp_core.errors import PromptError, TemplateError, UnsupportedContentError
 from kp_core.packs.view import PackRef
+from kp_core.prompt.cuts import cut
 from kp_core.testing import CHATML, tiny_tokenizer
 
 HANDLE, OTHER, FOREIGN = (f"kp:{space}/{letter * 21}" for space, letter in (("a", "a"), ("a", "b"), ("b", "a")))
@@ -339,9 +340,10 @@ def test_chunks_depend_on_what_stands_before_only():
     short = made.render(f"{HANDLE}", view=view)
     long = made.render(f"{HANDLE} {OTHER} and more", view=view)
     stop = short.spans[0].stop
-    assert [c for c in short.chunks(8) if c[1] <= stop] == [c for c in long.chunks(8) if c[1] <= stop]
-    assert all(b - a <= 8 for a, b in long.chunks(8))
-    assert [a for a, _ in long.chunks(8)][1:] == [b for _, b in long.chunks(8)][:-1]
+    chunks = cut(long, 8).chunks
+    assert [c for c in cut(short, 8).chunks if c[1] <= stop] == [c for c in chunks if c[1] <= stop]
+    assert all(b - a <= 8 for a, b in chunks)
+    assert [a for a, _ in chunks][1:] == [b for _, b in chunks][:-1]
 
 
 def test_text_between_packs_is_one_chunk_with_the_pack_behind_it():
@@ -349,14 +351,14 @@ def test_text_between_packs_is_one_chunk_with_the_pack_behind_it():
     together = made.render(f"{HANDLE} and {OTHER} and more", view=view)
     first, second = together.spans
     edges = [0, first.start, first.stop, second.stop, len(together)]
-    assert together.chunks(1000) == tuple(pairwise(edges))
+    assert cut(together, 1000).chunks == tuple(pairwise(edges))
     # Where a pack's own KV may stand, it is a chunk of its own, and so is a pack in another message.
     edges.insert(3, second.start)
-    assert together.chunks(1000, lambda *_: True) == tuple(pairwise(edges))
+    assert cut(together, 1000, lambda *_: True).chunks == tuple(pairwise(edges))
     apart = made.render(
         [{"role": role, "content": text} for role, text in (("system", HANDLE), ("user", OTHER))], view=view
     )
-    assert apart.spans[1].start in [start for start, _ in apart.chunks(1000)]
+    assert apart.spans[1].start in [start for start, _ in cut(apart, 1000).chunks]
 
 
 def test_roles_and_namespaces_that_may_not_stay_text(caplog):
