@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
@@ -13,30 +13,29 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import AliasChoices, ConfigDict, Field, field_validator, model_validator
+from pydantic import field_validator
 
-from kp_core import Handle, PackView, Session
-from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.shared import shared_engine
+from kp_core import Composer, Handle
 from kp_core.errors import ToolError
-from kp_core.packs.view import TRUSTED_ROLES, Packs
-from kp_core.steering import as_steering
+from kp_core.settings import ModelSettings
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
 from kp_langchain.messages import core_role, to_messages
-from kp_langchain.options import SAMPLING, core_choice, request_of
+from kp_langchain.options import IGNORED_SETTINGS, OF_LANGCHAIN, core_choice, identity_of, in_core_words
 from kp_langchain.structured import answer_parser, call_parser, with_raw
 
 __all__ = ["ChatKnowledgePacks"]
 
 
-class ChatKnowledgePacks(BaseChatModel):
+class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     """A chat model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Give an `engine`, or the `model` (a Hugging Face id or folder; without either, the bundled SmolLM2-135M-Instruct)
-    with `dtype` and `device`: it is loaded on first use, once per process. Handles resolve through `store`, in the
-    `namespaces` named, from messages of `trusted_roles`; all others stay text and are logged. Options of a call
-    (`temperature`, `max_tokens`, `packs`, `model`, ...) override the fields; unknown ones raise `TypeError`.
+    Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
+    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process. Handles
+    resolve through `store` (or the path of one), in the `namespaces` named, from messages of `trusted_roles`; all
+    others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
+    `packs`, `composer`, ...) is a field. Options of a call override the fields, and its packs stand behind the field's;
+    unknown ones, of a model or of a call, raise `OptionError`, a `TypeError`.
 
     Tools: forced calls, calls once begun, and structured output are held to their schema by a grammar, so they always
     parse. A schema that the grammar cannot express raises `ToolError`.
@@ -48,76 +47,17 @@ class ChatKnowledgePacks(BaseChatModel):
     Raises `KnowledgePackError` and its kinds, as the engine does.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True, protected_namespaces=())
-
-    engine: Any = Field(default=None, exclude=True, repr=False)
-    """A `kp_core.Engine`."""
-    model: str | None = Field(default=None, alias="model_name")
-    dtype: str | None = None
-    device: str | None = None
-    store: Packs | None = Field(default=None, exclude=True)
-    namespaces: tuple[str, ...] = Field(default=(), validation_alias=AliasChoices("namespaces", "banks", "bank"))
-    """Namespaces whose handles resolve; required with `store`. Also taken as `banks`, or one as `bank`."""
-    packs: tuple[str, ...] = ()
-    """Handles whose packs stand at the head of the system message in every call."""
-    trusted_roles: frozenset[str] = TRUSTED_ROLES
-    """Roles whose messages may bring packs; LangChain's names (`human`) and the core's (`user`) both do."""
-    placement: Literal["in_place", "system"] = "in_place"
-    """Where packs stand: where their handle stood, or at the head of the system message."""
-    compact: bool = False
-    """Whether tool exchanges that brought nothing but packs shrink to the latest call, so that prompts stay short."""
-    mismatch: Literal["error", "rebuild"] = "error"
-    thinking: bool | None = None
-    steering: Any = Field(default=None, exclude=True, repr=False)
-    """A `kp_core.Steering` as it is, or a pair of it and alpha; with an alpha of `None`, at its default strength."""
-    scope: Literal["pack", "system", "prompt", "last_token"] | None = None
-    """What is steered; by default the system head with the packs in it, or packs alone where some stand elsewhere."""
-    temperature: float | None = None
-    """0 or `None` is greedy."""
-    max_tokens: int | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: list[str] | None = Field(default=None, alias="stop_sequences")
-    timeout: float | None = None
-    """Seconds after which a call raises `GenerationTimeoutError`."""
     max_retries: int | None = None
     """Taken because LangChain's models take it; a model on this machine has nothing to retry."""
     streaming: bool = False
 
-    @field_validator("namespaces", mode="before")
-    @classmethod
-    def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401 - what a caller gave
-        return (names,) if isinstance(names, str) else names
-
-    @field_validator("steering")
-    @classmethod
-    def _check_steering(cls, steering: Any) -> Any:  # noqa: ANN401
-        as_steering(steering)  # Refused here, not at the first call.
-        return steering
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
+        super().__init__(**self._present(settings, *IGNORED_SETTINGS))
 
     @field_validator("trusted_roles")
     @classmethod
     def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
         return frozenset(core_role(role) for role in roles)
-
-    @model_validator(mode="after")
-    def _check_trust(self) -> Self:
-        if (self.store is None) != (not self.namespaces):
-            raise ValueError(
-                f"Got store={self.store!r} and namespaces={self.namespaces!r}; expected both or neither. A handle "
-                "resolves only in a namespace that the model is given, e.g. `namespaces=['default']`."
-            )
-        if self.engine is not None and (self.dtype or self.device):
-            raise ValueError("Got an engine together with dtype or device; the engine has its own.")
-        self._view()  # Namespaces are checked where they are made.
-        return self
-
-    @property
-    def model_name(self) -> str:
-        """What the model is called in metadata and traces."""
-        return self.model or (BUNDLED_MODEL if self.engine is None else str(self.engine.name))
 
     @property
     def _llm_type(self) -> str:
@@ -125,22 +65,20 @@ class ChatKnowledgePacks(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
+        # Part of the key under which LangChain caches answers, so objects go by what they do.
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
             "store": None if self.store is None else str(getattr(self.store, "path", self.store)),
             "namespaces": list(self.namespaces),
-            "packs": list(self.packs),
             "trusted_roles": sorted(self.trusted_roles),
-            "placement": self.placement,
-            "compact": self.compact,
-            "thinking": self.thinking,
-            # Part of the key under which LangChain caches answers.
-            "steering": None if self.steering is None else str(self.steering),
-            "scope": self.scope,
-            "stop": self.stop,
-            **{name: getattr(self, name) for name in SAMPLING},
+            **identity_of(self._defaults()),
         }
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:  # noqa: ANN401
+        if isinstance(composer := kwargs.get("composer"), Composer):
+            kwargs["composer"] = composer.key
+        return super()._get_llm_string(stop, **kwargs)
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
@@ -167,15 +105,23 @@ class ChatKnowledgePacks(BaseChatModel):
     ) -> int:
         """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
         shape = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ())
+        asked = self._defaults()
         prompt = self._engine().template.render(
-            to_messages(messages), view=self._view(), placement=self.placement, compact=self.compact, shape=shape
+            to_messages(messages), view=self._view(), placement=asked.placement, compact=asked.compact, shape=shape
         )
-        return int(len(prompt) - prompt.pack_tokens)
+        return len(prompt) - prompt.pack_tokens
 
     def resolves(self, handle: str, role: str = "system") -> bool:
         """Whether `handle` stands for a pack that this model may use when a message of `role` brings it."""
         view = self._view()
         return view is not None and view.resolve(Handle.parse(handle), core_role(role)) is not None
+
+    if not TYPE_CHECKING:  # Its type is LangChain's, and private.
+
+        def bind(self, **kwargs: Any) -> Any:  # noqa: ANN401
+            """The model with options for every call; refuses unknown ones here, not at the first call."""
+            self._request(None, kwargs)
+            return super().bind(**kwargs)
 
     def bind_tools(
         self,
@@ -289,28 +235,9 @@ class ChatKnowledgePacks(BaseChatModel):
         finally:
             await stream.aclose()
 
-    def _engine(self, model: str | None = None) -> Session:
-        if self.engine is not None and model in (None, self.model_name):
-            return cast("Session", self.engine)
-        return shared_engine(model or self.model, self.dtype, self.device)
-
-    def _view(self) -> PackView | None:
-        if self.store is None:
-            return None
-        return self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
-
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields, overridden by the options of one call."""
-        settings: dict[str, Any] = {
-            "view": self._view(),
-            "packs": self.packs,
-            "placement": self.placement,
-            "compact": self.compact,
-            "mismatch": self.mismatch,
-            "thinking": self.thinking,
-            "steering": self.steering,
-            "scope": self.scope,
-            "stop": tuple((self.stop if stop is None else stop) or ()),
-            **{name: getattr(self, name) for name in SAMPLING},
-        }
-        return request_of(settings, options)
+        """The fields, overridden by the options of one call; packs of both, the model's first."""
+        request = in_core_words(self._asked(options, *OF_LANGCHAIN))
+        if "packs" in options:
+            request["packs"] = (*self.packs, *request["packs"])
+        return request if stop is None else {**request, "stop": stop}

@@ -1,37 +1,42 @@
-"""The options of one call: which there are, and the request they make over a model's own settings."""
+"""Options in LangChain's words, and the core's words for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from kp_core import Request
+from kp_core.settings import MODEL_OPTIONS
 from kp_langchain.structured import response_schema
 
-__all__ = ["SAMPLING", "core_choice", "request_of"]
+__all__ = ["IGNORED_SETTINGS", "OF_LANGCHAIN", "core_choice", "identity_of", "in_core_words"]
 
-SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed", "timeout")
-_TOOLS = ("tools", "tool_choice", "parallel_tool_calls", "response_format")
-_KNOWLEDGE = ("packs", "placement", "compact", "mismatch", "thinking", "steering", "scope", "reuse", "deterministic")
-_PER_CALL = (*SAMPLING, *_TOOLS, *_KNOWLEDGE, "model")
+IGNORED_SETTINGS = ("api_key",)
+"""Fields of models behind an API; LangChain's own unit tests give them to every model."""
+
 # What LangChain binds for its own records or for the protocol of other providers; nothing here depends on it.
-_IGNORED = frozenset({"ls_structured_output_format", "strict", "stream", "stream_usage"})
+_IGNORED = ("ls_structured_output_format", "strict", "stream", "stream_usage")
+
+OF_LANGCHAIN = ("model", "response_format", *_IGNORED)
+"""Options of a call that only LangChain knows."""
 
 
-def request_of(settings: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """`settings` overridden by the options of one call, in the core's words; packs of both, the model's first.
-
-    Raises `TypeError` for options that do not exist, `ToolError` for a response format that is none.
-    """
-    unknown = sorted(set(options) - set(_PER_CALL) - _IGNORED)
-    if unknown:
-        raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}, stop.")
-    asked = {name: value for name, value in options.items() if name not in _IGNORED and name != "model"}
-    request = {**settings, **asked, "packs": (*settings["packs"], *asked.get("packs", ())) or None}
+def in_core_words(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`options` as `Session.generate` takes them; raises `ToolError` for a response format that is none."""
+    request = {name: value for name, value in options.items() if name not in OF_LANGCHAIN}
     if "tool_choice" in request:
         request["tool_choice"] = core_choice(request["tool_choice"])
-    if (wanted := request.pop("response_format", None)) is not None:
-        request["response_schema"] = response_schema(wanted)
-    return {name: value for name, value in request.items() if value is not None}
+    if options.get("response_format") is not None:
+        request["response_schema"] = response_schema(options["response_format"])
+    return request
+
+
+def identity_of(request: Request) -> dict[str, Any]:
+    """What tells two requests of one conversation apart, as plain values."""
+    values = {name: getattr(request, name) for name in MODEL_OPTIONS}
+    steering = None if request.steering is None else str(request.steering)
+    plain = {"composer": request.composer.key, "steering": steering}
+    return values | plain | {"packs": list(request.packs), "stop": list(request.stop)}
 
 
 def core_choice(tool_choice: object) -> str:

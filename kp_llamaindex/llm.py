@@ -22,12 +22,11 @@ from llama_index.core.base.llms.types import (
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
 from kp_core import Session, strip_handles
-from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.shared import loaded_engine, shared_engine
+from kp_core.engines.shared import loaded_engine
 from kp_core.errors import SamplingError
 from kp_llamaindex.messages import to_messages
 from kp_llamaindex.responses import Answer, to_completion
-from kp_llamaindex.settings import SAMPLING, LLMSettings
+from kp_llamaindex.settings import LLMSettings
 from kp_llamaindex.tools import tool_options
 
 __all__ = ["KnowledgePackLLM", "use_in_settings"]
@@ -35,18 +34,17 @@ __all__ = ["KnowledgePackLLM", "use_in_settings"]
 T = TypeVar("T")
 
 _DEFAULT_OUTPUT = 512
-_SHAPE = ("tools", "tool_choice", "parallel_tool_calls", "response_schema")
-_KNOWLEDGE = ("packs", "placement", "compact", "mismatch", "thinking", "steering", "scope", "reuse", "deterministic")
-_PER_CALL = (*SAMPLING, "stop", *_SHAPE, *_KNOWLEDGE)
 
 
 class KnowledgePackLLM(LLMSettings):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Give an `engine`, or the `model` (a Hugging Face id or folder; without either, the bundled SmolLM2-135M-Instruct)
-    with `dtype` and `device`: it is loaded on first use, once per process. Handles resolve through `store` (or the path
-    of one), in the `namespaces` named, from messages of `trusted_roles`; all others stay text and are logged. Options
-    of a call (`temperature`, `max_tokens`, `stop`, `packs`, ...) override the fields; unknown ones raise `TypeError`.
+    Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
+    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process. Handles
+    resolve through `store` (or the path of one), in the `namespaces` named, from messages of `trusted_roles`; all
+    others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
+    `packs`, `composer`, ...) is a field. Options of a call override the fields; unknown ones, of a model or of a call,
+    raise `OptionError`, a `TypeError`.
 
     A completion is a chat of one user message, whether or not it comes `formatted`.
 
@@ -60,15 +58,13 @@ class KnowledgePackLLM(LLMSettings):
     Raises `KnowledgePackError` and its kinds, as the engine does.
     """
 
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
+        super().__init__(**self._present(settings))
+
     @classmethod
     def class_name(cls) -> str:
         """Name in serialised form."""
         return "KnowledgePackLLM"
-
-    @property
-    def model_name(self) -> str:
-        """What the model is called in metadata and traces."""
-        return self.model or (BUNDLED_MODEL if self.engine is None else str(self.engine.name))
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -201,9 +197,6 @@ class KnowledgePackLLM(LLMSettings):
             with suppress(ValueError):
                 await stream.aclose()
 
-    def _engine(self) -> Session:
-        return self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
-
     def _metadata(self, engine: Session) -> LLMMetadata:
         positions = engine.max_positions
         budget = self.pack_budget
@@ -214,32 +207,17 @@ class KnowledgePackLLM(LLMSettings):
         window = positions - budget
         return LLMMetadata(
             context_window=window,
-            num_output=self.max_tokens or min(_DEFAULT_OUTPUT, window // 2),
+            num_output=self._defaults().max_tokens or min(_DEFAULT_OUTPUT, window // 2),
             is_chat_model=True,
             is_function_calling_model=True,
             model_name=self.model_name,
         )
 
     def _request(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields, overridden by the options of one call."""
-        unknown = sorted(set(options) - set(_PER_CALL))
-        if unknown:
-            raise TypeError(f"Got the options {', '.join(unknown)}; expected some of {', '.join(_PER_CALL)}.")
-        given = {name: value for name, value in options.items() if name != "stop" or value is not None}
-        request: dict[str, Any] = {
-            "view": self._view(),
-            "packs": self.packs or None,
-            "placement": self.placement,
-            "compact": self.compact,
-            "mismatch": self.mismatch,
-            "thinking": self.thinking,
-            "steering": self.steering,
-            "scope": self.scope,
-            "stop": self.stop,
-            **{name: getattr(self, name) for name in SAMPLING},
-            **tool_options(given),
-        }
-        return {name: value for name, value in request.items() if value is not None}
+        """The fields, overridden by the options of one call; a `stop` of `None` is the field's."""
+        return tool_options(
+            self._asked({name: value for name, value in options.items() if name != "stop" or value is not None})
+        )
 
 
 def use_in_settings(llm: KnowledgePackLLM) -> None:

@@ -25,14 +25,27 @@ from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
-__all__ = ["OPTIONS", "CompiledFor", "Generation", "Mismatch", "Option", "Prefill", "Request", "refuse_unknown"]
+__all__ = [
+    "DEPRECATED",
+    "OPTIONS",
+    "CompiledFor",
+    "Generation",
+    "Mismatch",
+    "Option",
+    "Prefill",
+    "Request",
+    "current_names",
+    "refuse_unknown",
+]
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 
 _EXACT = ExactComposer()
-_DEPRECATED = {"absorb": "compact", "foreign": "mismatch"}
+DEPRECATED: Mapping[str, str] = {"absorb": "compact", "foreign": "mismatch"}
+"""Names of the last release, which warn, and the present ones."""
+
 _ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
     "temperature": "How freely tokens are chosen; 0 (default) is greedy.",
@@ -107,12 +120,15 @@ class Request(Sampling):
     cancel: threading.Event | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.timeout is not None and not self.timeout > 0:
-            raise SamplingError(f"Got timeout={self.timeout!r}; expected None or a number of seconds > 0.")
+        try:
+            super().__post_init__()
+            if self.timeout is not None and not self.timeout > 0:
+                raise SamplingError(f"Got timeout={self.timeout!r}; expected None or a number of seconds > 0.")
+        except TypeError as error:
+            raise SamplingError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
         if self.mismatch not in ("error", "rebuild", "accept"):
             raise OptionError(f"Got mismatch={self.mismatch!r}; expected 'error', 'rebuild' or 'accept'.")
-        if not isinstance(self.composer, Composer):
+        if not isinstance(self.composer, Composer) or isinstance(self.composer, type):
             raise OptionError(
                 f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "
                 "`key`, `regions` and `fill`."
@@ -120,7 +136,7 @@ class Request(Sampling):
 
     @classmethod
     def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:
-        """The request that `options` make, over `base` where there is one.
+        """The request that `options` make, over `base` where there is one; `None` is the default of every option.
 
         Raises `OptionError` for a name that is no option, with the near miss.
         """
@@ -169,16 +185,19 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 
-def current_names(options: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """`options` under their present names; raises `OptionError` for names that never were."""
-    refuse_unknown(options, (*OPTIONS, *_DEPRECATED), what)
+def current_names(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
+    """`options` under their present names, `None` as the default it stands for.
+
+    Raises `OptionError` for names that are not among `known`, naming `what` does not have them.
+    """
+    names = tuple(known)
+    refuse_unknown([name for name in options if DEPRECATED.get(name) not in names], names, what)
     named = {}
-    for name, value in options.items():
-        if name in _DEPRECATED:
-            new = _DEPRECATED[name]
-            warnings.warn(f"`{name}` is now called `{new}`.", DeprecationWarning, stacklevel=4)
-            name = new  # noqa: PLW2901 - the rest of the loop knows the new name only
-        named[name] = value
+    for given, value in options.items():
+        name = DEPRECATED.get(given, given)
+        if name != given:
+            warnings.warn(f"`{given}` is now called `{name}`.", DeprecationWarning, stacklevel=4)
+        named[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
     return named
 
 

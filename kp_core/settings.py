@@ -1,0 +1,162 @@
+"""The settings of a chat model, the same in both adapters: what it is made with, and what it does by default.
+
+Needs pydantic, which both frameworks bring; nothing else in the core imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Self, get_type_hints
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+
+from kp_core.bundled import BUNDLED_MODEL
+from kp_core.engines.request import OPTIONS, Request, current_names
+from kp_core.engines.session import Session
+from kp_core.engines.shared import session_of, shared_engine
+from kp_core.packs.store import PackStore
+from kp_core.packs.view import TRUSTED_ROLES, PackView
+from kp_core.steering import as_steering
+
+__all__ = ["GIVEN", "MODEL_OPTIONS", "ModelSettings"]
+
+MODEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where == "model")
+"""Options that are fields of a model as well as options of a call."""
+CALL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where != "core")
+
+GIVEN = ("composer", "engine", "steering", "store")
+"""Fields that are objects: no description holds them, they are given again."""
+
+_STORE = ("handle", "peek", "get", "put", "view")
+
+if TYPE_CHECKING:
+
+    class _Options(BaseModel):
+        """Type checkers cannot read the table."""
+
+        def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401
+
+else:
+    # Pydantic checks what it can; the objects check themselves, and a field holds handles, not packs.
+    _TYPES = get_type_hints(Request) | {"composer": Any, "steering": Any, "packs": tuple[str, ...], "stop": list[str]}
+    _ALIASES = {"stop": AliasChoices("stop", "stop_sequences")}
+    _Options = create_model(
+        "_Options",
+        **{
+            name: (
+                _TYPES[name] | None,
+                Field(
+                    default=[] if name == "stop" else OPTIONS[name].default,
+                    description=OPTIONS[name].about,
+                    validation_alias=_ALIASES.get(name),
+                    exclude=name in GIVEN,
+                    repr=name not in GIVEN,
+                ),
+            )
+            for name in MODEL_OPTIONS
+        },
+    )
+
+
+class ModelSettings(_Options):
+    """What a chat model is made with: an engine or the name of a model, packs it may read, and a field per option.
+
+    A field of `None` is at its default. Values are checked when the model is made. Raises `OptionError` for a field
+    that does not exist, with the near miss, and `ModelError` for an engine that is none.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+
+    engine: Session | None = Field(default=None, exclude=True, repr=False, description="A `Session` or an `Engine`.")
+    model: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("model", "model_name"),
+        description="A Hugging Face id or folder; without it and an engine, the bundled SmolLM2-135M-Instruct.",
+    )
+    dtype: str | None = None
+    device: str | None = None
+    store: Any = Field(
+        default=None, exclude=True, description="Where handles resolve: a `PackStore`, its path, or what acts as one."
+    )
+    namespaces: tuple[str, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("namespaces", "banks", "bank"),
+        description="Namespaces whose handles resolve; required with `store`. Also taken as `banks`, or one as `bank`.",
+    )
+    trusted_roles: frozenset[str] = Field(
+        default=TRUSTED_ROLES,
+        description="Roles whose messages may bring packs, by the framework's names (`human`) or the core's (`user`).",
+    )
+
+    @classmethod
+    def _present(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
+        """The fields `given`, under their present names."""
+        aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
+        known = {*cls.model_fields, *(name for names in aliases for name in names)}
+        named = current_names(given, cls.__name__, (*known, *ignored))
+        return {name: value for name, value in named.items() if name not in ignored}
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _take_engine(cls, engine: Any) -> Session | None:  # noqa: ANN401 - what a caller gave
+        return None if engine is None else session_of(engine)
+
+    @field_validator("store", mode="before")
+    @classmethod
+    def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
+        if isinstance(store, str | PathLike):
+            return PackStore(store)
+        missing = [name for name in _STORE if not hasattr(store, name)]
+        if store is not None and missing:
+            raise ValueError(
+                f"Got a {type(store).__name__} as store, which lacks {', '.join(missing)}; expected a "
+                "`kp_core.PackStore`, its path, or an object with its methods."
+            )
+        return store
+
+    @field_validator("namespaces", mode="before")
+    @classmethod
+    def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401
+        return (names,) if isinstance(names, str) else names
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> Self:
+        if (self.store is None) != (not self.namespaces):
+            raise ValueError(
+                f"Got store={self.store!r} and namespaces={self.namespaces!r}; expected both or neither. A handle "
+                "resolves only in a namespace that the model is given, e.g. `namespaces=['default']`."
+            )
+        if self.engine is not None and (self.dtype or self.device):
+            raise ValueError("Got an engine together with dtype or device; the engine has its own.")
+        self._view()  # Namespaces are checked where they are made.
+        as_steering(self._defaults().steering)
+        return self
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in metadata and traces."""
+        return self.model or (BUNDLED_MODEL if self.engine is None else self.engine.name)
+
+    def _engine(self, model: str | None = None) -> Session:
+        if self.engine is not None and model in (None, self.model_name):
+            return self.engine
+        return shared_engine(model or self.model, self.dtype, self.device)
+
+    def _view(self) -> PackView | None:
+        if self.store is None:
+            return None
+        view: PackView = self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
+        return view
+
+    def _set(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in MODEL_OPTIONS}
+
+    def _defaults(self) -> Request:
+        """What a call without options asks for; checked."""
+        return Request.of(self._set())
+
+    def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:
+        """The settings, overridden by the `options` of one call; `also` are options of this model alone."""
+        asked = current_names(options, type(self).__name__, (*CALL_OPTIONS, *also))
+        return {"view": self._view(), **self._set(), **asked}
