@@ -19,11 +19,12 @@ from kp_core.packs.store import PackStore
 from kp_core.packs.view import TRUSTED_ROLES, PackView
 from kp_core.steering import as_steering
 
-__all__ = ["GIVEN", "MODEL_OPTIONS", "ModelSettings"]
+__all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "ModelSettings"]
 
 MODEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where == "model")
 """Options that are fields of a model as well as options of a call."""
 CALL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where != "core")
+"""Options of a call."""
 
 GIVEN = ("composer", "engine", "steering", "store")
 """Fields that are objects: no description holds them, they are given again."""

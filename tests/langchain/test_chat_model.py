@@ -188,6 +188,14 @@ def test_names():
     assert ChatKnowledgePacks(engine=tiny_engine()).model_name == "llama"
 
 
+def test_fields_can_be_configured_per_call(tiny):
+    from langchain_core.runnables import ConfigurableField
+
+    model = tiny.configurable_fields(max_tokens=ConfigurableField(id="length"))
+    counted = [model.invoke(CHAT, {"configurable": {"length": length}}).usage_metadata for length in (1, 3)]
+    assert [usage["output_tokens"] for usage in counted] == [1, 3]
+
+
 def test_conversations_with_tool_messages_render(tiny):
     call = {"name": "search", "args": {"q": "x"}, "id": "call00001"}
     asked = [HumanMessage("?"), AIMessage("", tool_calls=[call])]

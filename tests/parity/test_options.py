@@ -1,0 +1,201 @@
+"""The table of options in every place that takes options; `python -m tests.parity.test_options` writes its page."""
+
+from pathlib import Path
+
+import pytest
+from langchain_core.language_models import BaseChatModel
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from pydantic import ValidationError
+
+from kp_core import NaiveComposer, PackStore
+from kp_core.engines.base import CAPABILITIES
+from kp_core.engines.request import DEPRECATED, OPTIONS
+from kp_core.errors import OptionError, PromptError, SamplingError
+from kp_core.testing import CHATML
+from kp_langchain import ChatKnowledgePacks
+from kp_llamaindex import KnowledgePackLLM
+from tests.conftest import tiny_engine
+from tests.parity.test_seams import FixedEngine
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+WHERE = {"model": "model, call", "call": "call", "core": "core"}
+ADAPTERS = {"langchain": ChatKnowledgePacks, "llamaindex": KnowledgePackLLM}
+PAIRS = [("an 7 er", "er 42")]
+FACT = "The mill of Veyl.\n"
+THINKS = CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+SCHEMA = {"title": "Found", "type": "object", "properties": {"n": {"type": "integer"}}}
+VALUES = {
+    "max_tokens": lambda _: 2,
+    "temperature": lambda _: 0.5,
+    "top_p": lambda _: 0.9,
+    "top_k": lambda _: 3,
+    "repetition_penalty": lambda _: 1.5,
+    "seed": lambda _: 7,
+    "stop": lambda _: ["x"],
+    "packs": lambda store: [str(store.handle(FACT, "open"))],
+    "placement": lambda _: "system",
+    "compact": lambda _: True,
+    "recognise": lambda _: False,
+    "composer": lambda _: NaiveComposer(),
+    "mismatch": lambda _: "rebuild",
+    "steering": lambda _: engine().make_steering(PAIRS, progress=False),
+    "scope": lambda _: "system",
+    "thinking": lambda _: False,
+    "timeout": lambda _: 60.0,
+    "tools": lambda _: [TOOL],
+    "tool_choice": lambda _: "none",
+    "parallel_tool_calls": lambda _: False,
+    "response_schema": lambda _: SCHEMA,
+    "reuse": lambda _: False,
+    "deterministic": lambda _: True,
+}
+FIELDS = [name for name, option in OPTIONS.items() if option.where == "model"]
+PER_CALL = [name for name, option in OPTIONS.items() if option.where != "core"]
+
+either = pytest.mark.parametrize("adapter", ADAPTERS)
+
+
+def page():
+    """The page of options."""
+    old = {new: name for name, new in DEPRECATED.items()}
+    lines = [
+        "# Options",
+        "",
+        "Made from `kp_core.engines.request.OPTIONS` by `python -m tests.parity.test_options`; do not edit.",
+        "",
+        "One table serves `Session.generate` and its kin, `ChatKnowledgePacks` and `KnowledgePackLLM`. An option that",
+        "says *model* is a field of both adapters' models and an option of each call; *call* is an option of each call",
+        "alone; *core* one of a session's methods alone, as adapters set it themselves. `None` is the default of every",
+        "option. Unknown names raise `OptionError`, a `TypeError`, which names the near miss.",
+        "",
+        "| option | default | where | meaning | old name |",
+        "|---|---|---|---|---|",
+    ]
+    for name, option in OPTIONS.items():
+        default = f"`{option.default!r}`"
+        former = f"`{old[name]}`, for one more release" if name in old else ""
+        about = option.about.replace("|", "\\|")
+        lines.append(f"| `{name}` | {default} | {WHERE[option.where]} | {about} | {former} |")
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def engine():
+    return tiny_engine(template=THINKS)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    store = PackStore(tmp_path_factory.mktemp("packs"))
+    pack = engine().build_pack(FACT, namespace="open", compiled_for="system")
+    store.put(pack)
+    return store
+
+
+def heard(adapter, store, fields, **options):
+    """The request that the engine is asked when a model with `fields` is called with `options`."""
+    fixed = FixedEngine(CAPABILITIES, like=engine())
+    model = ADAPTERS[adapter](engine=fixed, store=store, namespaces=["open"], **fields)
+    (model.invoke if adapter == "langchain" else model.complete)("Hi", **options)
+    [plan] = fixed.plans
+    return plan.sampling
+
+
+def plain(value):
+    return tuple(value) if isinstance(value, list) else value
+
+
+def test_the_page_is_the_table():
+    assert PAGE.read_text() == page()
+
+
+def test_the_matrix_has_every_option(store):
+    assert set(VALUES) == set(PER_CALL)
+    assert all(OPTIONS[name].default != make(store) for name, make in VALUES.items())
+
+
+@either
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_means_what_the_table_says(adapter, name, store):
+    made, option = ADAPTERS[adapter](), OPTIONS[name]
+    assert type(made).model_fields[name].description == option.about
+    for given in (made, ADAPTERS[adapter](**{name: None}), made.model_copy(update={name: None})):
+        value = plain(getattr(given, name))
+        assert value in (None, option.default)
+    assert getattr(heard(adapter, store, {name: None}), name) == option.default
+    assert getattr(heard(adapter, store, {}), name) == option.default
+    value = VALUES[name](store)
+    assert plain(getattr(heard(adapter, store, {name: value}), name)) == plain(value)
+
+
+@either
+@pytest.mark.parametrize("name", PER_CALL)
+def test_an_option_of_a_call_reaches_the_engine(adapter, name, store):
+    value = VALUES[name](store)
+    assert plain(getattr(heard(adapter, store, {}, **{name: value}), name)) == plain(value)
+    assert plain(getattr(heard(adapter, store, {}, **{name: None}), name)) == OPTIONS[name].default
+
+
+@either
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_misspelling_is_refused_with_the_near_miss(adapter, name):
+    wrong = name + name[-1]
+    model = ADAPTERS[adapter](engine=tiny_engine())
+    calls = {
+        "session": lambda: tiny_engine().generate("Hi", **{wrong: 1}),
+        "field": lambda: ADAPTERS[adapter](**{wrong: 1}),
+        "call": lambda: (model.invoke if adapter == "langchain" else model.complete)("Hi", **{wrong: 1}),
+        "bind": lambda: model.bind(**{wrong: 1}) if adapter == "langchain" else model.stream_chat([], **{wrong: 1}),
+    }
+    taken = {"session": OPTIONS, "field": FIELDS, "call": PER_CALL, "bind": PER_CALL}
+    for place, call in calls.items():
+        with pytest.raises(OptionError, match=f"no option '{wrong}'") as caught:
+            call()
+        assert isinstance(caught.value, TypeError)
+        assert name not in taken[place] or f"Did you mean '{name}'?" in str(caught.value), place
+
+
+@either
+@pytest.mark.parametrize("name", ["view", "cancel", "temprature", "max_new_tokens"])
+def test_what_is_no_option_of_an_adapter(adapter, name, store):
+    with pytest.raises(OptionError, match=f"no option '{name}'"):
+        ADAPTERS[adapter](**{name: 1})
+    with pytest.raises(OptionError, match=f"no option '{name}'"):
+        heard(adapter, store, {}, **{name: 1})
+
+
+@either
+@pytest.mark.parametrize(("old", "value"), [("absorb", True), ("foreign", "rebuild")])
+def test_old_names_work_with_a_warning(adapter, old, value, store):
+    new = DEPRECATED[old]
+    with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
+        assert getattr(heard(adapter, store, {old: value}), new) == value
+    with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
+        assert getattr(heard(adapter, store, {}, **{old: value}), new) == value
+
+
+@pytest.mark.parametrize(
+    ("adapter", "base"), [("langchain", BaseChatModel), ("llamaindex", FunctionCallingLLM)], ids=ADAPTERS
+)
+def test_fields_of_the_framework_stay(adapter, base, store):
+    made = ADAPTERS[adapter]
+    given = {name: getattr(made(), name) for name in base.model_fields}
+    assert all(getattr(made(**given), name) == value for name, value in given.items())
+    assert made(model_name="a", stop_sequences=["x"], store=store, bank="open").namespaces == ("open",)
+
+
+@either
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_tokens", 0), ("temperature", -1), ("timeout", 0), ("top_p", "much"), ("placement", "up")]
+)
+def test_a_bad_value_is_refused_when_the_model_is_made(adapter, name, value, store):
+    with pytest.raises(ValidationError, match=name):
+        ADAPTERS[adapter](**{name: value})
+    with pytest.raises((SamplingError, PromptError), match=name if name != "top_p" else "wrong type"):
+        heard(adapter, store, {}, **{name: value})
+    with pytest.raises(OptionError, match="expected a composer"):
+        ADAPTERS[adapter](composer=NaiveComposer)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
