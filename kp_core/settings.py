@@ -15,11 +15,12 @@ from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.request import OPTIONS, Request, current_names
 from kp_core.engines.session import Session
 from kp_core.engines.shared import session_of, shared_engine
+from kp_core.errors import ToolError
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import TRUSTED_ROLES, PackView
 from kp_core.steering import as_steering
 
-__all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "ModelSettings"]
+__all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "ModelSettings", "core_choice", "core_role"]
 
 MODEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where == "model")
 """Options that are fields of a model as well as options of a call."""
@@ -29,6 +30,14 @@ CALL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where !=
 GIVEN = ("composer", "engine", "steering", "store")
 """Fields that are objects: no description holds them, they are given again."""
 
+_ROLES = {
+    "human": "user",
+    "ai": "assistant",
+    "chatbot": "assistant",
+    "model": "assistant",
+    "developer": "system",
+    "function": "tool",
+}
 _STORE = ("handle", "peek", "get", "put", "view")
 
 if TYPE_CHECKING:
@@ -121,6 +130,11 @@ class ModelSettings(_Options):
     def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401
         return (names,) if isinstance(names, str) else names
 
+    @field_validator("trusted_roles")
+    @classmethod
+    def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
+        return frozenset(core_role(role) for role in roles)
+
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
         if (self.store is None) != (not self.namespaces):
@@ -161,3 +175,24 @@ class ModelSettings(_Options):
         """The settings, overridden by the `options` of one call; `also` are options of this model alone."""
         asked = current_names(options, type(self).__name__, (*CALL_OPTIONS, *also))
         return {"view": self._view(), **self._set(), **asked}
+
+
+def core_role(name: str) -> str:
+    """The core's name for a role: `human` is `user`, `ai` is `assistant`; others stay as they are."""
+    return _ROLES.get(name, name)
+
+
+def core_choice(choice: object) -> str:
+    """The core's word for a tool choice, in whichever way a framework or OpenAI say it.
+
+    `"required"` and `True` are `"any"`, a mapping names the function; raises `ToolError` for one that does not.
+    """
+    if isinstance(choice, bool) or choice == "required":
+        return "any" if choice else "none"
+    if isinstance(choice, Mapping):
+        function = choice.get("function", choice)
+        named = function.get("name", choice.get("type")) if isinstance(function, Mapping) else None
+        if named in (None, "function"):
+            raise ToolError(f"Got tool_choice={choice!r}; expected 'auto', 'any', 'none' or the name of a tool.")
+        choice = named
+    return "auto" if choice is None else str(choice)

@@ -13,15 +13,14 @@ from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import field_validator
 
 from kp_core import Composer, Handle
 from kp_core.errors import ToolError
-from kp_core.settings import ModelSettings
+from kp_core.settings import ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
-from kp_langchain.messages import core_role, to_messages
-from kp_langchain.options import IGNORED_SETTINGS, OF_LANGCHAIN, core_choice, identity_of, in_core_words
+from kp_langchain.messages import to_messages
+from kp_langchain.options import IGNORED_SETTINGS, OF_LANGCHAIN, identity_of, in_core_words
 from kp_langchain.structured import answer_parser, call_parser, with_raw
 
 __all__ = ["ChatKnowledgePacks"]
@@ -53,11 +52,6 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
         super().__init__(**self._present(settings, *IGNORED_SETTINGS))
-
-    @field_validator("trusted_roles")
-    @classmethod
-    def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
-        return frozenset(core_role(role) for role in roles)
 
     @property
     def _llm_type(self) -> str:
@@ -239,5 +233,5 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         """The fields, overridden by the options of one call; packs of both, the model's first."""
         request = in_core_words(self._asked(options, *OF_LANGCHAIN))
         if "packs" in options:
-            request["packs"] = (*self.packs, *request["packs"])
+            request["packs"] = (*(self.packs or ()), *request["packs"])
         return request if stop is None else {**request, "stop": stop}

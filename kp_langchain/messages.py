@@ -21,20 +21,15 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
 from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.prompt.resolve import Message
+from kp_core.settings import core_role
 
-__all__ = ["core_role", "pack_place", "to_messages"]
+__all__ = ["pack_place", "to_messages"]
 
 _SLOT = "{pack}"
-_ROLES = {"human": "user", "ai": "assistant", "developer": "system", "function": "tool"}
 # An assistant message repeats its tool calls as content blocks; they come from `tool_calls`. Reasoning is not sent.
 _ASSISTANT_ONLY = frozenset(
     {"tool_call", "tool_use", "function_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "thinking"}
 )
-
-
-def core_role(name: str) -> str:
-    """The core's name for a role: `human` is `user`, `ai` is `assistant`; others stay as they are."""
-    return _ROLES.get(name, name)
 
 
 def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kp_core import Request
-from kp_core.settings import MODEL_OPTIONS
+from kp_core.settings import MODEL_OPTIONS, core_choice
 from kp_langchain.structured import response_schema
 
-__all__ = ["IGNORED_SETTINGS", "OF_LANGCHAIN", "core_choice", "identity_of", "in_core_words"]
+__all__ = ["IGNORED_SETTINGS", "OF_LANGCHAIN", "identity_of", "in_core_words"]
 
 IGNORED_SETTINGS = ("api_key",)
 """Fields of models behind an API; LangChain's own unit tests give them to every model."""
@@ -37,13 +37,3 @@ def identity_of(request: Request) -> dict[str, Any]:
     steering = None if request.steering is None else str(request.steering)
     plain = {"composer": request.composer.key, "steering": steering}
     return values | plain | {"packs": list(request.packs), "stop": list(request.stop)}
-
-
-def core_choice(tool_choice: object) -> str:
-    """The core's word for a tool choice, in whichever way LangChain or OpenAI say it."""
-    if isinstance(tool_choice, dict):
-        function = tool_choice.get("function", tool_choice)
-        return str(function.get("name", tool_choice.get("type", "auto")))
-    if isinstance(tool_choice, bool):
-        return "any" if tool_choice else "none"
-    return {"None": "auto", "required": "any"}.get(str(tool_choice), str(tool_choice))

@@ -18,23 +18,9 @@ from llama_index.core.base.llms.types import (
 )
 
 from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.settings import core_role
 
 __all__ = ["core_role", "to_messages"]
-
-_ROLES = {
-    "developer": "system",
-    "function": "tool",
-    "chatbot": "assistant",
-    "model": "assistant",
-    # As in LangChain, so that one setting of trusted roles serves both.
-    "human": "user",
-    "ai": "assistant",
-}
-
-
-def core_role(name: str) -> str:
-    """The core's name for a role: `developer` is `system`, `chatbot` is `assistant`; others stay as they are."""
-    return _ROLES.get(name, name)
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

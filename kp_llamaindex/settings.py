@@ -15,7 +15,6 @@ from llama_index.core.bridge.pydantic import (
 
 from kp_core.engines.request import OPTIONS
 from kp_core.settings import GIVEN, ModelSettings
-from kp_llamaindex.messages import core_role
 from kp_llamaindex.tools import ToolCallingLLM
 
 __all__ = ["LLMSettings"]
@@ -46,11 +45,6 @@ class LLMSettings(ModelSettings, ToolCallingLLM):
                 f"`KnowledgePackLLM.from_dict(data, {name}={name})`."
             )
         return value
-
-    @field_validator("trusted_roles")
-    @classmethod
-    def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
-        return frozenset(core_role(role) for role in roles)
 
     @model_serializer(mode="wrap")
     def custom_model_dump(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:

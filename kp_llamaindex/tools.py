@@ -14,7 +14,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 
-from kp_core.errors import ToolError
+from kp_core.settings import core_choice
 
 __all__ = ["ToolCallingLLM", "tool_options"]
 
@@ -97,8 +97,7 @@ class ToolCallingLLM(FunctionCallingLLM):
 def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """`options` of a call with tools and tool choice in the core's form.
 
-    Tools may be LlamaIndex's or OpenAI's mappings. A choice may also be `required`, which is `any`, or a mapping
-    `{"type": "function", "function": {"name": ...}}`. Raises `ToolError` for another mapping.
+    Tools may be LlamaIndex's or OpenAI's mappings; see `core_choice` for choices.
     """
     made = dict(options)
     if made.get("tools") is not None:
@@ -106,14 +105,8 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
             tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
             for tool in made["tools"]
         ]
-    choice = made.get("tool_choice")
-    if isinstance(choice, Mapping):
-        function = choice.get("function", choice)
-        if not isinstance(function, Mapping) or "name" not in function:
-            raise ToolError(f"Got tool_choice={choice!r}; expected 'auto', 'any', 'none' or the name of a tool.")
-        choice = function["name"]
-    if choice is not None:
-        made["tool_choice"] = "any" if choice == "required" else choice
+    if made.get("tool_choice") is not None:
+        made["tool_choice"] = core_choice(made["tool_choice"])
     return made
 
 
