@@ -127,7 +127,6 @@ def test_the_id_of_a_fact_is_a_digest_of_its_text_unless_given() -> None:
         {"text": "a", "title": 3},
         {"text": "a", "metadata": {"years": [1999]}},
         {"text": "a", "metadata": {"score": float("nan")}},
-        {"text": "a", "namespace": ""},
         {"text": "a", "expires": "tomorrow"},
         {"text": "a", "expires": float("inf")},
         {"text": "a", "version": 0},
