@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 Unit: TypeAlias = Literal["fact", "bank", "document"]
 KV: TypeAlias = Literal["stored", "lazy", "auto"]
 
-_PROBE_TEXT = "The lighthouse keeper counts ships."
+_SHORT = 32  # Characters of a text that may be too short to own a token, whatever the template.
 _GROWTH = 4  # Facts looked at per unit wanted, and how many times more when those were too few.
 
 
@@ -227,16 +227,26 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         for fact in facts:
             if fact.namespace == space:
                 wanted.setdefault(fact.text, fact)
-        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, progress=progress)
-        known = [fact for text, fact in wanted.items() if store.peek(store.handle(text, space)) is not None]
-        missing = set(wanted).difference(fact.text for fact in known)
-        for fact, plan in _packs(build, known, lazy=True):
+
+        def refused(text: str, error: TemplateError, wanted: dict[str, Fact] = wanted) -> None:
+            # A position that refuses whole sentences refuses everything.
+            if len(text.strip()) > _SHORT:
+                raise error
+            logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
+
+        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_refused=refused)
+        known = [text for text in wanted if store.peek(store.handle(text, space)) is not None]
+        missing = dict.fromkeys(text for text in wanted if text not in known)
+        for plan in build(known, lazy=True, progress=progress):
             if _is_stored(store, plan, lazy=lazy):
-                made[space, fact.text] = store.handle(fact.text, space)
+                made[space, plan.text] = store.handle(plan.text, space)
             else:
-                missing.add(fact.text)
-        for fact, pack in _packs(build, [wanted[text] for text in wanted if text in missing], lazy=lazy):
-            made[space, fact.text] = store.put(pack)
+                missing[plan.text] = None
+        about = [
+            {name: said for name in ("title", "source") if (said := getattr(wanted[text], name))} for text in missing
+        ]
+        for pack in build(list(missing), lazy=lazy, provenance=about, progress=progress):
+            made[space, pack.text] = store.put(pack)
     return [made.get((fact.namespace, fact.text)) for fact in facts]
 
 
@@ -260,29 +270,6 @@ def open_bank(
         embedder = embedder or SentenceTransformerEmbedder()
         return MemoryFactBank(embedder) if path is None else ChromaFactBank(path, embedder)
     return bank
-
-
-def _packs(
-    build: Callable[..., Iterator[KnowledgePack]], facts: Sequence[Fact], *, lazy: bool
-) -> Iterator[tuple[Fact, KnowledgePack]]:
-    """Facts with their packs, without those that are too short for one."""
-    alone = False
-    while facts:
-        done, batch = 0, facts[:1] if alone else facts
-        about = [{name: text for name in ("title", "source") if (text := getattr(fact, name))} for fact in batch]
-        try:
-            packs = build([fact.text for fact in batch], lazy=lazy, provenance=about)
-            for pair in zip(batch, packs, strict=True):
-                yield pair
-                done += 1
-        except TemplateError as error:
-            if alone:
-                next(build([_PROBE_TEXT], lazy=True))  # Raises where the position refuses every text.
-                logger.warning("The text %r of fact %s goes as text: %s", batch[0].text, batch[0].id, error)
-                done = 1
-            # The engine does not say which text it was, so they go one by one until it is found.
-            alone = not alone
-        facts = facts[done:]
 
 
 def _is_stored(store: Packs, plan: KnowledgePack, *, lazy: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -45,6 +46,8 @@ class IdleQueue:
                 raise BusyError(f"The engine takes no more background work: {reason}.")
             self._jobs.append((job, future))
             if self._thread is None:
+                # A thread inside torch must not be cut off when the interpreter ends.
+                atexit.register(self.close)
                 self._thread = threading.Thread(target=self._work, name="kp-idle", daemon=True)
                 self._thread.start()
         return future
@@ -63,6 +66,7 @@ class IdleQueue:
 
     def close(self) -> None:
         """Cancel what waits, and wait for the step under way."""
+        atexit.unregister(self.close)
         with self._changed:
             self._closed = True
             self._changed.notify_all()

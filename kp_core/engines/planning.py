@@ -63,27 +63,28 @@ class Planner:
         limit: Limit,
         *,
         tokens: int | None = None,
-        answering: bool = True,
+        learn: bool = True,
     ) -> tuple[Plan, list[Learned]]:
         """The plan of one request, whose answer may take `tokens` (by default what its sampling says).
 
-        And the packs that should be compiled for where they stand. Raises `PromptError` and its kinds,
-        `FingerprintMismatchError` for packs and steerings of another model, `SteeringError`.
+        And the packs that should be compiled for where they stand; without `learn`, what is met is not counted. Raises
+        `PromptError` and its kinds, `FingerprintMismatchError` for packs and steerings of another model,
+        `SteeringError`.
         """
         view = request.view
         checked = CheckedSource(view.source if view else None, self._identity, request.mismatch)
         prompt = self._template.render(
             messages,
-            view=None if view is None else replace(checked_view(view, checked), recognise=request.recognise),
+            view=None if view is None else replace(checked_view(view, checked), recognise=view.recognise and request.recognise),
             packs=explicit_packs(request.packs, view, checked),
             placement=request.placement,
             compact=request.compact,
             shape=request.shape,
             thinking=request.thinking,
         )
-        cuts, sourced = self._cut(prompt, request)
+        cuts, sourced = self._cut(prompt, request, learn=learn)
         prompt = cuts.prompt
-        blocks = self.blocks(prompt, cuts, request, answering=answering)
+        blocks = self.blocks(prompt, cuts, request)
         budget = self._budget(prompt, request, tokens)
         plan = Plan(
             prompt,
@@ -128,7 +129,7 @@ class Planner:
         regions = plan_regions(cut(before, self._chunk_tokens))
         return Plan(replace(before, token_ids=ids), regions, wanted=(len(prefix), len(ids)), deterministic=True)
 
-    def _cut(self, prompt: Prompt, request: Request) -> tuple[Cuts, _Sourced]:
+    def _cut(self, prompt: Prompt, request: Request, *, learn: bool = False) -> tuple[Cuts, _Sourced]:
         """The canonical chunks of `prompt`, and where the KV of its packs comes from."""
         sourced = _Sourced(set(), {}, [])
         wanted = set(request.composer.regions(prompt))
@@ -138,7 +139,17 @@ class Planner:
             fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
             own = pack.fingerprint == self._identity
             if span.recognised:
-                return self._recognised(prompt, span, prefix, sourced, usable=home and fits and own)
+                usable = home and fits and own and (pack.kv is not None or pack.stored_bytes > 0)
+                plain = pack.steering is None and request.steering is None
+                if len(span) < _RECOGNISED_TOKENS or not plain:
+                    return None
+                if usable:
+                    sourced.packs.add(span)
+                elif self._again(span, prefix(), learn=learn):
+                    sourced.learned.append(Learned(span, prompt.token_ids[span.start : span.stop], prefix()))
+                else:
+                    return None
+                return True
             if home and fits and own:
                 sourced.packs.add(span)
             elif own and fits and span in wanted and not home:
@@ -149,24 +160,15 @@ class Planner:
 
         return cut(prompt, self._chunk_tokens, stands), sourced
 
-    def _recognised(
-        self, prompt: Prompt, span: Span, prefix: Callable[[], Prefix], sourced: _Sourced, *, usable: bool
-    ) -> bool | None:
-        """Whether a pack that was recognised by its text is used; at the second time in one place, it is compiled."""
-        pack = span.pack
-        if len(span) < _RECOGNISED_TOKENS or pack.steering is not None:
-            return None
-        if usable and (pack.kv is not None or pack.stored_bytes):
-            sourced.packs.add(span)
-            return True
-        place = (span.handle, hash(prefix()))
-        if self._met[place] == 0 and len(self._met) >= _REMEMBERED:
-            del self._met[next(iter(self._met))]
-        self._met[place] += 1
-        if self._met[place] < 2:
-            return None
-        sourced.learned.append(Learned(span, prompt.token_ids[span.start : span.stop], prefix()))
-        return True
+    def _again(self, span: Span, prefix: Prefix, *, learn: bool) -> bool:
+        """Whether a pack that was recognised by its text was met behind this prefix before."""
+        place = (span.handle, hash(prefix))
+        met = self._met[place] > 0
+        if learn:
+            if not met and len(self._met) >= _REMEMBERED:
+                del self._met[next(iter(self._met))]
+            self._met[place] += 1
+        return met
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take."""

@@ -24,7 +24,7 @@ from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.errors import BusyError, UnsupportedRequestError
+from kp_core.errors import BusyError, TemplateError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef
@@ -121,7 +121,7 @@ class Session:
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
-        plan, _ = self._plan(messages, Request.of(options))
+        plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         found = self._cache("explain").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
         return explain(plan, found, seconds / tokens if tokens else None)
@@ -171,28 +171,35 @@ class Session:
         compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Sequence[Mapping[str, str]] | None = None,
+        on_refused: Callable[[str, TemplateError], object] | None = None,
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
         """The packs of `texts`, in order and one at a time, so that any number fits in memory.
 
-        Each is bit-identical to what `build_pack` gives. A progress bar shows when it takes longer than a second.
+        Each is bit-identical to what `build_pack` gives. A text that can be no pack at its position, e.g. one that is
+        too short to own a token, goes to `on_refused` and is left out; without that, its error is raised. A progress
+        bar shows when it takes longer than a second.
         """
         self._need("kv", "building packs", needed=not lazy)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
         chunk_tokens = int(self.fingerprint.chunk_tokens)
-        waiting: deque[tuple[TokenisedPack, Prefix]] = deque()
+        waiting: deque[tuple[TokenisedPack, Prefix, Mapping[str, str]]] = deque()
 
         def plans() -> Iterator[Plan]:
-            for text in texts:
-                job = self.template.tokenise_pack(text, compiled_for)
-                waiting.append((job, prefix_of(job.prompt, job.prompt.spans[0], chunk_tokens)))
+            for text, about in zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True):
+                try:
+                    job = self.template.tokenise_pack(text, compiled_for)
+                except TemplateError as error:
+                    if on_refused is None:
+                        raise
+                    on_refused(text, error)
+                    continue
+                waiting.append((job, prefix_of(job.prompt, job.prompt.spans[0], chunk_tokens), about))
                 yield self._planner.wanted(waiting[-1][1], job.token_ids)
 
-        known = itertools.repeat({}, len(texts)) if provenance is None else provenance
         found = (None for _ in plans()) if lazy else self.engine.kv(plans())
-        bar = tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress)
-        for kv, about in zip(bar, known, strict=True):
-            job, prefix = waiting.popleft()
+        for kv in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):
+            job, prefix, about = waiting.popleft()
             yield KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
 
     def make_steering(  # noqa: PLR0913
@@ -250,17 +257,19 @@ class Session:
         *,
         tokens: int | None = None,
         forced: tuple[int, ...] = (),
+        learn: bool = True,
     ) -> tuple[Plan, Reading]:
         limit = Limit(request.cancel, request.timeout)
         with self._planning:
             planner = self._planner
-        plan, learned = planner.plan(messages, request, limit, tokens=tokens)
+        plan, learned = planner.plan(messages, request, limit, tokens=tokens, learn=learn)
         reading = Reading(self.template, self.tokenizer, plan.prompt, request)
         self._need("steer", "steering", needed=any(region.block for region in plan.regions))
         self._need("compose", f"composer={request.composer!r}", needed=any(region.composer for region in plan.regions))
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         self._need("deterministic", "deterministic=True", needed=request.deterministic)
-        self._compile(learned, request)
+        if learn:
+            self._compile(learned, request)
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
 
     def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401

@@ -10,10 +10,7 @@ from typing import TypeAlias
 from kp_core.packs.pack import Prefix
 from kp_core.prompt.prompt import Prompt, Span
 
-__all__ = ["CUT_RULE", "Cuts", "Stands", "cut", "is_home", "prefix_of"]
-
-CUT_RULE = "1"
-"""Version of the rule. KV of another version was computed in other shapes, so it is no more than nearly equal."""
+__all__ = ["Cuts", "Stands", "cut", "is_home", "prefix_of"]
 
 Stands: TypeAlias = Callable[[Span, Callable[[], Prefix]], bool | None]
 """Whether KV of its own may be used for a span behind a prefix; `None` for a span that is to be plain text."""
@@ -39,7 +36,8 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
 
     There is a cut behind every pack, and before the first of a message. Text between two packs is one chunk with the
     pack behind it, which saves a forward pass, unless that pack brings KV of its own (`stands`). Where a cut falls
-    depends on the prompt before it and on nothing that is cached.
+    depends on the prompt before it and on nothing that is cached. Another rule needs another
+    `kp_core.packs.fingerprint.CUT_RULE`.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}
