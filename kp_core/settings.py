@@ -17,7 +17,7 @@ from kp_core.engines.session import Session
 from kp_core.engines.shared import session_of, shared_engine
 from kp_core.errors import ToolError
 from kp_core.packs.store import PackStore
-from kp_core.packs.view import TRUSTED_ROLES, PackView
+from kp_core.packs.view import TRUSTED_ROLES, Packs, PackView
 from kp_core.steering import as_steering
 
 __all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "ModelSettings", "core_choice", "core_role"]
@@ -38,7 +38,6 @@ _ROLES = {
     "developer": "system",
     "function": "tool",
 }
-_STORE = ("handle", "peek", "get", "put", "view")
 
 if TYPE_CHECKING:
 
@@ -86,7 +85,7 @@ class ModelSettings(_Options):
     )
     dtype: str | None = None
     device: str | None = None
-    store: Any = Field(
+    store: Packs | None = Field(
         default=None, exclude=True, description="Where handles resolve: a `PackStore`, its path, or what acts as one."
     )
     namespaces: tuple[str, ...] = Field(
@@ -117,11 +116,10 @@ class ModelSettings(_Options):
     def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
         if isinstance(store, str | PathLike):
             return PackStore(store)
-        missing = [name for name in _STORE if not hasattr(store, name)]
-        if store is not None and missing:
+        if not (store is None or isinstance(store, Packs)):
             raise ValueError(
-                f"Got a {type(store).__name__} as store, which lacks {', '.join(missing)}; expected a "
-                "`kp_core.PackStore`, its path, or an object with its methods."
+                f"Got a {type(store).__name__} as store; expected a `kp_core.PackStore`, its path, or an object with "
+                "`handle`, `peek`, `get`, `put` and `view`."
             )
         return store
 
@@ -159,10 +157,7 @@ class ModelSettings(_Options):
         return shared_engine(model or self.model, self.dtype, self.device)
 
     def _view(self) -> PackView | None:
-        if self.store is None:
-            return None
-        view: PackView = self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
-        return view
+        return None if self.store is None else self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
 
     def _set(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in MODEL_OPTIONS}

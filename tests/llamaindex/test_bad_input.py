@@ -63,7 +63,7 @@ def test_a_handle_inside_a_fact_is_not_followed(store, handle):
 
 def test_a_pack_of_another_model(store, handle, caplog):
     other = tiny_engine(dtype=torch.bfloat16)
-    with pytest.raises(FingerprintMismatchError, match=r"dtype: pack has float32.*Rebuild it from its text"):
+    with pytest.raises(FingerprintMismatchError, match=r"dtype: pack has float32.*computed anew from its text"):
         delivered(llm_in(store, "isles", engine=other), ChatMessage(handle))
     with caplog.at_level(logging.WARNING, "kp_core"):
         assert delivered(llm_in(store, "isles", engine=other, mismatch="rebuild"), ChatMessage(handle)) > 0
