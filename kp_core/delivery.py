@@ -7,7 +7,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -75,7 +75,9 @@ class Planner:
         checked = CheckedSource(view.source if view else None, self._identity, request.mismatch)
         prompt = self._template.render(
             messages,
-            view=None if view is None else replace(checked_view(view, checked), recognise=view.recognise and request.recognise),
+            view=None
+            if view is None
+            else replace(checked_view(view, checked), recognise=view.recognise and request.recognise),
             packs=explicit_packs(request.packs, view, checked),
             placement=request.placement,
             compact=request.compact,
