@@ -24,15 +24,12 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import Generation, Message, PackStore
-
-if TYPE_CHECKING:
-    from kp_core import Session
+from kp_core import Generation, Message, PackStore, Session
 
 __all__ = ["found_paragraphs", "main", "run"]
 

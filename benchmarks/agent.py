@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware, ModelCallLimitMiddleware, ModelRequest, ModelResponse
@@ -23,12 +23,9 @@ from langchain_core.tools import tool
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import PackStore
+from kp_core import PackStore, Session
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain.middleware import KnowledgePackMiddleware
-
-if TYPE_CHECKING:
-    from kp_core import Session
 
 __all__ = ["main", "run"]
 

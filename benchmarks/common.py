@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,9 +19,6 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 import kp_core
-
-if TYPE_CHECKING:
-    from kp_core import Session
 
 __all__ = [
     "INSTRUCTION",
@@ -168,7 +165,7 @@ def model_path(arguments: argparse.Namespace) -> str:
     return str(arguments.model or kp_core.bundled_model())
 
 
-def load_engine(arguments: argparse.Namespace) -> Session:
+def load_engine(arguments: argparse.Namespace) -> kp_core.Session:
     """The engine that the arguments ask for."""
     return kp_core.load_engine(model_path(arguments), dtype=arguments.dtype, device=arguments.device)
 

@@ -26,16 +26,13 @@ import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import Message, PackStore
-
-if TYPE_CHECKING:
-    from kp_core import Session
+from kp_core import Message, PackStore, Session
 
 __all__ = ["main", "run"]
 

@@ -14,16 +14,14 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema
 from rich.progress import track
 
 from benchmarks import common
+from kp_core import Session
 from kp_core.errors import SamplingError
-
-if TYPE_CHECKING:
-    from kp_core import Session
 
 __all__ = ["main", "random_schema", "run", "valid_answer"]
 

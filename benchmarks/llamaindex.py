@@ -19,7 +19,7 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent
 from llama_index.core.bridge.pydantic import Field
@@ -30,11 +30,8 @@ from llama_index_instrumentation import get_dispatcher
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import PackStore
+from kp_core import PackStore, Session
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
-
-if TYPE_CHECKING:
-    from kp_core import Session
 
 __all__ = ["main", "run"]
 

@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import batched, common
-from kp_core import Message, Steering
+from kp_core import Message, Session, Steering
 from kp_core.steering import Scope, as_steering
-
-if TYPE_CHECKING:
-    from kp_core import Session
 
 __all__ = ["Remembered", "Said"]
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from benchmarks import common
 from benchmarks.remembered import Remembered
 from benchmarks.scores import formality
-from kp_core import Message, SentenceTransformerEmbedder, Steering
+from kp_core import Message, SentenceTransformerEmbedder, Session, Steering
 from kp_core.steering import Calibration, Task, calibrate, likeness, preset
-
-if TYPE_CHECKING:
-    from kp_core import Session
 
 __all__ = ["QUESTIONS", "Bench", "share", "without"]
 

@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -37,10 +37,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from benchmarks import common
-from kp_core import KnowledgePack, PackStore
-
-if TYPE_CHECKING:
-    from kp_core import Session
+from kp_core import KnowledgePack, PackStore, Session
 
 __all__ = ["Floor", "main", "run"]
 

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage
@@ -14,11 +13,8 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from cookbooks.demo.corpus import Corpus, Question
-from kp_core import ChromaFactBank, PackStore
+from kp_core import ChromaFactBank, PackStore, Session
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, pack_place
-
-if TYPE_CHECKING:
-    from kp_core import Session
 
 __all__ = ["ALONE", "PROMPT", "Way", "World", "accumulate", "ask"]
 
