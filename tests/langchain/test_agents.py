@@ -72,6 +72,8 @@ def ask(agent, text, thread="1"):
     return agent.invoke({"messages": [HumanMessage(text)]}, config)
 
 
+# Counting tokens takes no more than a tiny model, and twenty steps of the bundled one take a minute.
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
 @pytest.mark.parametrize("placement", ["in_place", "system"])
 def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pages, chat_engine):
     chat_engine.clear_cache()
@@ -109,6 +111,7 @@ def test_a_model_absorbs_without_a_middleware(chat_engine, store, pages):
     assert len(set(sent)) == 1
 
 
+@pytest.mark.parametrize("chat_engine", ["tiny"], indirect=True)
 def test_the_text_agent_grows(model):
     steps = Steps(6)
     ask(create_agent(model, [reader(PAGES)], middleware=[steps]), "Read the whole book.")
