@@ -39,6 +39,11 @@ def test_ask_explains_its_plan_and_computes_nothing(kp: Kp, bank: Path, monkeypa
     assert any("heron" in row["what"] or "kp:default/" in row["what"] for row in about["plan"]["regions"])
     assert [row["what"] for row in text["regions"]] == ["text"]
     assert kp("ask", "bank", *QUESTION, *TINY, "--explain", "--compare")[0] == 2
+    assert "pack" not in about["plan"]["tokens"]
+    assert kp("ask", "bank", *QUESTION, *TINY, "--kv", "stored")[0] == 0
+    tiny().clear_cache()
+    stored = as_json(kp("ask", "bank", *QUESTION, *TINY, "--explain", "--json"))["plan"]["tokens"]
+    assert 0 < stored["pack"] < stored["computed"]
 
 
 def test_ask_says_how_many_tokens_are_approximate(kp: Kp, bank: Path) -> None:
