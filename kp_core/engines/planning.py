@@ -73,11 +73,12 @@ class Planner:
         """
         view = request.view
         checked = CheckedSource(view.source if view else None, self._identity, request.mismatch)
+        readable = None
+        if view is not None:
+            readable = replace(checked_view(view, checked), recognise=view.recognise and request.recognise)
         prompt = self._template.render(
             messages,
-            view=None
-            if view is None
-            else replace(checked_view(view, checked), recognise=view.recognise and request.recognise),
+            view=readable,
             packs=explicit_packs(request.packs, view, checked),
             placement=request.placement,
             compact=request.compact,
