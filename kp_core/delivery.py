@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, TemplateError
+from kp_core.errors import BankError, ShortTextError
 from kp_core.facts import ChromaFactBank, Fact, FactBank, Filter, Hit, MemoryFactBank, Reranker
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.facts.rerank import hits_wanted
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 Unit: TypeAlias = Literal["fact", "bank", "document"]
 KV: TypeAlias = Literal["stored", "lazy", "auto"]
 
-_SHORT = 32  # Characters of a text that may be too short to own a token, whatever the template.
 _GROWTH = 4  # Facts looked at per unit wanted, and how many times more when those were too few.
 
 
@@ -228,13 +227,10 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             if fact.namespace == space:
                 wanted.setdefault(fact.text, fact)
 
-        def refused(text: str, error: TemplateError, wanted: dict[str, Fact] = wanted) -> None:
-            # A position that refuses whole sentences refuses everything.
-            if len(text.strip()) > _SHORT:
-                raise error
+        def short(text: str, error: ShortTextError, wanted: dict[str, Fact] = wanted) -> None:
             logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
-        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_refused=refused)
+        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
         known = [text for text in wanted if store.peek(store.handle(text, space)) is not None]
         missing = dict.fromkeys(text for text in wanted if text not in known)
         for plan in build(known, lazy=True, progress=progress):

@@ -3,6 +3,7 @@
     KnowledgePackError
     ├── PromptError                 the conversation cannot become a prompt
     │   ├── TemplateError           the chat template refused it, or lacks what was asked for
+    │   │   └── ShortTextError      a text that owns no token at its position, so it can be no pack
     │   ├── UnsupportedContentError content other than text for a text model
     │   ├── HandleError             not a handle, a bad namespace
     │   ├── ToolError               a tool, a tool choice or a schema that cannot be honoured
@@ -57,6 +58,7 @@ __all__ = [
     "PromptError",
     "QuotaError",
     "SamplingError",
+    "ShortTextError",
     "SourceError",
     "SteeringError",
     "SteeringMismatchError",
@@ -78,6 +80,10 @@ class PromptError(KnowledgePackError, ValueError):
 
 class TemplateError(PromptError):
     """The chat template refused the conversation, or lacks what was asked for."""
+
+
+class ShortTextError(TemplateError):
+    """A text of which no token stays the same whatever stands around it; it can be no pack at its position."""
 
 
 class UnsupportedContentError(PromptError):

@@ -24,7 +24,7 @@ from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.errors import BusyError, TemplateError, UnsupportedRequestError
+from kp_core.errors import BusyError, ShortTextError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef
@@ -171,14 +171,13 @@ class Session:
         compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Sequence[Mapping[str, str]] | None = None,
-        on_refused: Callable[[str, TemplateError], object] | None = None,
+        on_short: Callable[[str, ShortTextError], object] | None = None,
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
         """The packs of `texts`, in order and one at a time, so that any number fits in memory.
 
-        Each is bit-identical to what `build_pack` gives. A text that can be no pack at its position, e.g. one that is
-        too short to own a token, goes to `on_refused` and is left out; without that, its error is raised. A progress
-        bar shows when it takes longer than a second.
+        Each is bit-identical to what `build_pack` gives. A text too short to own a token goes to `on_short` and is
+        left out; without that, its error is raised. A progress bar shows when it takes longer than a second.
         """
         self._need("kv", "building packs", needed=not lazy)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
@@ -189,10 +188,10 @@ class Session:
             for text, about in zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True):
                 try:
                     job = self.template.tokenise_pack(text, compiled_for)
-                except TemplateError as error:
-                    if on_refused is None:
+                except ShortTextError as error:
+                    if on_short is None:
                         raise
-                    on_refused(text, error)
+                    on_short(text, error)
                     continue
                 waiting.append((job, prefix_of(job.prompt, job.prompt.spans[0], chunk_tokens), about))
                 yield self._planner.wanted(waiting[-1][1], job.token_ids)

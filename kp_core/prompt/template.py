@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
-from kp_core.errors import PromptError, TemplateError
+from kp_core.errors import PromptError, ShortTextError, TemplateError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -164,7 +164,7 @@ class ChatTemplate:
         reference = PackRef("", pack, memory=compiled_for == "system")
         prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
         if not prompt.spans:
-            raise TemplateError(f"The text {text[:40]!r} has no token of its own at this position of the template.")
+            raise ShortTextError(f"The text {text[:40]!r} has no token of its own at this position of the template.")
         span = prompt.spans[0]
         runs = [prompt.token_ids[span.start : span.stop]]
         before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
@@ -173,7 +173,7 @@ class ChatTemplate:
             runs.append(encoded.ids[span.start : encoded.token_until(span.chars[1])])
         token_ids = runs[0][: min(common_length(runs[0], run) for run in runs)]
         if not token_ids:
-            raise TemplateError(f"The text {text[:40]!r} is too short: what follows it may change every token.")
+            raise ShortTextError(f"The text {text[:40]!r} is too short: what follows it may change every token.")
         return TokenisedPack(text, token_ids, prompt)
 
     def text(self, prompt: Prompt) -> str:
