@@ -46,7 +46,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     tokenizer: Any = None,  # noqa: ANN401
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
-    chunk_tokens: int = 512,
+    chunk_tokens: int = 1024,
     cache_bytes: int | None = None,
     template_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
