@@ -9,7 +9,6 @@ from transformers import AttentionInterface
 __all__ = ["NAME"]
 
 NAME = "kp_split"
-_LONG = 1024  # Tokens from which joining two parts costs less than a mask does.
 
 
 def split_attention(  # noqa: PLR0913 - the signature is that of transformers' AttentionInterface
@@ -35,7 +34,7 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
         raise ValueError(f"Split attention does not do {', '.join(asked)}.")
     new, tokens = query.shape[2], key.shape[2]
     if 1 < new < tokens:
-        splits = tokens >= _LONG and query.device.type == "cpu" and key.shape[3] == value.shape[3]
+        splits = query.device.type == "cpu" and key.shape[3] == value.shape[3]
         attend = _past_and_present if splits else _masked
         output = attend(query, key, value, scaling)
     else:
@@ -71,11 +70,9 @@ def _past_and_present(query: Tensor, key: Tensor, value: Tensor, scale: float | 
 def _masked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """The same with a mask; on accelerators a mask together with `enable_gqa` falls back to the slow kernel."""
     heads, new, tokens = query.shape[1], query.shape[2], key.shape[2]
-    grouped = query.device.type == "cpu"
-    if not grouped:
-        key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
+    key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
     mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
-    return _attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return _attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 AttentionInterface.register(NAME, split_attention)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -26,13 +26,13 @@ __all__ = ["load_session"]
 class _Identity:
     """The fingerprint of a model, taken when it is first asked for."""
 
-    def __init__(self, watch: ModelWatch, *about: Any) -> None:  # noqa: ANN401 - as `take_fingerprint` takes them
-        self._watch, self._about = watch, about
+    def __init__(self, check: Callable[[], None], *about: Any) -> None:  # noqa: ANN401 - as `take_fingerprint` has them
+        self._check, self._about = check, about
         self._lock = Lock()
 
     @cached_property
     def _fingerprint(self) -> ModelFingerprint:
-        self._watch.check()
+        self._check()
         return take_fingerprint(*self._about)
 
     def __call__(self) -> ModelFingerprint:
@@ -66,15 +66,21 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code)
     # Made here, so that a missing one is said before the model is probed.
     template = ChatTemplate(found, template_options)
-    causal, watch = CausalModel(loaded), ModelWatch(loaded)
+    causal = CausalModel(loaded)
+    # What was loaded here nobody else can change.
+    check = _unchanged if isinstance(source, str | Path) else ModelWatch(loaded).check
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // 8
     engine = LocalEngine(
         causal,
         found,
-        identity=_Identity(watch, causal, found, template, chunk_tokens, source),
-        check=watch.check,
+        identity=_Identity(check, causal, found, template, chunk_tokens, source),
+        check=check,
         cache_bytes=cache_bytes,
         chunk_tokens=chunk_tokens,
     )
     return Session(engine, name=name_of(model), template=template)
+
+
+def _unchanged() -> None:
+    """As `ModelWatch.check`."""
