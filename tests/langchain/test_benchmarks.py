@@ -1,10 +1,11 @@
 """The benchmarks of agents and grammars, small, with the real model."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks import agent, common, grammar
+from benchmarks import agent, common, grammar, stuffing
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +27,19 @@ def test_agent(tmp_path, capsys):
     assert sent["packs"][1] == sent["packs"][2]
     assert [step["computed_tokens"] for step in steps["none"]] == sent["none"]
     assert "longest to shortest: 1.000" in capsys.readouterr().out
+
+
+def test_stuffing(tmp_path):
+    facts = Path(__file__).parents[2] / "cookbooks" / "demo" / "facts.jsonl"
+    rows = [json.loads(line) for line in facts.read_text().splitlines()]
+    # Facts of the demo are shorter than what is recognised, so five make a passage.
+    passages = [" ".join(row["text"] for row in rows[at : at + 5]) for at in range(0, 40, 5)]
+    data = tmp_path / "passages.jsonl"
+    data.write_text("".join(json.dumps({"title": text.split(".")[0], "text": text}) + "\n" for text in passages))
+    figures = run(stuffing, tmp_path, "--data", str(data), "--subjects", "2", "--documents", "2")
+    found = {(row["recognise"], row["question"]): row for row in figures["rows"]}
+    assert found[False, 2]["recognised_tokens"] == 0 < found[True, 1]["recognised_tokens"]
+    assert found[True, 2]["computed_tokens"] < found[False, 2]["computed_tokens"] / 2
 
 
 def test_grammar(tmp_path):
