@@ -28,7 +28,7 @@ from kp_core.plan import Plan, Region, Sampling
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.renamed import keep_modules
+from kp_core.renamed import keep_modules, old_names
 from kp_core.steering import Steering
 from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
 from kp_core.usage import Usage
@@ -90,6 +90,7 @@ def bundled_model() -> Path:
     return bundled_model()
 
 
+__getattr__ = old_names(__name__, Head=Prefix)
 _FOLDERS = {"packs": ("fingerprint", "handle", "pack", "store"), "prompt": ("resolve", "template")}
 keep_modules(
     {

@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-__all__ = ["keep_modules", "renamed"]
+__all__ = ["keep_modules", "old_names", "renamed"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +33,18 @@ def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return wrap
+
+
+def old_names(module: str, **names: object) -> Callable[[str], object]:
+    """The `__getattr__` of a module that has `names`, each with what it stands for now."""
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        _warn(f"`{module}.{name}`", f"`{getattr(names[name], '__name__', names[name])}`")
+        return names[name]
+
+    return find
 
 
 def keep_modules(moved: Mapping[str, str]) -> None:

@@ -33,6 +33,17 @@ def test_modules_by_their_old_names(old, new):
     assert module.__spec__.name == f"kp_core.{new}"
 
 
+def test_values_by_their_old_names():
+    with pytest.warns(DeprecationWarning, match="`kp_core.Head` is now called `Prefix`"):
+        assert kp_core.Head is kp_core.Prefix
+    from kp_core.engines import hf
+
+    with pytest.warns(DeprecationWarning, match="now called `load_session`"):
+        assert hf.HFEngine is hf.load_session
+    with pytest.raises(AttributeError, match="'kp_core' has no attribute 'Tail'"):
+        _ = kp_core.Tail
+
+
 def test_keywords_by_their_old_names():
     engine = tiny_engine()
     with pytest.warns(DeprecationWarning, match="`inside=` of build_pack is now called `compiled_for=`"):
