@@ -93,10 +93,12 @@ class IdleQueue:
             steps: Iterator[object] | None = None
             while self._may_begin():
                 if steps is None:
-                    steps = iter(job() or ())
-                elif next(steps, self) is self:
-                    break
-            future.set_result(None)
+                    made = job()
+                    steps = None if made is None else iter(made)
+                if steps is None or next(steps, self) is self:
+                    future.set_result(None)
+                    return
+            future.set_exception(BusyError("The engine was closed before this background work was done."))
         except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
             logger.warning("Background work failed: %s", error)
             future.set_exception(error)

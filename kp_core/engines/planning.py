@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 
 from kp_core.compose import Composer, NaiveComposer
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
@@ -55,6 +56,7 @@ class Planner:
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._chunk_tokens = int(identity.chunk_tokens)
         self._met: Counter[tuple[str, int]] = Counter()
+        self._counting = Lock()
 
     def plan(
         self,
@@ -166,11 +168,12 @@ class Planner:
     def _again(self, span: Span, prefix: Prefix, *, learn: bool) -> bool:
         """Whether a pack that was recognised by its text was met behind this prefix before."""
         place = (span.handle, hash(prefix))
-        met = self._met[place] > 0
-        if learn:
-            if not met and len(self._met) >= _REMEMBERED:
-                del self._met[next(iter(self._met))]
-            self._met[place] += 1
+        with self._counting:
+            met = self._met[place] > 0
+            if learn:
+                if not met and len(self._met) >= _REMEMBERED:
+                    del self._met[next(iter(self._met))]
+                self._met[place] += 1
         return met
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:

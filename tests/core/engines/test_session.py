@@ -221,6 +221,26 @@ def test_background_work_is_bounded_ends_with_the_session_and_reports_errors():
         session.when_idle(lambda: None)
 
 
+def test_work_that_was_cut_short_is_not_called_done():
+    session = Session(Parrot())
+    started, release = threading.Event(), threading.Event()
+
+    def endless():
+        while True:
+            started.set()
+            release.wait(10)
+            yield
+
+    cut = session.when_idle(endless)
+    assert started.wait(10)
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    release.set()
+    closing.join(10)
+    with pytest.raises(BusyError, match="closed before this background work was done"):
+        cut.result(10)
+
+
 def test_kv_of_other_numerics_is_used_only_when_asked_for(tmp_path):
     made, reader = tiny_engine(chunk_tokens=16), tiny_engine(chunk_tokens=8)
     store = PackStore(tmp_path)
