@@ -81,7 +81,8 @@ class LocalEngine:
         if plan.forced:
             return TokenStream(partial(self._forced, plan))
         constraint = None
-        if plan.grammar is not None:
+        # A prompt that is prefilled and not answered is held to nothing.
+        if plan.grammar is not None and plan.token_budget:
             constraint = self._grammars.constraint(plan.grammar, plan.token_budget, opened=plan.opened)
         sampler = self._filler.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
         return TokenStream(partial(self._answer, plan, sampler))

@@ -157,6 +157,13 @@ def test_a_plan_tells_where_kv_comes_from_before_anything_is_computed(tmp_path):
     assert told.to_dict()["regions"][1]["tokens"] == told.rows[1].tokens
 
 
+def test_a_prefill_alone_is_held_to_no_grammar():
+    engine = tiny_engine()
+    schema = {"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]}
+    warmed = engine.prefill("When?", response_schema=schema)
+    assert warmed.prompt.token_ids == engine.generate("When?", response_schema=schema, max_tokens=40).prompt.token_ids
+
+
 def test_composed_regions_are_named_in_the_plan(tmp_path):
     engine, store = tiny_engine(), PackStore(tmp_path)
     handles = [store.put(engine.build_pack(text, namespace="isles")) for text in ("Green it is.", "Blue it is.")]
