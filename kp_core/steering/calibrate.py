@@ -37,7 +37,7 @@ class Calibrated(Protocol):
 
     @property
     def perplexity(self) -> Callable[..., float]:
-        """As `HFEngine.perplexity`."""
+        """As `Session.perplexity`."""
 
 
 @dataclass(frozen=True)
