@@ -16,7 +16,7 @@ from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine
 from kp_core.engines.streams import AsyncStream, Stream
 from kp_core.errors import KnowledgePackError
-from kp_core.facts import ChromaFactBank, Fact, FactBank, Hit, MemoryFactBank
+from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -36,21 +36,21 @@ from kp_core.usage import Usage
 __all__ = [
     "AsyncStream",
     "ChatTemplate",
-    "ChromaFactBank",
+    "ChromaFactStore",
     "Composer",
     "Delta",
     "Embedder",
     "Engine",
     "ExactComposer",
     "Fact",
-    "FactBank",
+    "FactStore",
     "Generation",
     "Handle",
     "Hit",
     "KVTensors",
     "KnowledgePack",
     "KnowledgePackError",
-    "MemoryFactBank",
+    "MemoryFactStore",
     "Message",
     "ModelFingerprint",
     "NaiveComposer",
@@ -90,12 +90,13 @@ def bundled_model() -> Path:
     return bundled_model()
 
 
-__getattr__ = old_names(__name__, Head=Prefix)
+__getattr__ = old_names(
+    __name__, Head=Prefix, ChromaFactBank=ChromaFactStore, FactBank=FactStore, MemoryFactBank=MemoryFactStore
+)
 _FOLDERS = {"packs": ("fingerprint", "handle", "pack", "store"), "prompt": ("resolve", "template")}
 keep_modules(
     {
         "kp_core.bankpacks": "kp_core.delivery",
-        "kp_core.compiling": "kp_core.delivery",
         "kp_core.embed": "kp_core.facts.embed",
         "kp_core.packfile": "kp_core.packs.file",
         **{f"kp_core.banks{name}": f"kp_core.facts{name}" for name in ("", ".base", ".chroma", ".filters", ".rerank")},

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import tempfile
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
+from kp_core.compiling import Unit, compile_facts
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, ShortTextError
-from kp_core.facts import ChromaFactBank, Fact, FactBank, Filter, Hit, MemoryFactBank, Reranker
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
+from kp_core.errors import BankError
+from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.handle import Handle, check_namespace
-from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
 from kp_core.rates import Rates, measure_rates
 
-__all__ = ["KV", "Delivery", "Found", "Unit", "compile_facts", "open_bank"]
+__all__ = ["KV", "Delivery", "Found", "Precompile", "Unit"]
 
 logger = logging.getLogger(__name__)
 
-Unit: TypeAlias = Literal["fact", "bank", "document"]
 KV: TypeAlias = Literal["stored", "lazy", "auto"]
+Precompile: TypeAlias = Literal["use", "background"]
 
 _GROWTH = 4  # Facts looked at per unit wanted, and how many times more when those were too few.
 
@@ -49,21 +45,22 @@ class Found:
 
 
 class Delivery:
-    """Delivers what a bank of `facts` finds as packs in `store`, compiled by `engine` for the position `compiled_for`.
+    """Delivers `facts` as packs in `store`, compiled by `engine` for the position `compiled_for`.
 
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they came in; `document` all
     facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces: its
     pack is in that of its facts. Searches see `namespace` alone; `None` is all of them. `kv`: `stored` compiles a pack
     when it is first found and keeps its KV, `lazy` keeps text and tokens, `auto` stores where this machine reads KV
-    faster than it computes it. Without an `engine` packs are only looked up.
+    faster than it computes it. With `precompile="background"` what is first found goes as text, and is compiled when
+    the engine is idle. Without an `engine` packs are only looked up. Without `facts` there is only `deliver`.
 
-    What has no pack goes as text, with a warning. Raises `BankError` for a unit or kv that is none of these,
-    `HandleError` for a namespace that is none.
+    What has no pack goes as text, with a warning. Raises `BankError` for a unit, kv or precompile that is none of
+    these, `HandleError` for a namespace that is none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
-        facts: FactBank,
+        facts: FactStore | None,
         engine: Session | None,
         store: Packs,
         *,
@@ -71,16 +68,23 @@ class Delivery:
         kv: KV = "auto",
         compiled_for: CompiledFor = "user",
         namespace: str | None = None,
+        precompile: Precompile = "use",
         rates: Rates | None = None,
     ) -> None:
-        if unit not in {"fact", "bank", "document"} or kv not in {"stored", "lazy", "auto"}:
-            raise BankError(f"Got unit={unit!r}, kv={kv!r}; expected fact, bank or document, and stored, lazy or auto.")
-        self.facts, self.engine, self.store = facts, engine, store
-        self.unit, self.kv, self.compiled_for = unit, kv, compiled_for
+        for name, given, kind in (("unit", unit, Unit), ("kv", kv, KV), ("precompile", precompile, Precompile)):
+            if given not in get_args(kind):
+                raise BankError(f"Got {name}={given!r}; expected one of {', '.join(get_args(kind))}.")
+        self._facts, self.engine, self.store = facts, engine, store
+        self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
         self.rates = rates
-        self.used: Counter[int] = Counter()
-        """How often each bank gave the best fact of a unit that was found; `warm` goes by it."""
+
+    @property
+    def facts(self) -> FactStore:
+        """The fact store; raises `BankError` where there is none."""
+        if self._facts is None:
+            raise BankError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
+        return self._facts
 
     @property
     def stores(self) -> bool:
@@ -92,16 +96,60 @@ class Delivery:
         )
         return self.rates.stores
 
-    def add(self, facts: Iterable[Fact], *, progress: bool = True) -> None:
-        """Put `facts` into the bank, those without a namespace of their own into this one, and compile their units.
+    def add(self, facts: Iterable[Fact], *, progress: bool = True) -> Added:
+        """Keep `facts`, those without a namespace of their own in this one, and compile their units.
 
-        With units larger than facts, those of the whole bank: facts that come regroup the others.
+        With units larger than facts, those that the new facts are in: facts that come regroup the others.
         """
         facts = [fact.moved(self.namespace) for fact in facts]
-        self.facts.build(facts)
-        spaces = {self.namespace, *(fact.namespace for fact in facts)}
-        units = facts if self.unit == "fact" else self._units(range(self.facts.banks), spaces)
+        report = self.facts.add(facts)
+        units = facts if self.unit == "fact" else self._units(facts)
+        logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
         self.compile(units, progress=progress)
+        return report
+
+    def update(self, fact: Fact) -> Fact:
+        """Put `fact` in the place of the one with its id; its old pack goes, and the new one is compiled."""
+        fact = fact.moved(self.namespace)
+        old = self.facts.get(fact.id, namespace=fact.namespace)
+        fact = self.facts.update(fact)
+        if old.text != fact.text:
+            self._discard([old])
+        self.compile([fact] if self.unit == "fact" else self._units([fact]), progress=False)
+        return fact
+
+    def delete(
+        self, ids: Iterable[str] | None = None, *, where: Filter | None = None, source: str | None = None
+    ) -> list[Fact]:
+        """Remove facts by id, by filter or by the document they are from, and the packs that no fact uses any more.
+
+        Gives the facts that are gone. Packs of this object's unit go at once, those of others with `gc`.
+        """
+        if ids is None and not where and not source:
+            raise BankError("Got nothing to delete by; expected ids, where or source.")
+        tests = [test for test in (where, source and {"kp:source": source}) if test]
+        match: Filter | None = {"$and": tests} if tests else None
+        asked = None if ids is None else list(ids)
+        gone = list(self.facts.facts(ids=asked, where=match, namespace=self.namespace))
+        for space in dict.fromkeys(fact.namespace for fact in gone):
+            self.facts.delete([fact.id for fact in gone if fact.namespace == space], namespace=space)
+        self._discard(gone)
+        return gone
+
+    def gc(self) -> list[Handle]:
+        """Remove the packs, in the namespaces seen here, that were made of facts which are not there any more."""
+        spaces = None if self.namespace is None else {self.namespace}
+        made = [(h, pack) for h in self._handles(spaces) if (pack := self.store.peek(h)) and "unit" in pack.provenance]
+        kinds = {str(pack.provenance["unit"]) for _, pack in made}
+        live = set[Handle]()
+        for kind in kinds & set(get_args(Unit)):
+            other = Delivery(self.facts, None, self.store, unit=kind, namespace=self.namespace)  # type: ignore[arg-type]
+            units = self.facts.facts(namespace=self.namespace) if kind == "fact" else other.all_units()
+            live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
+        stale = [handle for handle, _ in made if handle not in live]
+        for handle in stale:
+            self.store.remove(handle)
+        return stale
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -114,48 +162,56 @@ class Delivery:
         score_threshold: float | None = None,
         rerank: Reranker | None = None,
     ) -> list[Found]:
-        """The `k` units with the best facts, best first; raises as `FactBank.search`.
+        """The `k` units with the best facts, best first; raises as `FactStore.search`.
 
-        A unit's facts count whose cosine is at least `score_threshold`. With units that are banks, at least `k` of them
-        are searched.
+        A unit's facts count whose cosine is at least `score_threshold`.
         """
         namespace = self.namespace if namespace is None else check_namespace(namespace)
         least = -math.inf if score_threshold is None else score_threshold
         # All that a reranker saw counts: a unit may have its first fact anywhere in it.
         asked = max(hits_wanted(k, rerank), k if self.unit == "fact" else _GROWTH * k)
-        probes = probes and max(k, probes) if self.unit == "bank" else probes
         while True:
             best: dict[object, Hit] = {}
             hits = self.facts.search(question, asked, probes=probes, where=where, namespace=namespace, rerank=rerank)
             kept = [hit for hit in hits if hit.score >= least]
-            for hit in kept:
-                best.setdefault(self._key(hit.fact, hit.bank), hit)
+            for key, hit in zip(self._keys([hit.fact for hit in kept]), kept, strict=True):
+                best.setdefault(key, hit)
             # Behind a hit that is not similar enough there is none that is.
             if len(best) >= k or len(kept) < asked:
                 break
             asked *= _GROWTH
         if not hits and where is None:
-            logger.warning("The bank holds no fact of the namespace %r.", namespace)
-        chosen = list(best.values())[:k]
-        self.used.update(hit.bank for hit in chosen)
-        units = [self._unit(hit.fact, hit.bank) for hit in chosen]
-        handles = [self._lookup(unit) for unit in units] if self.engine is None else self.compile(units, progress=False)
-        return [Found(hit, unit, handle) for hit, unit, handle in zip(chosen, units, handles, strict=True)]
+            logger.warning("There is no fact of the namespace %r.", namespace)
+        return self.deliver(list(best.values())[:k])
 
-    def compile(self, units: Iterable[Fact], *, kv: bool | None = None, progress: bool = True) -> list[Handle | None]:
-        """As `compile_facts`; `kv` says whether with KV, by default as this object does."""
+    def deliver(self, hits: Sequence[Hit]) -> list[Found]:
+        """What was found, here or by any other search, as units with the handles of their packs, in the same order."""
+        units = [self._unit(hit.fact) for hit in hits]
+        if self.engine is None:
+            handles = [self._lookup(unit) for unit in units]
+        elif self.precompile == "background":
+            handles = [self.store.handle(unit.text, unit.namespace) for unit in units]
+            missing = [unit for unit, h in zip(units, handles, strict=True) if h and self.store.peek(h) is None]
+            if missing:
+                self.engine.when_idle(lambda: (self.compile([unit], progress=False) for unit in missing))
+            handles = [None if unit in missing else handle for unit, handle in zip(units, handles, strict=True)]
+        else:
+            handles = self.compile(units, progress=False)
+        return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
+
+    def compile(self, units: Iterable[Fact], *, progress: bool = True) -> list[Handle | None]:
+        """As `compile_facts`, with what this object was given."""
         return compile_facts(
-            units,
-            self._compiler,
-            self.store,
+            *(units, self._compiler, self.store),
+            unit=self.unit,
             compiled_for=self.compiled_for,
-            lazy=not (self.stores if kv is None else kv),
+            lazy=not self.stores,
             progress=progress,
         )
 
-    def warm(self, count: int = 4) -> list[Handle | None]:
-        """Compile, with KV, what the `count` banks most used hold: whole banks, or their facts one by one."""
-        return self.compile(self._units((bank for bank, _ in self.used.most_common(count)), {self.namespace}), kv=True)
+    def all_units(self) -> list[Fact]:
+        """All units in the namespace seen here."""
+        return self._units(self.facts.facts(namespace=self.namespace))
 
     @property
     def _compiler(self) -> Session:
@@ -170,109 +226,52 @@ class Delivery:
         logger.warning("There is no pack of fact %s in %r; it goes as text.", unit.id, self.store)
         return None
 
-    def _units(self, banks: Iterable[int], namespaces: Collection[str | None]) -> list[Fact]:
-        """The units that have facts in `banks`; `None` among `namespaces` is all of them."""
-        found: dict[object, Fact] = {}
-        for bank in banks:
-            for fact in self.facts.bank_facts(bank):
-                key = self._key(fact, bank)
-                if key not in found and (None in namespaces or fact.namespace in namespaces):
-                    found[key] = self._unit(fact, bank)
-        return list(found.values())
+    def _handles(self, namespaces: Collection[str] | None = None) -> list[Handle]:
+        return [handle for handle in self.store if namespaces is None or handle.namespace in namespaces]
 
-    def _key(self, fact: Fact, bank: int) -> object:
+    def _discard(self, gone: Sequence[Fact]) -> None:
+        """Remove the packs of facts that are gone: their own, and those of units that they were in."""
+        for fact in gone:
+            self.store.remove(self.store.handle(fact.text, fact.namespace))
+        if self.unit == "fact" or not gone:
+            return
+        ids = {(fact.namespace, fact.id) for fact in gone}
+        for handle in self._handles({fact.namespace for fact in gone}):
+            pack = self.store.peek(handle)
+            members = "" if pack is None else str(pack.provenance.get("facts", ""))
+            if any((handle.namespace, member) in ids for member in members.split()):
+                self.store.remove(handle)
+
+    def _units(self, facts: Iterable[Fact]) -> list[Fact]:
+        """The units that these facts are in, each once."""
+        facts = list(facts)
+        first: dict[object, Fact] = {}
+        for key, fact in zip(self._keys(facts), facts, strict=True):
+            first.setdefault(key, fact)
+        return [self._unit(fact) for fact in first.values()]
+
+    def _keys(self, facts: Sequence[Fact]) -> list[object]:
+        """What tells the units of these facts apart."""
         if self.unit == "bank":
-            return (fact.namespace, bank)
-        return (fact.namespace, fact.source) if self.unit == "document" and fact.source else fact.id
+            return list(self.facts.bank_of(facts)) if facts else []
+        by_source = self.unit == "document"
+        return [(fact.namespace, fact.source) if by_source and fact.source else fact.id for fact in facts]
 
-    def _unit(self, fact: Fact, bank: int) -> Fact:
-        """What `fact`, found in `bank`, stands for."""
+    def _unit(self, fact: Fact) -> Fact:
+        """What `fact` stands for."""
         if self.unit == "fact" or (self.unit == "document" and not fact.source):
             return fact
-        among = self.facts.bank_facts(bank) if self.unit == "bank" else self.facts.facts()
-        members = [other for other in among if self._key(other, bank) == self._key(fact, bank)]
-        about = {other.title for other in members}, {other.source for other in members}
-        title, source = (next(iter(values)) if len(values) == 1 else "" for values in about)
+        title, source = "", fact.source
+        if self.unit == "bank":
+            [title] = self.facts.bank_of([fact])
+            members, source = self.facts.bank_facts(title), ""
+        else:
+            members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
+        titles = {other.title for other in members}
         return Fact(
             "\n".join(other.text for other in members),
-            title=f"bank {bank}" if self.unit == "bank" else title,
+            title=title or (titles.pop() if len(titles) == 1 else ""),
             source=source,
             metadata={"facts": " ".join(other.id for other in members)},
             namespace=fact.namespace,
         )
-
-
-def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
-    facts: Iterable[Fact],
-    engine: Session,
-    store: Packs,
-    *,
-    namespace: str | None = None,
-    compiled_for: CompiledFor = "user",
-    lazy: bool = False,
-    progress: bool = True,
-) -> list[Handle | None]:
-    """The handles of the packs of `facts`, compiled into `store` for the position `compiled_for`.
-
-    Each is in its fact's namespace, or in `namespace` where the fact has none of its own. Each is stored as soon as it
-    is made, and what is stored already for this model and position is not made again: an interrupted run goes on where
-    it stopped. `lazy` packs are computed on first use instead. A text too short to own a token has no pack: `None`,
-    with a warning that names it.
-    """
-    facts = [fact.moved(namespace) for fact in facts]
-    made: dict[tuple[str, str], Handle] = {}
-    for space in dict.fromkeys(fact.namespace for fact in facts):
-        wanted: dict[str, Fact] = {}
-        for fact in facts:
-            if fact.namespace == space:
-                wanted.setdefault(fact.text, fact)
-
-        def short(text: str, error: ShortTextError, wanted: dict[str, Fact] = wanted) -> None:
-            logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
-
-        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
-        known = [text for text in wanted if store.peek(store.handle(text, space)) is not None]
-        missing = dict.fromkeys(text for text in wanted if text not in known)
-        for plan in build(known, lazy=True, progress=progress):
-            if _is_stored(store, plan, lazy=lazy):
-                made[space, plan.text] = store.handle(plan.text, space)
-            else:
-                missing[plan.text] = None
-        about = [
-            {name: said for name in ("title", "source") if (said := getattr(wanted[text], name))} for text in missing
-        ]
-        for pack in build(list(missing), lazy=lazy, provenance=about, progress=progress):
-            made[space, pack.text] = store.put(pack)
-    return [made.get((fact.namespace, fact.text)) for fact in facts]
-
-
-def open_bank(
-    bank: FactBank | None = None, embedder: Embedder | None = None, path: str | os.PathLike[str] | None = None
-) -> FactBank:
-    """`bank`, or one made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
-
-    Raises `BankError` for what is no bank or no embedder, and for a bank together with what only a new one takes.
-    """
-    if bank is not None and not isinstance(bank, FactBank):
-        raise BankError(f"Got {type(bank)} as bank; expected a FactBank, e.g. `ChromaFactBank(path, embedder)`.")
-    if bank is not None and (embedder is not None or path is not None):
-        raise BankError("Got a bank together with an embedder or a path; a bank brings its own.")
-    if embedder is not None and not callable(getattr(embedder, "embed", None)):
-        raise BankError(
-            f"Got {type(embedder)} as embedder; expected an Embedder of this project, with `name`, `dimensions`, "
-            "`embed(texts)` and `embed_query(text)`, e.g. `SentenceTransformerEmbedder(model)`."
-        )
-    if bank is None:
-        embedder = embedder or SentenceTransformerEmbedder()
-        return MemoryFactBank(embedder) if path is None else ChromaFactBank(path, embedder)
-    return bank
-
-
-def _is_stored(store: Packs, plan: KnowledgePack, *, lazy: bool) -> bool:
-    """Whether the store holds what `plan` would become."""
-    handle = store.handle(plan.text, plan.namespace)
-    held = store.peek(handle)
-    if held is None or (held.token_ids, held.prefix) != (plan.token_ids, plan.prefix):
-        return False
-    has_kv = lazy or held.stored_bytes > 0 or not store.get(handle).is_lazy
-    return held.fingerprint == plan.fingerprint and has_kv

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from kp_core.facts.base import Added, Fact, FactBank, Filter, Hit, NearDuplicate, Reranker
-from kp_core.facts.disk import ChromaFactBank
-from kp_core.facts.index import Calibration
-from kp_core.facts.memory import MemoryFactBank
+from kp_core.facts.base import Added, Fact, FactStore, Filter, Hit, NearDuplicate, Reranker
+from kp_core.facts.chroma import ChromaFactStore
+from kp_core.facts.memory import MemoryFactStore
 from kp_core.facts.rerank import CrossEncoderReranker, LexicalReranker
 
 __all__ = [
     "Added",
-    "Calibration",
-    "ChromaFactBank",
+    "ChromaFactStore",
     "CrossEncoderReranker",
     "Fact",
-    "FactBank",
+    "FactStore",
     "Filter",
     "Hit",
     "LexicalReranker",
-    "MemoryFactBank",
+    "MemoryFactStore",
     "NearDuplicate",
     "Reranker",
 ]

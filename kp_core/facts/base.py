@@ -1,24 +1,30 @@
-"""Facts, and what every fact bank offers."""
+"""Facts, and what every fact store offers."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kp_core.errors import BankError
+from kp_core.facts.embed import Embedder
 from kp_core.packs.handle import check_namespace
 
-__all__ = ["Added", "Fact", "FactBank", "Filter", "Hit", "NearDuplicate", "Reranker", "Value", "content_id"]
+__all__ = ["Added", "Fact", "FactStore", "Filter", "Hit", "NearDuplicate", "Reranker", "Value", "content_id"]
 
 _DIGEST_BYTES = 16
 _DEFAULT_NAMESPACE = "default"
+_DEEPEST = 16
 
-Value: TypeAlias = str | int | float | bool
-"""What a metadata field may hold."""
+Value: TypeAlias = str | int | float | bool | Sequence["Value"] | Mapping[str, "Value"] | None
+"""What a metadata field may hold: what JSON can say."""
 
 Filter: TypeAlias = Mapping[str, object]
 """Which facts to look at; see `kp_core.facts.filters`."""
@@ -31,11 +37,10 @@ class Fact:
     `id` is the BLAKE2b digest of the text (32 hexadecimal characters; outside the namespace `default`, of namespace and
     text) unless given. `namespace` keeps knowledge apart: a fact's is that of its pack, and a search may
     be held to one. From `expires` (seconds since 1970, UTC) on, no search finds the fact. `version` counts the texts
-    that a bank has held under this id, from 1.
+    that a store has held under this id, from 1.
 
     Raises `BankError` for a text that is blank or is not Unicode (half a surrogate pair), for an id that is not
-    printable, and for metadata that maps anything but strings to strings, finite numbers or booleans; `HandleError` for
-    a namespace that is not one.
+    printable, and for metadata that is not what JSON can say; `HandleError` for a namespace that is not one.
     """
 
     text: str
@@ -86,16 +91,16 @@ def content_id(text: str, namespace: str = _DEFAULT_NAMESPACE) -> str:
 
 @dataclass(frozen=True)
 class Hit:
-    """A fact that a search found: `score` is its cosine to the question, in [-1, 1]; `bank` the bank it stands in."""
+    """A fact that a search found: its cosine to the question, in [-1, 1], and its bank where banks were searched."""
 
     fact: Fact
     score: float
-    bank: int
+    bank: str | None = None
 
 
 @dataclass(frozen=True)
 class NearDuplicate:
-    """A fact that says nearly what an earlier one of its bank says: their ids, and the cosine between them."""
+    """A fact that says nearly what an earlier one of its namespace says: their ids, and the cosine between them."""
 
     id: str
     earlier: str
@@ -104,7 +109,7 @@ class NearDuplicate:
 
 @dataclass(frozen=True)
 class Added:
-    """What became of facts that were given to a bank: how many are new, how many were held, which resemble others.
+    """What became of facts that were given to a store: how many are new, how many were held, which resemble others.
 
     A fact is held when one with the same text stands in its namespace. `near_duplicates` were added all the same.
     """
@@ -131,58 +136,45 @@ class Reranker(Protocol):
 
 
 @runtime_checkable
-class FactBank(Protocol):
-    """Finds facts for a question: routes to the nearest banks (clusters of about `bank_size` facts), ranks in them.
+class FactStore(Protocol):
+    """Finds facts for a question. Facts stand in namespaces, and within these in banks of about `bank_size` (§2.3).
 
-    Banks are numbered from 0 and keep their numbers until facts come or go; no bank is empty. All methods may be called
-    from several threads. Everything but `build`, `add`, `facts`, `banks` and `len` raises `BankError` ("bank not
-    built") as long as there are no facts.
+    A bank is named by its namespace and its number there, e.g. `default/3`. Banks are made when they are first asked
+    for; from then on facts that come join the nearest, and banks split and merge. All methods may be called from
+    several threads. `namespace=None` is all of them.
     """
 
-    @property
-    def banks(self) -> int:
-        """Number of banks; 0 before the first fact."""
+    embedder: Embedder
 
     def __len__(self) -> int:
         """Number of facts."""
 
-    def build(self, facts: Iterable[Fact]) -> Added:
-        """Add `facts` to those held, then cluster all of them anew; nothing to add is nothing to do.
+    def add(
+        self, facts: Iterable[Fact], *, ttl: float | None = None, vectors: NDArray[np.float32] | None = None
+    ) -> Added:
+        """Keep `facts`, in batches, so that any number may come; those of the batches before an error stay.
 
-        A text that its namespace holds already is not stored again: its first fact stays. Raises `BankError`, with
-        nothing changed, for an id that is held already with another text.
-        """
-
-    def add(self, facts: Iterable[Fact], *, ttl: float | None = None) -> Added:
-        """As `build`, but each fact goes to the bank nearest to it, and a bank that grows too large is split.
-
-        Facts are read, embedded and kept in batches, so any number of them may come; those of the batches before an
-        error stay. `ttl`: seconds until those of them expire that do not say it themselves.
+        A text that its namespace holds already is not stored again: its first fact stays. `ttl`: seconds until those
+        expire that do not say it themselves. `vectors`, one normalised row per fact, spare the embedder. Raises
+        `BankError` for an id that its namespace holds with another text.
         """
 
     def update(self, fact: Fact) -> Fact:
-        """Put `fact` in the place of the one with its id; gives it with its new version.
+        """Put `fact` in the place of the one with its id in its namespace; gives it with its new version.
 
         Raises `BankError` when no fact has this id, or when another one has this text.
         """
 
-    def delete(self, ids: Iterable[str]) -> int:
-        """Remove the facts with these ids; how many there were. Banks that shrink too far are merged into others."""
+    def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
+        """Remove the facts with these ids; how many there were."""
 
-    def facts(self) -> Iterator[Fact]:
-        """All facts, in the order they came in."""
+    def facts(
+        self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
+    ) -> Iterator[Fact]:
+        """The facts that match, of `ids` those that there are, namespace by namespace, in the order they came in."""
 
-    def get(self, fact_id: str) -> Fact:
+    def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
         """The fact with this id; raises `BankError` when there is none."""
-
-    def bank_of(self, fact_id: str) -> int:
-        """The bank of the fact with this id; raises `BankError` when there is none."""
-
-    def bank_facts(self, bank: int) -> tuple[Fact, ...]:
-        """The facts of one bank, in the order they came in; raises `BankError` when there is no such bank."""
-
-    def route(self, question: str) -> int:
-        """The bank whose centroid has the highest cosine to `question`; of equals the lowest number."""
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -194,28 +186,47 @@ class FactBank(Protocol):
         namespace: str | None = None,
         rerank: Reranker | None = None,
     ) -> list[Hit]:
-        """The `k` best facts of the `probes` banks nearest to `question`, best first, equals by id.
+        """The `k` facts nearest to `question`, best first; fewer only where there are fewer.
 
-        `probes=None` takes as many as the bank's calibration says; `probes=bank.banks` searches everything. `where` and
-        `namespace` say which facts count (see `kp_core.facts.filters`); banks that hold none of them are passed over.
-        Where those banks hold fewer than `k` facts, further banks, nearest first, are ranked with them until there are
-        `k`; so the result is shorter only when there are fewer than `k` facts. With `rerank` the best `rerank.depth`
-        are found so, and put into its order, of which the first `k` count.
+        `probes=None` searches all facts; a number, the facts of so many banks with the nearest centroids, as in the
+        paper, and of further ones, nearest first, where those hold fewer than `k`. `where` says which facts count (see
+        `kp_core.facts.filters`). With `rerank` the best `rerank.depth` are found so, and put into its order, of which
+        the first `k` count.
 
-        Raises `BankError` for a blank question, for `k` or `probes` below 1, for a filter that makes no sense, and for
-        a `rerank` that is no `Reranker`.
+        Raises `BankError` for a blank question, for `k` or `probes` below 1, for a filter that makes no sense, for a
+        `rerank` that is no `Reranker`, and as long as there are no facts.
         """
+
+    def banks(self, namespace: str | None = None) -> tuple[str, ...]:
+        """The names of all banks."""
+
+    def bank_facts(self, bank: str) -> tuple[Fact, ...]:
+        """The facts of one bank, in the order they came in; raises `BankError` when there is no such bank."""
+
+    def bank_of(self, facts: Sequence[Fact]) -> list[str]:
+        """The bank that each of these facts stands in; raises `BankError` for one that stands in none."""
+
+    def route(self, question: str, *, namespace: str | None = None) -> str:
+        """The bank whose centroid has the highest cosine to `question`."""
+
+    def rebuild(self) -> None:
+        """Make all banks anew."""
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_value(name: str, value: object) -> None:
-    if isinstance(value, bool) or (_is_number(value) and math.isfinite(value)):  # type: ignore[arg-type]
+def _check_value(name: str, value: object, depth: int = 0) -> None:
+    if value is None or isinstance(value, bool) or (_is_number(value) and math.isfinite(value)):  # type: ignore[arg-type]
+        return
+    if isinstance(value, Mapping | list | tuple) and depth < _DEEPEST:
+        for key, each in value.items() if isinstance(value, Mapping) else zip(itertools.repeat(name), value):
+            _check_text(f"a key in {name}", key)
+            _check_value(name, each, depth + 1)
         return
     if not isinstance(value, str):
-        raise BankError(f"Got {value!r} as {name} of a fact; expected a string, a finite number or a boolean.")
+        raise BankError(f"Got {value!r} as {name} of a fact; expected what JSON can say: text, finite numbers, lists.")
     _check_text(name, value)
 
 

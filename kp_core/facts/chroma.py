@@ -1,244 +1,298 @@
-"""The vectors of a bank in embedded Chroma; the only module that knows Chroma.
-
-Chroma is for other programs that read it, and for comparison: our own searches do not go through it. It is made from
-the journal and mended from it, never the other way round.
-"""
+"""Facts in Chroma: in a folder, on a server, or wherever a client leads."""
 
 from __future__ import annotations
 
-import logging
-import secrets
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import json
+import os
+import threading
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from types import TracebackType
+from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
+from filelock import FileLock, Timeout
 
-from kp_core.errors import BankError, BankLockedError, MissingDependencyError
-from kp_core.facts.layout import lock_folder
-from kp_core.facts.rows import Vectors
+from kp_core.errors import BankError, BankLockedError
+from kp_core.facts.client import is_url, open_client, run_vacuum
+from kp_core.facts.collection import CollectionFacts
+from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
+from kp_core.facts.living import LivingFacts
+from kp_core.facts.records import ChromaTable, told
+from kp_core.facts.table import Table
+from kp_core.packs.durable import make_dirs, publish, stage
 
-__all__ = ["ChromaMirror", "Entries", "Entry", "problem_beside"]
+__all__ = ["ChromaFactStore", "is_fact_store"]
 
-logger = logging.getLogger(__name__)
-
-_COLLECTION = "facts"
-_TOLERANCE = 1e-5
-_SAMPLE = 16
-
-
-class Entry(NamedTuple):
-    """What Chroma should hold under an id: the row of its vector, and what ties that to its text."""
-
-    row: int
-    crc: int
+_MARKER, _LOCK, _SCHEMA = "kp.json", "kp.lock", 1
+_FACTS = "facts"
+_HNSW = {"space": "cosine", "ef_search": 200}
+_BUNDLED = "all-MiniLM-L6-v2"
 
 
-Entries: TypeAlias = Mapping[str, Entry]
+class ChromaFactStore(LivingFacts):
+    """A `FactStore` in Chroma: text as document, metadata as metadata, a collection `kp-<namespace>-facts` each.
 
+    `path` is a folder, for one process at a time, or the URL of a Chroma server, for any number; or hand in a `client`
+    (e.g. a `CloudClient`). `tenant`, `database`, `headers` go to the server; `timeout_s` is how long it may take for a
+    call. What a call has returned for is kept, whatever happens to the process. Collections and folders that we did
+    not make are never changed; to read them, see `from_collection`.
 
-class ChromaMirror:
-    """One collection in `chroma-<part>` of a bank's folder: vectors under fact ids, each with the CRC-32 of its row.
+    Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM; LangChain
+    `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size`, `random_state`, `near_duplicate`: see
+    `LivingFacts`. The same folder may be opened again in one process. With `read_only` nothing is locked or changed,
+    and what another process writes is seen when the folder is opened again. Use it as a context manager, or `close` it.
 
-    For one process at a time. `vectors` gives the vectors of rows. What Chroma cannot do is logged and made good by the
-    next `mend`; with `mends=False` nothing is made good, and `problem` says what is wrong. Raises
-    `MissingDependencyError` where Chroma is not installed, `BankError` when it fails on new files.
+    Raises `BankLockedError` when another process does not let go of the folder within `wait` seconds; `BankError` for a
+    folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to read;
+    `MissingDependencyError` where Chroma is not installed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - every setting has a default that works
         self,
-        folder: Path,
-        vectors: Callable[[NDArray[np.intp]], Vectors],
-        entries: Entries,
+        path: str | os.PathLike[str] | None = None,
+        embedder: Embedder | Any | None = None,  # noqa: ANN401 - or another library's
         *,
-        mends: bool = True,
+        client: Any = None,  # noqa: ANN401 - a chromadb client
+        bank_size: int = 20,
+        random_state: int = 0,
+        near_duplicate: float | None = 0.97,
+        read_only: bool = False,
+        wait: float = 0.0,
+        timeout_s: float = 60.0,
+        **server: Any,  # noqa: ANN401 - tenant, database, headers
     ) -> None:
-        self.folder, self.vectors = folder, vectors
-        self._client: Any = None
-        self.collection: Any = None
-        held = sorted(folder.glob("chroma-*"), key=lambda path: path.stat().st_mtime_ns)
-        if not mends:
-            self._path = held[-1] if held else folder / "chroma-0"
-            return
-        if not held and entries:
-            logger.warning("%s: Chroma has to be rebuilt (it is missing).", folder)
-        if held:
-            self._path = held[-1]
-            try:
-                self._connect()
-                self._check(entries)
-            except _DamagedError as error:
-                logger.warning("%s: Chroma has to be rebuilt (%s).", folder, error)
-                self._renew(entries)
-            else:
-                self.mend(entries, deep=False)
-        else:
-            self._renew(entries)
-
-    def follow(self, removed: Sequence[str], entries: Entries) -> None:
-        """Remove what is under these ids, and add or replace entries."""
+        if (path is None) == (client is None):
+            raise BankError(f"Got path={path!r} and client={client!r}; expected one of the two.")
+        self.path = None if path is None or is_url(path) else Path(path)
+        self.where = str(path or type(client).__name__)
+        self.read_only, self._lock, self._closed = read_only, None, False
+        if self.path is not None:
+            self._lock = _prepared(self.path, read_only=read_only, wait=wait)
         try:
-            self._remove(removed)
-            self._put(entries)
-        except _DamagedError as error:
-            logger.warning("%s: Chroma could not follow (%s); it is mended when next opened.", self.folder, error)
+            with told(self.where):
+                self._client = client or open_client(path, timeout_s=timeout_s, **server)
+                held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+            name = next((_about(each)["embedder"] for each in held.values()), None)
+            super().__init__(
+                as_embedder(embedder) if embedder is not None else _embedder(name),
+                bank_size=bank_size,
+                random_state=random_state,
+                near_duplicate=near_duplicate,
+            )
+            if self.path is not None:
+                # Two objects on one folder see each other's changes, and change it one at a time.
+                self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
+            self._opened = {name: self._table(name, each) for name, each in held.items()}
+        except BaseException:
+            self.close()
+            raise
 
-    def mend(self, entries: Entries, *, deep: bool) -> None:
-        """Make Chroma hold exactly these entries; `deep` compares the vectors too."""
-        try:
-            missing, extra = self._differences(entries, deep=deep)
-            self._remove(extra)
-            self._put(missing)
-            self._check(entries)
-        except _DamagedError as error:
-            logger.warning("%s: Chroma has to be rebuilt (%s).", self.folder, error)
-            self._renew(entries)
-        else:
-            if missing or extra:
-                logger.warning(
-                    "%s: Chroma lacked %d facts and had %d too many; it is mended.",
-                    self.folder,
-                    len(missing),
-                    len(extra),
-                )
+    @classmethod
+    def from_collection(
+        cls,
+        collection: Any,  # noqa: ANN401 - a chromadb collection, or its name
+        embedder: Embedder | Any | None = None,  # noqa: ANN401
+        *,
+        path: str | os.PathLike[str] | None = None,
+        client: Any = None,  # noqa: ANN401
+        namespace: str = "default",
+        **server: Any,  # noqa: ANN401
+    ) -> CollectionFacts:
+        """The facts of any Chroma collection, read as it is: a collection, or its name in a folder, server or client.
 
-    def problem(self, entries: Entries) -> str | None:
-        """What is wrong with what Chroma holds, vector by vector; `None` when nothing is."""
-        try:
-            if self._client is None:
-                if not self._path.exists():
-                    return "Chroma is missing."
-                self._connect()
-            missing, extra = self._differences(entries, deep=True)
-            if missing or extra:
-                return f"Chroma lacks {len(missing)} facts or has others, and has {len(extra)} too many."
-            self._check(entries)
-        except _DamagedError as error:
-            return f"Chroma cannot be read ({error})."
-        return None
+        Without an `embedder` the collection's own embedding function is used, else the bundled MiniLM where its vectors
+        are those of the collection; see `CollectionFacts`. Raises `BankError` where there is no such collection, naming
+        those that there are, and for an embedder whose vectors are others.
+        """
+        where = str(path or "Chroma")
+        if isinstance(collection, str):
+            if (path is None) == (client is None):
+                raise BankError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
+            if path is not None and not is_url(path) and not (Path(path) / "chroma.sqlite3").is_file():
+                raise BankError(f"There is no Chroma database in {path}.")
+            with told(where):
+                client = client or open_client(path, migrations="validate", **server)
+                names = [each.name for each in client.list_collections()]
+                if collection not in names:
+                    raise BankError(f"There is no collection {collection!r} in {where}; there are {names}.")
+                collection = client.get_collection(collection)
+        return CollectionFacts(collection, None if embedder is None else as_embedder(embedder), namespace, where)
 
     def close(self) -> None:
-        """Release the files."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        """Let go of the folder; a second call does nothing."""
+        if not self._closed:
+            self._closed, client = True, getattr(self, "_client", None)
+            if client is not None and self.path is not None:
+                client.close()
+            if self._lock is not None:
+                self._lock.release()
 
-    def _connect(self) -> None:
-        with _damage():
-            self._client = _client(self._path)
-            self.collection = self._client.get_or_create_collection(
-                _COLLECTION, configuration={"hnsw": {"space": "cosine"}}, embedding_function=None
-            )
+    def __enter__(self) -> Self:
+        return self
 
-    def _renew(self, entries: Entries) -> None:
-        """Start over in a new folder: Chroma remembers, within a process, what was in the old one."""
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
-        for path in self.folder.glob("chroma-*"):
-            shutil.rmtree(path, ignore_errors=True)
-        self._path = self.folder / f"chroma-{secrets.token_hex(8)}"
-        try:
-            self._connect()
-            self._put(entries)
-        except _DamagedError as error:
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.where!r}, {self.embedder!r})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of Chroma's files; 0 for what is not in a folder."""
+        if self.path is None:
+            return 0
+        files = [self.path / "chroma.sqlite3", *(each for each in self.path.glob("*-*-*-*-*/*"))]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+    def vacuum(self) -> None:
+        """Take what was removed off the disk: until then Chroma keeps it in free pages and in its log of changes.
+
+        For a folder that nothing else in this process has open; elsewhere that is the server's work.
+        """
+        self._check_writes()
+        if self.path is None:
+            raise BankError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
+        with self._writing, told(self.where):
+            # The log is cut up to what the index holds, and the index is written after so many changes.
+            for table in self._ours():
+                table.collection.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
+            self._reopen()
+            for table in self._ours():
+                held = [row.vector for row in table.page(0, 1, vectors=True)]
+                vector = held[0] if held else self.embedder.embed_query("a")
+                for _ in range(2):
+                    table.call("upsert", ids=["kp-vacuum"], embeddings=[vector], documents=["-"])
+                    table.call("delete", ids=["kp-vacuum"])
+                table.collection.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
+            self._client.close()
+            try:
+                run_vacuum(self.path)
+            finally:
+                self._reopen(closed=True)
+
+    def _ours(self) -> list[ChromaTable]:
+        return [table for table in self._opened.values() if isinstance(table, ChromaTable)]
+
+    def _reopen(self, *, closed: bool = False) -> None:
+        if not closed:
+            self._client.close()
+        self._client = open_client(self.path)
+        held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+        self._opened = {name: self._table(name, each) for name, each in held.items()}
+
+    def _tables(self, namespace: str | None) -> list[Table]:
+        self._check_open()
+        if namespace is not None and namespace not in self._opened:
+            # Another object, or another process on the server, may have made it.
+            with told(self.where):
+                for each in self._client.list_collections():
+                    if _namespace_of(each) == namespace:
+                        self._opened[namespace] = self._table(namespace, each)
+        return super()._tables(namespace)
+
+    def _open(self, namespace: str) -> Table:
+        if found := self._tables(namespace):
+            return found[0]
+        name = f"kp-{namespace}-{_FACTS}"
+        about = {"kind": _FACTS, "schema": _SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
+        with told(self.where):
+            if name in {each.name for each in self._client.list_collections()}:
+                raise BankError(
+                    f"{self.where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use "
+                    "another namespace or database, or read it with `ChromaFactStore.from_collection`."
+                )
+            made = self._client.get_or_create_collection(
+                name,
+                metadata={f"kp:{key}": value for key, value in about.items()},
+                configuration={"hnsw": _HNSW},
+                embedding_function=None,
+            )
+        return self._table(namespace, made)
+
+    def _table(self, namespace: str, collection: Any) -> ChromaTable:  # noqa: ANN401
+        about = _about(collection)
+        if about["schema"] != _SCHEMA:
             raise BankError(
-                f"{self.folder}: Chroma fails on new files ({error}). Look at the disk and at the version of chromadb, "
-                f"or open the bank with `mirror=False`; the facts are safe in facts.jsonl."
-            ) from error
+                f"{self.where}: {collection.name} has schema {about['schema']}; this release knows {_SCHEMA}."
+            )
+        if about["embedder"] != self.embedder.name:
+            one = collection.get(limit=1, include=["embeddings"])["embeddings"]
+            held = f"{len(one[0])} dimensions" if len(one) else "no vectors yet"
+            raise BankError(
+                f"{self.where} was built with the embedder {about['embedder']!r} ({held}), got {self.embedder.name!r} "
+                f"({self.embedder.dimensions} dimensions); their vectors cannot be compared. Open it with the former, "
+                "or build another store."
+            )
+        own = self._client.get_collection(collection.name, embedding_function=None)
+        return ChromaTable(self._client, own, namespace, self.where)
 
-    def _check(self, entries: Entries) -> None:
-        """Raise `_DamagedError` unless the vectors of a few facts are there."""
-        ids = list(entries)[:: max(1, len(entries) // _SAMPLE)]
-        with _damage():
-            # Counts and metadata come from SQLite; only this loads the vector index.
-            held = self.collection.get(ids=ids, include=["embeddings"]) if ids else {"ids": []}
-            count = self.collection.count()
-        if len(held["ids"]) < len(ids) and count >= len(entries):
-            raise _DamagedError(f"it gave {len(held['ids'])} facts of {len(ids)}")
+    def _check_open(self) -> None:
+        if self._closed:
+            raise BankError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
 
-    def _put(self, entries: Entries) -> None:
-        ids = list(entries)
-        with _damage(), tqdm(total=len(ids), desc="Chroma", unit="fact", delay=1, disable=None) as progress:
-            step = min(2048, self._client.get_max_batch_size())
-            for at in range(0, len(ids), step):
-                page = ids[at : at + step]
-                rows = np.array([entries[fact_id].row for fact_id in page], np.intp)
-                about = [{"crc": entries[fact_id].crc} for fact_id in page]
-                self.collection.upsert(ids=page, embeddings=self.vectors(rows), metadatas=about)
-                progress.update(len(page))
-
-    def _remove(self, ids: Sequence[str]) -> None:
-        with _damage():
-            step = self._client.get_max_batch_size()
-            for at in range(0, len(ids), step):
-                self.collection.delete(ids=list(ids[at : at + step]))
-
-    def _differences(self, expected: Entries, *, deep: bool) -> tuple[dict[str, Entry], list[str]]:
-        """What is missing or another, and the ids that should not be there."""
-        missing, extra = dict(expected), list[str]()
-        include = ["metadatas", "embeddings"] if deep else ["metadatas"]
-        with _damage():
-            step, at = self._client.get_max_batch_size(), 0
-            while (page := self.collection.get(limit=step, offset=at, include=include))["ids"]:
-                ids = page["ids"]
-                at += len(ids)
-                extra += [fact_id for fact_id in ids if fact_id not in expected]
-                same = [
-                    fact_id in expected and bool(about) and about.get("crc") == expected[fact_id].crc
-                    for fact_id, about in zip(ids, page["metadatas"], strict=True)
-                ]
-                right = np.array(same)
-                if deep and right.any():
-                    held = np.asarray(page["embeddings"], np.float32)[right]
-                    rows = np.array([expected[ids[place]].row for place in np.flatnonzero(right)], np.intp)
-                    right[right] = np.abs(held - self.vectors(rows)).max(axis=1) <= _TOLERANCE
-                for place in np.flatnonzero(right).tolist():
-                    missing.pop(ids[place], None)
-        return missing, extra
+    def _check_writes(self) -> None:
+        self._check_open()
+        if self.read_only:
+            raise BankError(f"{self.where} was opened with read_only=True. Open it without to change it.")
 
 
-def problem_beside(folder: Path, vectors: Callable[[NDArray[np.intp]], Vectors], entries: Entries) -> str | None:
-    """As `ChromaMirror.problem`, for one who only reads the bank; `None` also where there is no Chroma, or a writer."""
-    if not any(folder.glob("chroma-*")):
+_WRITING: dict[str, threading.RLock] = {}
+
+
+def is_fact_store(path: Path) -> bool:
+    """Whether a `ChromaFactStore` lies in this folder."""
+    return (path / _MARKER).is_file()
+
+
+def _prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
+    """The lock of a folder of ours, made where there is nothing; `None` for a reader."""
+    if not is_fact_store(path):
+        others = (
+            sorted(each.name for each in path.iterdir() if not each.name.startswith("kp.")) if path.is_dir() else []
+        )
+        others = [name for name in others if name != "packs" and not name.endswith(".tmp")]
+        if "facts.jsonl" in others:
+            raise BankError(
+                f"{path} holds facts of version 0.1, which kept them in files of its own. Build them again from their "
+                f"sources into another folder, or from it: `kp build NEW {path / 'facts.jsonl'}`."
+            )
+        if "chroma.sqlite3" in others:
+            raise BankError(
+                f"{path} holds a Chroma database that we did not make; it stays as it is. Read it with "
+                "`ChromaFactStore.from_collection(name, path=...)`, or give another folder."
+            )
+        if others:
+            raise BankError(
+                f"{path} holds other things ({', '.join(others[:3])}), and stays as it is. Give a new folder."
+            )
+        if read_only:
+            raise BankError(f"Got {path} to read; there are no facts in it. Add some there first.")
+        make_dirs(path)
+        publish(stage(path, [json.dumps({"kind": _FACTS, "schema": _SCHEMA}).encode()]), path / _MARKER)
+    if read_only:
         return None
-    # Chroma is for one process at a time, so also looking takes the lock.
+    lock = FileLock(path / _LOCK, thread_local=False, is_singleton=True, mode=0o600)
     try:
-        lock = lock_folder(folder, 0)
-    except BankLockedError:
-        return None
-    with lock:
-        mirror = ChromaMirror(folder, vectors, entries, mends=False)
-        try:
-            return mirror.problem(entries)
-        finally:
-            mirror.close()
-
-
-class _DamagedError(Exception):
-    """Chroma failed, or holds something else than it was given."""
-
-
-@contextmanager
-def _damage() -> Iterator[None]:
-    """Turn whatever Chroma raises into `_DamagedError`."""
-    try:
-        yield
-    except (_DamagedError, MissingDependencyError):
-        raise
-    except Exception as error:
-        # Chroma's own errors, SQLite's through Rust, ValueError, KeyError: it depends on which of its files is damaged.
-        raise _DamagedError(f"{type(error).__name__}: {error}") from error
-
-
-def _client(folder: Path) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
-    try:
-        import chromadb
-        from chromadb.config import Settings
-    except ImportError as error:
-        raise MissingDependencyError(
-            'ChromaFactBank needs chromadb: `pip install "knowledge-packs[chroma]"`.'
+        lock.acquire(timeout=wait)
+    except Timeout as error:
+        raise BankLockedError(
+            f"{path} is open for writing in another process. Wait for it (`wait=seconds`), read with `read_only=True`, "
+            "or let both use a server (`chroma run`)."
         ) from error
-    return chromadb.PersistentClient(str(folder), settings=Settings(anonymized_telemetry=False))
+    return lock
+
+
+def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
+    return {key.removeprefix("kp:"): value for key, value in (collection.metadata or {}).items()}
+
+
+def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
+    about = _about(collection)
+    ours = about.get("kind") == _FACTS and collection.name == f"kp-{about.get('namespace')}-{_FACTS}"
+    return str(about["namespace"]) if ours else None
+
+
+def _embedder(name: str | None) -> Embedder:
+    """The embedder that a store was made with, by its name."""
+    return SentenceTransformerEmbedder(None if name in {None, _BUNDLED} else name)

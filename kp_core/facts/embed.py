@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from kp_core.errors import BankError, MissingDependencyError
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["Embedder", "SentenceTransformerEmbedder", "checked_vectors"]
+__all__ = ["Embedder", "SentenceTransformerEmbedder", "as_embedder", "checked_vectors"]
 
 _UNIT_TOLERANCE = 1e-3
 _BUNDLED_NAME = "all-MiniLM-L6-v2"
@@ -156,3 +156,44 @@ def _name_of(source: str | None) -> str:
 
 def _is_english_bge(name: str) -> bool:
     return name.rpartition("/")[2].lower().startswith(("bge-small-en", "bge-base-en", "bge-large-en"))
+
+
+class _AnyEmbedder:
+    """LangChain's `Embeddings` or LlamaIndex's embeddings as an `Embedder`: the same vectors, brought to length 1."""
+
+    def __init__(self, model: object, documents: str, query: str) -> None:
+        self._model, self._documents, self._query = model, documents, query
+        names = (getattr(model, name, None) for name in ("model_name", "model", "model_id"))
+        self.name = next((name for name in names if isinstance(name, str) and name), type(model).__name__)
+
+    def __repr__(self) -> str:
+        return f"{type(self._model).__name__}({self.name!r})"
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.embed_query("a"))
+
+    def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        made = np.asarray(getattr(self._model, self._documents)(list(texts)), np.float32)
+        unit: NDArray[np.float32] = made / np.maximum(np.linalg.norm(made, axis=1, keepdims=True), 1e-12)
+        return unit
+
+    def embed_query(self, text: str) -> NDArray[np.float32]:
+        made = np.asarray(getattr(self._model, self._query)(text), np.float32)
+        return np.asarray(made / max(float(np.linalg.norm(made)), 1e-12), np.float32)
+
+
+def as_embedder(given: object) -> Embedder:
+    """`given` as an `Embedder`: one of ours, LangChain's `Embeddings` or LlamaIndex's `BaseEmbedding`.
+
+    Raises `BankError` for anything else.
+    """
+    if callable(getattr(given, "embed", None)) and callable(getattr(given, "embed_query", None)):
+        return cast("Embedder", given)
+    for documents, query in (("embed_documents", "embed_query"), ("get_text_embedding_batch", "get_query_embedding")):
+        if callable(getattr(given, documents, None)) and callable(getattr(given, query, None)):
+            return _AnyEmbedder(given, documents, query)
+    raise BankError(
+        f"Got {type(given)} as embedder; expected an Embedder (`name`, `dimensions`, `embed(texts)`, "
+        "`embed_query(text)`), LangChain `Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."
+    )

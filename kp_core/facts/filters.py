@@ -10,9 +10,10 @@
 
 Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`, `$exists` (`True` or `False`),
 `$contains`, `$icontains` (in any case), `$number`; between filters: `$and`, `$or`, `$not`. A field is one of the fact's
-metadata, else `id`, `title`, `source`, `namespace` or `version`. A fact without the field matches `$ne`, `$nin` and
-`{"$exists": False}` alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered.
-A string that is a JSON array contains its elements, any other string its parts. `$number` counts a boolean as 0 or 1.
+metadata, else `id`, `title`, `source`, `namespace` or `version`; `kp:source` and its like are the fact's own, whatever
+its metadata say. A fact without the field matches `$ne`, `$nin` and `{"$exists": False}` alone. Numbers are ordered
+among numbers and strings among strings; across them nothing is ordered. A list, and a string that is a JSON array,
+contain their elements, any other string its parts. `$number` counts a boolean as 0 or 1.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def _part(name: object, wanted: object) -> Predicate:
 def _field(fact: Fact, name: str) -> Value | None:
     if name in fact.metadata:
         return fact.metadata[name]
-    found: Value | None = getattr(fact, name) if name in _OWN_FIELDS else None
+    own = name.removeprefix("kp:")
+    found: Value | None = getattr(fact, own) if own in _OWN_FIELDS else None
     return found
 
 
@@ -118,6 +120,8 @@ def _number(held: Value | None) -> Value | None:
 
 
 def _contains(held: Value | None, value: Value) -> bool:
+    if isinstance(held, list | tuple):
+        return any(_equal(each, value) for each in held)
     if not isinstance(held, str):
         return False
     if held.startswith("["):

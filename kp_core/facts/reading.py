@@ -1,116 +1,62 @@
-"""What a fact bank answers: questions, facts by id, banks by number."""
+"""All that only looks at the facts of a store: searching, listing, banks as they are."""
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kp_core.errors import BankError
+from kp_core.facts.banking import Bank, Vectors
 from kp_core.facts.base import Fact, Filter, Hit, Reranker
 from kp_core.facts.embed import Embedder, checked_vectors
-from kp_core.facts.index import Calibration, Index
+from kp_core.facts.filters import predicate
 from kp_core.facts.rerank import hits_wanted, reranked
-from kp_core.facts.rows import Rows, Vectors
-from kp_core.facts.table import FactTable
+from kp_core.facts.table import Row, Table, alive
 
-__all__ = ["SearchedBank"]
+__all__ = ["SearchedFacts", "pages"]
+
+_PAGE = 1000
 
 
-class SearchedBank(ABC):
-    """The facts of a bank, their vectors and banks, and all that only looks at them."""
+class SearchedFacts(ABC):
+    """The reading half of a `FactStore` over tables; see there."""
 
-    def __init__(
-        self,
-        embedder: Embedder,
-        *,
-        bank_size: int = 20,
-        random_state: int = 0,
-        recall: float = 0.99,
-        near_duplicate: float = 0.97,
-    ) -> None:
-        if bank_size < 1:
-            raise BankError(f"Got bank_size={bank_size}; expected at least 1.")
-        if not 0 < recall <= 1:
-            raise BankError(f"Got recall={recall}; expected a share in (0, 1], e.g. 0.99.")
-        self.embedder, self.bank_size, self.random_state = embedder, bank_size, random_state
-        self.recall, self.near_duplicate = recall, near_duplicate
-        self._lock, self._writing = threading.RLock(), threading.RLock()
-        self._table = FactTable()
-        self._rows, self._index = self._new_rows(), None  # type: tuple[Rows, Index | None]
+    def __init__(self, embedder: Embedder) -> None:
+        self.embedder = embedder
+        self._writing = threading.RLock()
 
     @abstractmethod
-    def _new_rows(self) -> Rows:
-        """An empty table of vectors."""
+    def _tables(self, namespace: str | None) -> list[Table]:
+        """The tables of a namespace, or of all, in the order of their names; those that there are."""
 
     @abstractmethod
-    def _followed(self, added: Sequence[int], removed: Sequence[Fact]) -> None:
-        """The changes are seen now: rows that came and facts that went."""
-
-    @property
-    def calibration(self) -> Calibration | None:
-        """What was measured when the banks were made; `None` before the first fact."""
-        return self._index.calibration if self._index else None
-
-    @property
-    def banks(self) -> int:
-        """See `FactBank.banks`."""
-        with self._lock:
-            self._refresh()
-            return len(self._index.banks) if self._index and len(self._table) else 0
-
-    @property
-    def centroids(self) -> Vectors:
-        """The normalised mean of each bank, shape `(banks, dimensions)`."""
-        with self._lock:
-            return self._built().banks.centroids.copy()
+    def _with_banks(self, table: Table) -> Table:
+        """`table`, when it has banks, and each of its facts stands in one."""
 
     def __len__(self) -> int:
-        with self._lock:
-            self._refresh()
-            return len(self._table)
+        """See `FactStore`."""
+        return sum(len(table) - len(table.expired(time.time())) for table in self._tables(None))
 
-    def facts(self) -> Iterator[Fact]:
-        """See `FactBank.facts`."""
-        with self._lock:
-            self._refresh()
-            return iter([self._table[int(row)] for row in self._table.rows()])
+    def facts(
+        self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
+    ) -> Iterator[Fact]:
+        """See `FactStore.facts`; read page by page, so what changes meanwhile may be seen or not."""
+        test = predicate(where or {})
+        for table in self._tables(namespace):
+            rows = pages(table, where=where) if ids is None else table.rows(ids)
+            yield from (row.fact for row in rows if alive(row.fact) and test(row.fact))
 
-    def get(self, fact_id: str) -> Fact:
-        """See `FactBank.get`."""
-        with self._lock:
-            self._built()
-            return self._table[self._table.row(fact_id)]
-
-    def bank_of(self, fact_id: str) -> int:
-        """See `FactBank.bank_of`."""
-        with self._lock:
-            return int(self._built().banks.labels[self._table.row(fact_id)])
-
-    def bank_facts(self, bank: int) -> tuple[Fact, ...]:
-        """See `FactBank.bank_facts`."""
-        with self._lock:
-            banks = self._built().banks
-            if not 0 <= bank < len(banks):
-                raise BankError(f"Got bank {bank}; expected 0 to {len(banks) - 1}.")
-            return tuple(self._table[int(row)] for row in np.sort(banks.members[bank]))
-
-    def route(self, question: str) -> int:
-        """See `FactBank.route`."""
-        query = self._query(question)
-        with self._lock:
-            return int(self._built().banks.nearest(query, 1)[0])
-
-    def ranks(self, question: str) -> list[int]:
-        """All banks in the order in which a search looks at them: nearest to `question` first."""
-        query = self._query(question)
-        with self._lock:
-            return [int(bank) for bank in self._built().banks.order(query)]
+    def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
+        """See `FactStore.get`."""
+        for table in self._tables(namespace):
+            for row in table.rows([fact_id]):
+                if alive(row.fact):
+                    return row.fact
+        raise BankError(f"There is no fact with the id {fact_id!r}{_within(namespace)}.")
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -122,60 +68,93 @@ class SearchedBank(ABC):
         namespace: str | None = None,
         rerank: Reranker | None = None,
     ) -> list[Hit]:
-        """See `FactBank.search`."""
+        """See `FactStore.search`."""
         wanted = hits_wanted(k, rerank)
         if probes is not None and probes < 1:
             raise BankError(f"Got probes={probes}; expected at least 1.")
-        hits = self.search_vector(self._query(question), wanted, probes=probes, where=where, namespace=namespace)
-        return reranked(question, hits, rerank)[:k]
+        predicate(where or {})
+        tables, query = self._filled(namespace), self._query(question)
+        if probes is None:
+            found = [hit for table in tables for hit in table.nearest(query[None], wanted, where)[0]]
+        else:
+            found = self._probed(tables, query, wanted, probes, where)
+        best = sorted(found, key=lambda hit: (-hit.score, hit.fact.id))[:wanted]
+        return reranked(question, best, rerank)[:k]
 
-    def search_vector(
-        self,
-        query: NDArray[np.float32],
-        k: int = 4,
-        *,
-        probes: int | None = None,
-        where: Filter | None = None,
-        namespace: str | None = None,
-    ) -> list[Hit]:
-        """As `search`, for a question that was embedded already: a vector of length 1."""
-        with self._lock:
-            index = self._built()
-            rows, scores = index.search(query, k, probes, self._table.allowed(where, namespace))
-            found = (
-                (-score, self._table[row].id, row) for row, score in zip(rows.tolist(), scores.tolist(), strict=True)
-            )
-            labels = index.banks.labels
-            return [Hit(self._table[row], -score, int(labels[row])) for score, _, row in heapq.nsmallest(k, found)]
+    def banks(self, namespace: str | None = None) -> tuple[str, ...]:
+        """See `FactStore.banks`."""
+        tables = [self._with_banks(table) for table in self._tables(namespace)]
+        return tuple(_name(table, number) for table in tables for number in sorted(table.numbers() or ()))
 
-    def _refresh(self) -> None:
-        """Drop what has expired."""
-        with self._lock:
-            gone = self._table.expire(time.time())
-            for row, _ in gone:
-                if self._index:
-                    self._index.banks.remove(row)
-        if gone:
-            self._followed((), [fact for _, fact in gone])
+    def bank_facts(self, bank: str) -> tuple[Fact, ...]:
+        """See `FactStore.bank_facts`."""
+        space, _, number = bank.rpartition("/")
+        for table in self._tables(space) if space and number.isdecimal() else ():
+            for found in self._with_banks(table).banks([int(number)]):
+                return tuple(row.fact for row in table.rows(found.ids) if alive(row.fact))
+        raise BankError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
 
-    def _built(self) -> Index:
-        self._refresh()
-        if self._index is None or not len(self._table):
-            raise BankError("The bank is empty: bank not built. Call `build(facts)` with at least one fact first.")
-        return self._index
+    def bank_of(self, facts: Sequence[Fact]) -> list[str]:
+        """See `FactStore.bank_of`."""
+        names: dict[tuple[str, str], str] = {}
+        for space in dict.fromkeys(fact.namespace for fact in facts):
+            ids = [fact.id for fact in facts if fact.namespace == space]
+            for table in self._tables(space):
+                for bank in self._with_banks(table).banks_with(ids):
+                    names |= {(space, fact_id): _name(table, bank.number) for fact_id in bank.ids}
+        if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
+            raise BankError(f"The facts {missing} stand in no bank; they were removed, or never were in this store.")
+        return [names[fact.namespace, fact.id] for fact in facts]
 
-    def _query(self, question: str) -> NDArray[np.float32]:
-        self._built()
+    def route(self, question: str, *, namespace: str | None = None) -> str:
+        """See `FactStore.route`."""
+        [(table, bank), *_] = self._ranked(self._filled(namespace), self._query(question), 1)
+        return _name(table, bank.number)
+
+    def _probed(self, tables: list[Table], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
+        """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
+        test, found, looked = predicate(where or {}), list[Hit](), 0
+        while True:
+            ranked = self._ranked(tables, query, max(probes, 2 * looked))
+            for at, (table, bank) in enumerate(ranked[looked:], looked):
+                if at >= probes and len(found) >= wanted:
+                    return found
+                rows = [row for row in table.rows(bank.ids, vectors=True) if alive(row.fact) and test(row.fact)]
+                found += [Hit(row.fact, float(np.dot(row.vector, query)), _name(table, bank.number)) for row in rows]
+            if len(ranked) == looked:
+                return found
+            looked = len(ranked)
+
+    def _ranked(self, tables: list[Table], query: Vectors, count: int) -> list[tuple[Table, Bank]]:
+        """The `count` banks nearest to a question, of all these tables."""
+        found = [(t, bank) for t in tables for bank in self._with_banks(t).nearest_banks(query[None], count)[0]]
+        return sorted(found, key=lambda each: -float(each[1].centroid @ query))[:count]
+
+    def _filled(self, namespace: str | None) -> list[Table]:
+        tables = [table for table in self._tables(namespace) if len(table)]
+        if not tables and not any(len(table) for table in self._tables(None)):
+            raise BankError("The store holds no facts yet. Call `add(facts)` with at least one first.")
+        return tables
+
+    def _query(self, question: str) -> Vectors:
         if not question.strip():
             raise BankError(f"Got the blank question {question!r}; expected words to search for.")
-        vector: NDArray[np.float32] = self._checked(np.asarray(self.embedder.embed_query(question))[None], 1)[0]
-        return vector
+        vector = np.asarray(self.embedder.embed_query(question))[None]
+        found: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
+        return found
 
-    def _embed(self, facts: Sequence[Fact]) -> Vectors:
-        """Vectors of `facts`; the embedder is not asked when there are none."""
-        if not facts:
-            return np.zeros((0, 0), np.float32)
-        return self._checked(self.embedder.embed([fact.text for fact in facts]), len(facts))
 
-    def _checked(self, vectors: NDArray[np.float32], count: int) -> Vectors:
-        return checked_vectors(np.asarray(vectors), (count, self._rows.dimensions or vectors.shape[-1]), self.embedder)
+def pages(table: Table, *, vectors: bool = False, where: Filter | None = None) -> Iterator[Row]:
+    """The rows of `table`, read page by page; those alone that match `where`, as far as the table can tell."""
+    start = 0
+    while page := table.page(start, _PAGE, vectors=vectors, where=where):
+        yield from page
+        start += len(page)
+
+
+def _name(table: Table, number: int) -> str:
+    return f"{table.namespace}/{number}"
+
+
+def _within(namespace: str | None) -> str:
+    return "" if namespace is None else f" in the namespace {namespace!r}"

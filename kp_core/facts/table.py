@@ -1,163 +1,75 @@
-"""The facts of a bank by row: found by id, by text and by filter, and gone when they expire."""
+"""What a fact store is made of: a table per namespace, which keeps facts, their vectors and their banks."""
 
 from __future__ import annotations
 
-import heapq
-import json
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
+from kp_core.facts.banking import Bank, Vectors
+from kp_core.facts.base import Fact, Filter, Hit
 
-from kp_core.errors import BankError
-from kp_core.facts.base import Fact, Filter
-from kp_core.facts.filters import predicate
-from kp_core.facts.index import Index
-from kp_core.facts.journal import Change, Deletion
-
-__all__ = ["FactTable"]
-
-_FILTERS_KEPT = 8
+__all__ = ["Row", "Table", "alive"]
 
 
-class FactTable:
-    """Facts in the order they came in, a row each; rows of facts that went stay empty. Not safe for threads."""
+class Row(NamedTuple):
+    """A fact, and its vector; without numbers where that was not asked for."""
 
-    def __init__(self) -> None:
-        self.all: list[Fact | None] = []
-        self._rows: dict[str, int] = {}
-        self._texts: dict[tuple[str, str], int] = {}
-        self._expiring: list[tuple[float, int]] = []
-        self._masks: OrderedDict[str, NDArray[np.bool_]] = OrderedDict()
+    fact: Fact
+    vector: Vectors
+
+
+class Table(Protocol):
+    """The facts and banks of one namespace. Facts come back in the order they came in, expired ones too."""
+
+    namespace: str
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """Number of facts."""
 
-    def __contains__(self, fact_id: object) -> bool:
-        return fact_id in self._rows
+    def ids(self) -> list[str]:
+        """The ids of all facts."""
 
-    def __getitem__(self, row: int) -> Fact:
-        fact = self.all[row]
-        if fact is None:
-            raise BankError(f"Row {row} of the bank holds no fact.")
-        return fact
+    def rows(self, ids: Sequence[str], *, vectors: bool = False) -> list[Row]:
+        """The facts with these ids, as far as there are any."""
 
-    def row(self, fact_id: str) -> int:
-        """The row of the fact with this id; raises `BankError` when there is none."""
-        row = self._rows.get(fact_id)
-        if row is None:
-            raise BankError(f"Got the fact id {fact_id!r}; none of the {len(self)} facts has it.")
-        return row
+    def page(self, start: int, count: int, *, vectors: bool = False, where: Filter | None = None) -> list[Row]:
+        """`count` facts from number `start` on; of those that match `where`, where it can tell, else of all."""
 
-    def rows(self) -> NDArray[np.intp]:
-        """The rows that hold facts, ascending."""
-        return np.sort(np.fromiter(self._rows.values(), np.intp, len(self._rows)))
+    def holding(self, texts: Sequence[str]) -> dict[str, str]:
+        """Of `texts`, those that a fact has, each with its id."""
 
-    def new(self, facts: Iterable[Fact]) -> tuple[list[Fact], int]:
-        """Those of `facts` whose text their namespace does not hold, each once; and how many are left out.
+    def put(self, facts: Sequence[Fact], vectors: Vectors) -> None:
+        """Keep facts, in the place of those with their ids; lasting on return."""
 
-        Raises `BankError` for an id that stands for another text, and for what is no fact.
-        """
-        new, ids, texts, held = list[Fact](), set[str](), set[tuple[str, str]](), 0
-        for fact in facts:
-            if not isinstance(fact, Fact):
-                raise BankError(f"Got {fact!r}; expected a Fact, e.g. `Fact(text)`.")
-            text = (fact.namespace, fact.text)
-            if text in texts or text in self._texts:
-                held += 1
-                continue
-            if fact.id in ids or fact.id in self._rows:
-                raise BankError(
-                    f"Got the id {fact.id!r} for two texts; the second is {fact.text[:60]!r}. Ids are unique: to "
-                    f"replace the first text, call `update` (in the shell, `kp add --replace`)."
-                )
-            ids.add(fact.id)
-            texts.add(text)
-            new.append(fact)
-        return new, held
+    def remove(self, ids: Sequence[str]) -> None:
+        """Remove the facts with these ids; lasting on return."""
 
-    def check_update(self, fact: Fact) -> None:
-        """Raise `BankError` when another fact of its namespace has the text of `fact`."""
-        other = self._texts.get((fact.namespace, fact.text))
-        if other is not None and self[other].id != fact.id:
-            raise BankError(
-                f"Got the text of the fact {self[other].id!r} as the new one of {fact.id!r}; a text is held once. "
-                f"Delete one of the two."
-            )
+    def expired(self, now: float) -> list[str]:
+        """The ids of facts that have expired."""
 
-    def extend(self, facts: Sequence[Fact]) -> None:
-        """Append facts that `new` has passed."""
-        for fact in facts:
-            row = len(self.all)
-            self.all.append(fact)
-            self._rows[fact.id] = self._texts[fact.namespace, fact.text] = row
-            if fact.expires is not None:
-                heapq.heappush(self._expiring, (fact.expires, row))
+    def nearest(self, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+        """For each of `vectors` (normalised, shape `(n, dimensions)`) the `count` nearest living facts that match."""
 
-    def apply(self, change: Change, index: Index | None = None) -> list[Fact]:
-        """Apply a change of a journal, to the banks of `index` too; the facts that went.
+    def numbers(self) -> list[int] | None:
+        """The numbers of the banks; `None` before any were made."""
 
-        Raises `BankError` for a change that cannot have been written: an id or text that stands for another fact.
-        """
-        gone = list[tuple[int, Fact]]()
-        if isinstance(change, Deletion):
-            gone = [self._drop(self._rows[fact_id]) for fact_id in change.ids if fact_id in self._rows]
-        else:
-            held = self._rows.get(change.id)
-            if held is not None and change.version > self[held].version:
-                gone.append(self._drop(held))
-            if change.id in self._rows or (change.namespace, change.text) in self._texts:
-                raise BankError("its id or text stands in an earlier line too")
-            self.extend([change])
-            if index:
-                index.add(len(self.all) - 1)
-        if index:
-            # After the new row has come, so that a bank of one fact that is updated never is empty.
-            for row, _ in gone:
-                index.banks.remove(row)
-        return [fact for _, fact in gone]
+    def banks(self, numbers: Sequence[int] | None = None) -> list[Bank]:
+        """The banks with these numbers, by default all, in the order of their numbers."""
 
-    def expire(self, now: float) -> list[tuple[int, Fact]]:
-        """Drop the facts that have expired; they, with their rows."""
-        gone = list[tuple[int, Fact]]()
-        while self._expiring and self._expiring[0][0] <= now:
-            _, row = heapq.heappop(self._expiring)
-            if self.all[row] is not None:
-                gone.append(self._drop(row))
-        return gone
+    def banks_with(self, ids: Sequence[str]) -> list[Bank]:
+        """The banks that hold any of these facts."""
 
-    def compacted(self) -> FactTable:
-        """The same facts without the rows of those that went."""
-        table = FactTable()
-        table.extend([fact for fact in self.all if fact is not None])
-        return table
+    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[Bank]]:
+        """For each of `vectors` the `count` banks with the nearest centroids, nearest first."""
 
-    def allowed(self, where: Filter | None, namespace: str | None) -> NDArray[np.bool_] | None:
-        """Which rows a search may find, as a mask over all rows; `None` when it may find any.
+    def change_banks(self, banks: Sequence[Bank], gone: Sequence[int] = ()) -> None:
+        """Keep these banks, in the place of those with their numbers, then remove others by number."""
 
-        The masks of the last filters are kept, so asking again costs only what came since.
-        """
-        if where is None and namespace is None:
-            return None
-        inside = predicate({} if where is None else where)
+    def switch_banks(self, banks: Sequence[Bank] | None) -> None:
+        """Make these all the banks there are, in one step; `None`: they are to be made when they are next needed."""
 
-        def matches(fact: Fact) -> bool:
-            # Not through the filter, where a field of the metadata called `namespace` would come first.
-            return (namespace is None or fact.namespace == namespace) and inside(fact)
 
-        key = json.dumps([where, namespace], sort_keys=True, default=repr)
-        mask = self._masks.pop(key, np.zeros(0, np.bool_))
-        if len(mask) < len(self.all):
-            more = [fact is not None and matches(fact) for fact in self.all[len(mask) :]]
-            mask = np.concatenate([mask, np.array(more, np.bool_)])
-        self._masks[key] = mask
-        if len(self._masks) > _FILTERS_KEPT:
-            self._masks.popitem(last=False)
-        return mask
-
-    def _drop(self, row: int) -> tuple[int, Fact]:
-        fact = self[row]
-        self.all[row] = None
-        del self._rows[fact.id], self._texts[fact.namespace, fact.text]
-        return row, fact
+def alive(fact: Fact) -> bool:
+    """Whether the fact has not expired."""
+    return fact.expires is None or fact.expires > time.time()

@@ -61,6 +61,12 @@ class Packs(PackSource, Protocol):
     def put(self, pack: KnowledgePack) -> Handle:
         """Keep the pack, in place of what was kept for its text; returns its handle."""
 
+    def remove(self, handle: Handle) -> None:
+        """Forget the pack; nothing where there is none."""
+
+    def __iter__(self) -> Iterator[Handle]:
+        """The handles of all packs."""
+
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
         """The packs as a conversation may see them: these namespaces, brought in by these roles."""
 

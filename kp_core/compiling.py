@@ -1,0 +1,103 @@
+"""From facts to packs: which are stored already, and compiling the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import Literal, TypeAlias
+
+from kp_core.engines.request import CompiledFor
+from kp_core.engines.session import Session
+from kp_core.errors import BankError, ShortTextError
+from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
+from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
+from kp_core.packs.handle import Handle
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import Packs
+
+__all__ = ["Unit", "compile_facts", "open_facts"]
+
+logger = logging.getLogger(__name__)
+
+Unit: TypeAlias = Literal["fact", "bank", "document"]
+
+
+def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
+    facts: Iterable[Fact],
+    engine: Session,
+    store: Packs,
+    *,
+    namespace: str | None = None,
+    unit: Unit = "fact",
+    compiled_for: CompiledFor = "user",
+    lazy: bool = False,
+    progress: bool = True,
+) -> list[Handle | None]:
+    """The handles of the packs of `facts`, compiled into `store` for the position `compiled_for`.
+
+    Each is in its fact's namespace, or in `namespace` where the fact has none of its own. Each is stored as soon as it
+    is made, and what is stored already for this model and position is not made again: an interrupted run goes on where
+    it stopped. `lazy` packs are computed on first use instead. A text too short to own a token has no pack: `None`,
+    with a warning that names it.
+    """
+    facts = [fact.moved(namespace) for fact in facts]
+    made: dict[tuple[str, str], Handle] = {}
+    for space in dict.fromkeys(fact.namespace for fact in facts):
+        wanted: dict[str, Fact] = {}
+        for fact in facts:
+            if fact.namespace == space:
+                wanted.setdefault(fact.text, fact)
+
+        def short(text: str, error: ShortTextError, wanted: dict[str, Fact] = wanted) -> None:
+            logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
+
+        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
+        held = {text: pack for text in wanted if (pack := store.peek(store.handle(text, space))) is not None}
+        # What stands before a pack is the same for all of them, or nearly; the others are planned anew.
+        prefix = next((plan.prefix for plan in build(list(held)[:1], lazy=True, progress=False)), None)
+        fits = partial(_fits, store, engine, lazy=lazy)
+        done = {text for text, pack in held.items() if pack.prefix == prefix and fits(pack)}
+        for plan in build([text for text in held if text not in done], lazy=True, progress=progress):
+            if (held[plan.text].token_ids, held[plan.text].prefix) == (plan.token_ids, plan.prefix):
+                done |= {plan.text} if fits(held[plan.text]) else set()
+        made |= {(space, text): store.handle(text, space) for text in done}
+        missing = [text for text in wanted if text not in done]
+        about = [_provenance(wanted[text], unit) for text in missing]
+        for pack in build(missing, lazy=lazy, provenance=about, progress=progress):
+            made[space, pack.text] = store.put(pack)
+    return [made.get((fact.namespace, fact.text)) for fact in facts]
+
+
+def _provenance(fact: Fact, unit: Unit) -> dict[str, str]:
+    facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
+    about = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
+    return {name: said for name, said in about.items() if said}
+
+
+def _fits(store: Packs, engine: Session, pack: KnowledgePack, *, lazy: bool) -> bool:
+    """Whether a stored pack is of this model, and has its KV unless `lazy`."""
+    if pack.fingerprint != engine.fingerprint:
+        return False
+    return lazy or pack.stored_bytes > 0 or not store.get(store.handle(pack.text, pack.namespace)).is_lazy
+
+
+def open_facts(
+    facts: FactStore | None = None,
+    embedder: Embedder | object | None = None,
+    path: str | os.PathLike[str] | None = None,
+) -> FactStore:
+    """`facts`, or a store made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
+
+    Raises `BankError` for what is no fact store or no embedder, and for a store together with what only a new one
+    takes.
+    """
+    if facts is not None and not isinstance(facts, FactStore):
+        raise BankError(f"Got {type(facts)} as fact store; expected a FactStore, e.g. `ChromaFactStore(path)`.")
+    if facts is not None and (embedder is not None or path is not None):
+        raise BankError("Got a fact store together with an embedder or a path; a store brings its own.")
+    if facts is not None:
+        return facts
+    made = None if embedder is None else as_embedder(embedder)
+    return MemoryFactStore(made or SentenceTransformerEmbedder()) if path is None else ChromaFactStore(path, made)

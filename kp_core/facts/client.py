@@ -1,0 +1,95 @@
+"""Opening Chroma, and what only its own tools can do; the only module that imports it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from kp_core.errors import BankError, BankLockedError, MissingDependencyError
+
+__all__ = ["is_url", "open_client", "run_vacuum"]
+
+
+def open_client(
+    path: str | os.PathLike[str] | None,
+    *,
+    migrations: str = "apply",
+    timeout_s: float = 60.0,
+    headers: Mapping[str, str] | None = None,
+    **server: Any,  # noqa: ANN401 - tenant, database
+) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
+    """A client of a folder or a server."""
+    try:
+        import chromadb
+        from chromadb.config import Settings
+    except ImportError as error:
+        raise MissingDependencyError(
+            'ChromaFactStore needs chromadb: `pip install "knowledge-packs[chroma]"`.'
+        ) from error
+    settings = Settings(anonymized_telemetry=False)
+    if path is None or not is_url(path):
+        _check_sqlite(Path(path or "."))
+        if migrations != "apply":
+            settings = Settings(anonymized_telemetry=False, migrations=migrations)
+        return chromadb.PersistentClient(str(path), settings=settings, **server)
+    import httpx
+
+    url = urlsplit(str(path))
+    try:
+        httpx.get(f"{url.scheme}://{url.netloc}/api/v2/heartbeat", timeout=timeout_s, headers=dict(headers or {}))
+    except httpx.HTTPError as error:
+        raise BankError(
+            f"There is no Chroma server at {path} ({type(error).__name__}: {error}). Start it with "
+            "`chroma run --path FOLDER`, on a trusted network only."
+        ) from error
+    secure = url.scheme == "https"
+    client = chromadb.HttpClient(
+        url.hostname or "localhost",
+        url.port or (443 if secure else 8000),
+        ssl=secure,
+        headers=dict(headers or {}),
+        settings=settings,
+        **server,
+    )
+    # Chroma's own client waits for ever.
+    client._server._session.timeout = httpx.Timeout(timeout_s)  # noqa: SLF001 - there is no other way
+    return client
+
+
+def _check_sqlite(path: Path) -> None:
+    """Raise `BankLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals."""
+    file = path / "chroma.sqlite3"
+    if not file.is_file():
+        return
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=2.0)) as opened:
+            opened.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError as error:
+        raise BankLockedError(
+            f"{file} cannot be read now ({error}); another process holds it, or a disk is away."
+        ) from error
+    except sqlite3.DatabaseError as error:
+        raise BankError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
+
+
+def run_vacuum(path: Path) -> None:
+    """Run `chroma vacuum` on a folder that nobody has open; raises `BankError` where it fails."""
+    beside = Path(sys.executable).with_name("chroma")
+    tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
+    command = [tool, "vacuum", "--path", str(path), "--force"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+    if done.returncode:
+        raise BankError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` leads to a server."""
+    return str(path).startswith(("http://", "https://"))

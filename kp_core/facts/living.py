@@ -1,0 +1,306 @@
+"""A fact store but for where it is kept: facts come and go, and their banks follow."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from abc import abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kp_core.errors import BankError
+from kp_core.facts.banking import Bank, Vectors, make_banks, split_bank
+from kp_core.facts.base import Added, Fact, NearDuplicate
+from kp_core.facts.embed import Embedder, checked_vectors
+from kp_core.facts.reading import SearchedFacts, pages
+from kp_core.facts.table import Row, Table
+
+__all__ = ["LivingFacts"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH = 512
+_SAMPLE = 32
+# Cosine of a text's vector in the store and its vector made anew: models round, and batches pad.
+_SAME = 0.999
+# A bank that is left with one of so many facts joins its neighbours.
+_SMALLEST = 4
+
+
+class LivingFacts(SearchedFacts):
+    """A fact store over tables, which a subclass opens.
+
+    `bank_size` facts make a bank, about; `random_state` seeds the k-means behind it. From a cosine of `near_duplicate`
+    on, two facts are reported to say the same; `None` does not look. Facts are written before banks: after a crash a
+    fact may stand in no bank until banks are next used, which puts it into one.
+    """
+
+    def __init__(
+        self,
+        embedder: Embedder,
+        *,
+        bank_size: int = 20,
+        random_state: int = 0,
+        near_duplicate: float | None = 0.97,
+    ) -> None:
+        super().__init__(embedder)
+        if bank_size < 1:
+            raise BankError(f"Got bank_size={bank_size}; expected at least 1.")
+        self.bank_size, self.random_state, self.near_duplicate = bank_size, random_state, near_duplicate
+        self._opened: dict[str, Table] = {}
+        self._settled: set[str] = set()
+
+    @abstractmethod
+    def _open(self, namespace: str) -> Table:
+        """The table of a namespace, made when there is none."""
+
+    def _check_writes(self) -> None:
+        """Raise `BankError` where nothing may be changed."""
+
+    def _tables(self, namespace: str | None) -> list[Table]:
+        return [table for name, table in sorted(self._opened.items()) if namespace in (None, name)]
+
+    def build(self, facts: Iterable[Fact]) -> Added:
+        """Add `facts`, then make all banks anew."""
+        report = self.add(facts)
+        if report.added:
+            self.rebuild()
+        return report
+
+    def add(self, facts: Iterable[Fact], *, ttl: float | None = None, vectors: Vectors | None = None) -> Added:
+        """See `FactStore.add`."""
+        if ttl is not None and not ttl > 0:
+            raise BankError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
+        self._check_writes()
+        report, source, start = Added(), iter(facts), 0
+        while batch := list(itertools.islice(source, _BATCH)):
+            given = None if vectors is None else np.asarray(vectors)[start : start + len(batch)]
+            start += len(batch)
+            if ttl is not None:
+                batch = [replace(fact, expires=time.time() + ttl) if fact.expires is None else fact for fact in batch]
+            with self._writing:
+                report += self._add(batch, given)
+        return report
+
+    def update(self, fact: Fact) -> Fact:
+        """See `FactStore.update`."""
+        self._check_writes()
+        with self._writing:
+            held = self.get(fact.id, namespace=fact.namespace)
+            [table] = self._tables(fact.namespace)
+            if table.holding([fact.text]).get(fact.text, fact.id) != fact.id:
+                raise BankError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
+            fact = replace(fact, version=held.version + 1)
+            vectors = self._embed([fact], None)
+            table.put([fact], vectors)
+            if table.numbers() is not None:
+                self._leave(table, [fact.id])
+                self._join(table, [fact.id], vectors)
+            return fact
+
+    def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
+        """See `FactStore.delete`."""
+        self._check_writes()
+        asked, count = list(dict.fromkeys(ids)), 0
+        with self._writing:
+            for table in self._tables(namespace):
+                gone = [row.fact.id for row in table.rows(asked)] if asked else []
+                count += len(gone)
+                self._remove(table, gone)
+        return count
+
+    def rebuild(self) -> None:
+        """See `FactStore.rebuild`; they are made beside the old ones, then take their place in one step."""
+        self._check_writes()
+        with self._writing:
+            for table in self._tables(None):
+                self._make_banks(table)
+
+    def verify(self, *, repair: bool = False) -> list[str]:
+        """What is wrong, a sentence each; with `repair`, put right afterwards.
+
+        Compares counts, the vectors of a sample of facts with their texts embedded again, and banks with facts.
+        `repair` embeds all facts of a damaged namespace anew and makes its banks anew.
+        """
+        found = []
+        with self._writing:
+            for table in self._tables(None):
+                wrong = list(self._problems(table))
+                found += [f"Namespace {table.namespace!r}: {each}" for each in wrong]
+                if wrong and repair:
+                    self._check_writes()
+                    rows = pages(table)
+                    while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
+                        table.put(batch, self._embed(batch, None))
+                    self._make_banks(table)
+        return found
+
+    def _add(self, batch: Sequence[Fact], vectors: Vectors | None) -> Added:
+        report, todo = Added(), list[tuple[Table, list[Fact], Vectors]]()
+        vectors = None if vectors is None else self._checked(vectors, len(batch))
+        for space in dict.fromkeys(fact.namespace for fact in batch):
+            table = self._opened.get(space) or self._opened.setdefault(space, self._open(space))
+            self._remove(table, table.expired(time.time()))
+            given = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
+            new = self._new(table, given)
+            report += Added(len(new), len(given) - len(new))
+            facts, rows = [fact for _, fact in new], [at for at, _ in new]
+            todo.append((table, facts, self._embed(facts, None if vectors is None else vectors[rows])))
+        for table, facts, made in todo:
+            if not facts:
+                continue
+            before = len(table)
+            table.put(facts, made)
+            report += Added(near_duplicates=tuple(self._near(table, facts, made)))
+            if table.numbers() is None:
+                continue
+            if len(facts) > before:  # Where most are new, banks are best made anew.
+                table.switch_banks(None)
+            else:
+                self._join(table, [fact.id for fact in facts], made)
+        return report
+
+    def _new(self, table: Table, given: Sequence[tuple[int, Fact]]) -> list[tuple[int, Fact]]:
+        """Those of `given` that the table does not hold."""
+        seen = dict(table.holding([fact.text for _, fact in given]))
+        new: dict[str, tuple[int, Fact]] = {}
+        for at, fact in given:
+            if fact.text in seen:
+                continue
+            seen[fact.text] = fact.id
+            if fact.id in new:
+                raise _conflict(fact, new[fact.id][1])
+            new[fact.id] = (at, fact)
+        for row in table.rows(list(new)) if new else ():
+            raise _conflict(new[row.fact.id][1], row.fact)
+        return list(new.values())
+
+    def _remove(self, table: Table, ids: Sequence[str]) -> None:
+        if not ids:
+            return
+        table.remove(ids)
+        if table.numbers() is not None:
+            self._leave(table, ids)
+
+    def _embed(self, facts: Sequence[Fact], given: Vectors | None) -> Vectors:
+        if not facts:
+            return np.zeros((0, 0), np.float32)
+        return self._checked(self.embedder.embed([fact.text for fact in facts]), len(facts)) if given is None else given
+
+    def _checked(self, vectors: Vectors, count: int) -> Vectors:
+        vectors = np.asarray(vectors)
+        return checked_vectors(vectors, (count, vectors.shape[-1] if vectors.ndim else 0), self.embedder)
+
+    def _near(self, table: Table, facts: Sequence[Fact], vectors: Vectors) -> Iterator[NearDuplicate]:
+        """Which of these facts, just added, nearly repeat an earlier one."""
+        if self.near_duplicate is None:
+            return
+        places = {fact.id: place for place, fact in enumerate(facts)}
+        for place, hits in enumerate(table.nearest(vectors, 3)):
+            for hit in hits:
+                if places.get(hit.fact.id, -1) < place and hit.score >= self.near_duplicate:
+                    yield NearDuplicate(facts[place].id, hit.fact.id, min(1.0, hit.score))
+                    break
+
+    def _with_banks(self, table: Table) -> Table:
+        with self._writing:
+            if table.numbers() is None:
+                self._check_writes()
+                self._make_banks(table)
+            elif table.namespace not in self._settled:
+                self._settle(table)
+            self._settled.add(table.namespace)
+        return table
+
+    def _make_banks(self, table: Table) -> None:
+        rows = list(pages(table, vectors=True))
+        ids = [row.fact.id for row in rows]
+        table.switch_banks(make_banks(ids, _stacked(rows), self.bank_size, self.random_state))
+        logger.info("Made banks of %d facts of %r.", len(ids), table.namespace)
+
+    def _settle(self, table: Table) -> None:
+        """Put facts that a writer who was killed left without a bank into one, and take out what is gone."""
+        times = Counter(fact_id for bank in table.banks() for fact_id in bank.ids)
+        held = set(table.ids())
+        wrong = [fact_id for fact_id, count in times.items() if count > 1 or fact_id not in held]
+        homeless = [fact_id for fact_id in held if times[fact_id] != 1]
+        if not wrong and not homeless:
+            return
+        self._check_writes()
+        logger.info("Banks of %r: %d facts join, %d leave.", table.namespace, len(homeless), len(wrong))
+        self._leave(table, wrong)
+        rows = table.rows(homeless, vectors=True)
+        self._join(table, [row.fact.id for row in rows], _stacked(rows))
+
+    def _join(self, table: Table, ids: Sequence[str], vectors: Vectors) -> None:
+        """Put facts into the banks nearest to them; banks that grow too large are split."""
+        if not ids:
+            return
+        numbers = table.numbers()
+        if not numbers:
+            table.switch_banks(make_banks(ids, vectors, self.bank_size, self.random_state))
+            return
+        coming, banks = defaultdict[int, list[int]](list), dict[int, Bank]()
+        for row, [nearest] in enumerate(table.nearest_banks(vectors, 1)):
+            coming[nearest.number].append(row)
+            banks[nearest.number] = nearest
+        changed: list[Bank] = []
+        free = max(numbers) + 1
+        for number, rows in coming.items():
+            grown = banks[number].joined([ids[row] for row in rows], vectors[rows])
+            members = table.rows(grown.ids, vectors=True) if len(grown.ids) > self.bank_size else []
+            grown = replace(grown, ids=tuple(row.fact.id for row in members)) if members else grown
+            parts = split_bank(grown, _stacked(members), self.bank_size, self.random_state, free)
+            free += len(parts) - 1
+            changed += parts
+        table.change_banks(changed)
+
+    def _leave(self, table: Table, ids: Sequence[str]) -> None:
+        """Take facts out of their banks; what is left of a bank that shrinks too far joins its neighbours."""
+        if not ids:
+            return
+        left = [bank.without(ids) for bank in table.banks_with(ids)]
+        small = [bank for bank in left if len(bank.ids) < max(1, self.bank_size // _SMALLEST)]
+        table.change_banks([bank for bank in left if bank not in small], [bank.number for bank in small])
+        rows = table.rows([fact_id for bank in small for fact_id in bank.ids], vectors=True) if small else []
+        self._join(table, [row.fact.id for row in rows], _stacked(rows))
+
+    def _problems(self, table: Table) -> Iterator[str]:
+        ids = table.ids()
+        if len(ids) != len(table):
+            yield f"it counts {len(table)} facts and lists {len(ids)}."
+        chosen = np.random.default_rng(self.random_state).permutation(len(ids))[:_SAMPLE]
+        rows = table.rows([ids[at] for at in chosen.tolist()], vectors=True)
+        facts = [row.fact for row in rows]
+        made = self._embed(facts, None)
+        wrong = [f.id for f, row, own in zip(facts, rows, made, strict=True) if not _alike(row.vector, own)]
+        if wrong:
+            yield f"of {len(facts)} facts looked at, {len(wrong)} have the vector of another text, e.g. {wrong[0]}."
+        if table.numbers() is None:
+            return
+        try:
+            self._settle(table)
+        except BankError as error:
+            yield f"its banks do not hold each fact once ({error})"
+        for bank in table.banks():
+            if not np.isclose(float(np.linalg.norm(bank.centroid)), 1, atol=1e-3):
+                yield f"the centroid of bank {bank.number} is no direction."
+
+
+def _stacked(rows: Sequence[Row]) -> Vectors:
+    return np.array([row.vector for row in rows], np.float32)
+
+
+def _alike(held: Vectors, made: Vectors) -> bool:
+    return held.shape == made.shape and float(held @ made) >= _SAME
+
+
+def _conflict(fact: Fact, held: Fact) -> BankError:
+    return BankError(
+        f"Got the id {fact.id!r} for {fact.text!r}; {fact.namespace!r} holds it for {held.text!r}. "
+        "Use `update`, or give another id."
+    )

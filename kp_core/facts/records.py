@@ -1,0 +1,315 @@
+"""Facts as Chroma's records, and tables of them; works on collections that it is given."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kp_core.errors import BankError, KnowledgePackError
+from kp_core.facts.banking import Bank, Vectors
+from kp_core.facts.base import Fact, Filter, Hit, content_id
+from kp_core.facts.filters import predicate
+from kp_core.facts.table import Row, alive
+
+__all__ = ["ChromaTable", "QueriedCollection", "from_record", "pushed_down", "to_record", "told"]
+
+_OURS = "kp:"
+_GROWTH, _PAGE, _NAMED = 4, 1000, 100
+_LARGEST = 2**63
+_COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
+_BASIC = ("documents", "metadatas")
+_NO_VECTOR = np.zeros(0, np.float32)
+
+
+def to_record(fact: Fact) -> dict[str, Any]:
+    """The metadata of a fact's record: the user's own as they are, ours under names that begin with `kp:`.
+
+    What Chroma cannot hold, such as `None`, nested lists or large integers, stands as JSON in `kp:more`.
+    """
+    more = {name: value for name, value in fact.metadata.items() if not _holds(name, value)}
+    ours = {
+        "title": fact.title or None,
+        "source": fact.source or None,
+        "expires": fact.expires,
+        "version": fact.version,
+        "digest": content_id(fact.text),
+        "more": json.dumps(more, ensure_ascii=False, default=dict) if more else None,
+        "has_more": bool(more) or None,
+    }
+    own = {name: value for name, value in fact.metadata.items() if name not in more}
+    return own | {_OURS + name: value for name, value in ours.items() if value is not None}
+
+
+def from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
+    """The fact in a record."""
+    held = dict(metadata or {})
+    ours = {name.removeprefix(_OURS): held.pop(name) for name in list(held) if name.startswith(_OURS)}
+    more = json.loads(ours.get("more", "{}"))
+    kept = {name: ours[name] for name in ("title", "source", "expires", "version") if name in ours}
+    return Fact(text, metadata=held | more, id=fact_id, namespace=namespace, **kept)
+
+
+def pushed_down(where: Filter | None) -> dict[str, Any] | None:
+    """What Chroma can check of a filter: all that match `where` match this too; `None` where it can check nothing."""
+    parts = [part for name, wanted in (where or {}).items() if (part := _pushed(name, wanted)) is not None]
+    return {"$and": parts} if len(parts) > 1 else parts[0] if parts else None
+
+
+def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
+    if name in {"$and", "$or"} and isinstance(wanted, Sequence):
+        parts = [pushed_down(part) for part in wanted]
+        known = [part for part in parts if part is not None]
+        if not known or (name == "$or" and len(known) < len(parts)):
+            return None
+        return {name: known} if len(known) > 1 else known[0]
+    if name.startswith("$") or name.removeprefix(_OURS) in {"id", "namespace"}:
+        return None
+    conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
+    kept = {how: _plain(value) for how, value in conditions.items() if _understood(how, value)}
+    names = [name, _OURS + name] if name in {"title", "source", "version"} else [name]
+    found = []
+    for each in names:
+        tests = [
+            {each: {how: list(value) if isinstance(value, tuple | set | frozenset) else value}}
+            for how, value in kept.items()
+        ]
+        found += [{"$and": tests} if len(tests) > 1 else tests[0]] if tests else []
+    # What stands as JSON is left to the predicate.
+    return {"$or": [*found, {_OURS + "has_more": True}]} if found else None
+
+
+def _understood(how: str, value: object) -> bool:
+    if how == "$in" and isinstance(value, list | tuple | set | frozenset):
+        return bool(value) and len({type(each) for each in value}) == 1 and all(_scalar(each) for each in value)
+    # Chroma orders numbers alone.
+    return how in _COMPARED and _scalar(value) and (how == "$eq" or not isinstance(value, str | bool))
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple | set | frozenset) else value
+
+
+def _scalar(value: object) -> bool:
+    return isinstance(value, str | bool | float) or (isinstance(value, int) and -_LARGEST <= value < _LARGEST)
+
+
+def _holds(name: str, value: object) -> bool:
+    if not name or name.startswith((_OURS, "chroma:")):
+        return False
+    if isinstance(value, list):
+        return bool(value) and len({type(each) for each in value}) == 1 and all(_scalar(each) for each in value)
+    return _scalar(value)
+
+
+@contextmanager
+def told(where: str) -> Iterator[None]:
+    """Turn whatever Chroma raises into `BankError`, which names the database."""
+    try:
+        yield
+    except KnowledgePackError:
+        raise
+    except Exception as error:
+        # Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError: it depends on what is wrong.
+        raise BankError(
+            f"{where}: Chroma failed ({type(error).__name__}: {error}). What was acknowledged before is kept; look at "
+            "the disk, or at the server, and try again."
+        ) from error
+
+
+class QueriedCollection:
+    """What reading a collection takes, ours or not: records as facts of `namespace`; `fact` makes them."""
+
+    def __init__(
+        self,
+        collection: Any,  # noqa: ANN401 - a chromadb.Collection
+        namespace: str,
+        where: str,
+        fact: Callable[[str, str, Mapping[str, Any] | None, str], Fact] = from_record,
+        space: str = "cosine",
+    ) -> None:
+        self.collection, self.namespace, self.where = collection, namespace, where
+        self._fact, self._space = fact, space
+
+    def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
+        """A method of the collection; raises `BankError` where that fails."""
+        with told(self.where):
+            return getattr(self.collection, name)(**arguments)
+
+    def __len__(self) -> int:
+        return int(self.call("count"))
+
+    def ids(self) -> list[str]:
+        return list(self.call("get", include=[])["ids"])
+
+    def rows(self, ids: Sequence[str], *, vectors: bool = False) -> list[Row]:
+        found = [self._get(vectors, ids=list(ids[at : at + _PAGE])) for at in range(0, len(ids), _PAGE)]
+        return [row for page in found for row in page]
+
+    def page(self, start: int, count: int, *, vectors: bool = False, where: Filter | None = None) -> list[Row]:
+        return self._get(vectors, limit=count, offset=start, **_narrowed(where))
+
+    def expired(self, now: float) -> list[str]:
+        return list(self.call("get", where={_OURS + "expires": {"$lte": now}}, include=[])["ids"])
+
+    def nearest(self, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+        test, asked, size = predicate(where or {}), count, len(self)
+        while size:
+            asked = min(asked, size)
+            which = {"query_embeddings": vectors, "n_results": asked, **_narrowed(where)}
+            found = self.call("query", include=[*_BASIC, "distances"], **which)
+            parts = zip(found["ids"], found["documents"], found["metadatas"], found["distances"], strict=True)
+            hits = [[hit for hit in self._hits(*part) if alive(hit.fact) and test(hit.fact)] for part in parts]
+            enough = all(len(each) >= count for each in hits)
+            if enough or asked == size or all(len(ids) < asked for ids in found["ids"]):
+                return [each[:count] for each in hits]
+            asked *= _GROWTH
+        return [[] for _ in vectors]
+
+    def _get(self, vectors: bool, **which: Any) -> list[Row]:  # noqa: ANN401, FBT001
+        found = self.call("get", include=[*_BASIC, *["embeddings"] * vectors], **which)
+        held = found["embeddings"] if vectors else [_NO_VECTOR] * len(found["ids"])
+        parts = zip(found["ids"], found["documents"], found["metadatas"], held, strict=True)
+        return [
+            Row(self._fact(fact_id, text, about, self.namespace), np.asarray(row, np.float32))
+            for fact_id, text, about, row in parts
+            if text and text.strip()
+        ]
+
+    def _hits(self, ids: list[str], texts: list[str], about: list[Any], distances: list[float]) -> Iterator[Hit]:
+        scale = 2 if self._space == "l2" else 1  # Of vectors of length 1, half the squared distance is 1 - cosine.
+        for fact_id, text, metadata, distance in zip(ids, texts, about, distances, strict=True):
+            if text and text.strip():
+                yield Hit(self._fact(fact_id, text, metadata, self.namespace), 1 - distance / scale)
+
+
+class ChromaTable(QueriedCollection):
+    """A `Table` in a collection of ours, and a second one, new with each `switch_banks`, for its banks."""
+
+    def __init__(self, client: Any, collection: Any, namespace: str, where: str) -> None:  # noqa: ANN401
+        super().__init__(collection, namespace, where)
+        self._client = client
+        self._banks: QueriedCollection | None = None
+        self._token = ""
+
+    def holding(self, texts: Sequence[str]) -> dict[str, str]:
+        digests = list({content_id(text) for text in texts})
+        if not digests:
+            return {}
+        found = self.call("get", where={_OURS + "digest": {"$in": digests}}, include=["documents"])
+        held = dict(zip(found["documents"], found["ids"], strict=True))
+        return {text: held[text] for text in texts if text in held}
+
+    def put(self, facts: Sequence[Fact], vectors: Vectors) -> None:
+        ids = [fact.id for fact in facts]
+        held = self.call("get", ids=ids, include=["metadatas"])
+        # Chroma merges metadata; a field that is gone has to be said.
+        old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
+        about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
+        self.call("upsert", ids=ids, embeddings=vectors, documents=[fact.text for fact in facts], metadatas=about)
+
+    def remove(self, ids: Sequence[str]) -> None:
+        for at in range(0, len(ids), _PAGE):
+            self.call("delete", ids=list(ids[at : at + _PAGE]))
+
+    def numbers(self) -> list[int] | None:
+        banks = self._bank_collection()
+        return None if banks is None else [int(number) for number in banks.ids()]
+
+    def banks(self, numbers: Sequence[int] | None = None) -> list[Bank]:
+        which = {} if numbers is None else {"ids": [str(number) for number in numbers]}
+        return sorted(self._banks_of(which), key=lambda bank: bank.number) if numbers is None or numbers else []
+
+    def banks_with(self, ids: Sequence[str]) -> list[Bank]:
+        found: dict[int, Bank] = {}
+        for at in range(0, len(ids), _NAMED):
+            tests = [{_OURS + "ids": {"$contains": fact_id}} for fact_id in ids[at : at + _NAMED]]
+            where = {"where": {"$or": tests} if len(tests) > 1 else tests[0]}
+            found |= {bank.number: bank for bank in self._banks_of(where)}
+        return list(found.values())
+
+    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[Bank]]:
+        banks = self._bank_collection()
+        size = 0 if banks is None else len(banks)
+        if banks is None or not size:
+            return [[] for _ in vectors]
+        include = ["metadatas", "embeddings"]
+        found = banks.call("query", query_embeddings=vectors, n_results=min(count, size), include=include)
+        parts = zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)
+        return [[_bank(*each) for each in zip(*part, strict=True)] for part in parts]
+
+    def change_banks(self, banks: Sequence[Bank], gone: Sequence[int] = ()) -> None:
+        held = self._bank_collection()
+        if held is None:
+            return
+        _write_banks(held, banks)
+        if gone:
+            held.call("delete", ids=[str(number) for number in gone])
+
+    def switch_banks(self, banks: Sequence[Bank] | None) -> None:
+        token = "" if banks is None else secrets.token_hex(8)
+        with told(self.where):
+            if banks is not None:
+                made = self._client.create_collection(
+                    self._bank_name(token),
+                    metadata={_OURS + "kind": "banks", _OURS + "namespace": self.namespace},
+                    configuration={"hnsw": {"space": "cosine"}},
+                    embedding_function=None,
+                )
+                _write_banks(QueriedCollection(made, self.namespace, self.where), banks)
+            self.collection.modify(metadata={**self._metadata(), _OURS + "banks": token})
+            for other in self._client.list_collections():
+                about = other.metadata or {}
+                own = (about.get(_OURS + "kind"), about.get(_OURS + "namespace")) == ("banks", self.namespace)
+                if own and other.name != self._bank_name(token):
+                    self._client.delete_collection(other.name)
+
+    def _banks_of(self, which: Mapping[str, Any]) -> list[Bank]:
+        banks = self._bank_collection()
+        if banks is None:
+            return []
+        found = banks.call("get", include=["metadatas", "embeddings"], **which)
+        return [_bank(*each) for each in zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)]
+
+    def _bank_collection(self) -> QueriedCollection | None:
+        """The collection of the banks that count now, which another process may have switched."""
+        token = self._metadata().get(_OURS + "banks", "")
+        if token != self._token or (token and self._banks is None):
+            self._banks, self._token = None, token
+            with told(self.where):
+                names = {each.name for each in self._client.list_collections()} if token else set()
+                if self._bank_name(token) in names:
+                    held = self._client.get_collection(self._bank_name(token), embedding_function=None)
+                    self._banks = QueriedCollection(held, self.namespace, self.where)
+        return self._banks
+
+    def _metadata(self) -> dict[str, Any]:
+        with told(self.where):
+            return dict(self._client.get_collection(self.collection.name, embedding_function=None).metadata or {})
+
+    def _bank_name(self, token: str) -> str:
+        return f"kp-{self.namespace}-banks-{token}"
+
+
+def _narrowed(where: Filter | None) -> dict[str, Any]:
+    kept = pushed_down(where)
+    return {} if kept is None else {"where": kept}
+
+
+def _write_banks(collection: QueriedCollection, banks: Sequence[Bank]) -> None:
+    for at in range(0, len(banks), _PAGE):
+        part = banks[at : at + _PAGE]
+        collection.call(
+            "upsert",
+            ids=[str(bank.number) for bank in part],
+            embeddings=np.stack([bank.centroid for bank in part]),
+            metadatas=[{_OURS + "ids": list(bank.ids)} for bank in part],
+        )
+
+
+def _bank(number: str, about: Mapping[str, Any], centroid: Any) -> Bank:  # noqa: ANN401
+    return Bank(int(number), tuple(about[_OURS + "ids"]), np.asarray(centroid, np.float32))
