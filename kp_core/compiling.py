@@ -56,12 +56,11 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
         held = {text: pack for text in wanted if (pack := store.peek(store.handle(text, space))) is not None}
         # What stands before a pack is the same for all of them, or nearly; the others are planned anew.
-        prefix = next((plan.prefix for plan in build(list(held)[:1], lazy=True, progress=False)), None)
-        fits = partial(_fits, store, engine, lazy=lazy)
-        done = {text for text, pack in held.items() if pack.prefix == prefix and fits(pack)}
+        first = next(iter(build(list(held)[:1], lazy=True, progress=False)), None)
+        done = {text for text, pack in held.items() if first and _is_stored(store, pack, first, lazy=lazy)}
         for plan in build([text for text in held if text not in done], lazy=True, progress=progress):
-            if (held[plan.text].token_ids, held[plan.text].prefix) == (plan.token_ids, plan.prefix):
-                done |= {plan.text} if fits(held[plan.text]) else set()
+            if held[plan.text].token_ids == plan.token_ids and _is_stored(store, held[plan.text], plan, lazy=lazy):
+                done.add(plan.text)
         made |= {(space, text): store.handle(text, space) for text in done}
         missing = [text for text in wanted if text not in done]
         about = [_provenance(wanted[text], unit) for text in missing]
@@ -76,9 +75,9 @@ def _provenance(fact: Fact, unit: Unit) -> dict[str, str]:
     return {name: said for name, said in about.items() if said}
 
 
-def _fits(store: Packs, engine: Session, pack: KnowledgePack, *, lazy: bool) -> bool:
-    """Whether a stored pack is of this model, and has its KV unless `lazy`."""
-    if pack.fingerprint != engine.fingerprint:
+def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool) -> bool:
+    """Whether a stored pack is of the model and position of `plan`, and has its KV unless `lazy`."""
+    if (pack.fingerprint, pack.prefix) != (plan.fingerprint, plan.prefix):
         return False
     return lazy or pack.stored_bytes > 0 or not store.get(store.handle(pack.text, pack.namespace)).is_lazy
 

@@ -6,6 +6,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
@@ -13,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 from kp_core.compiling import Unit, compile_facts
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError
+from kp_core.errors import BankError, PackNotFoundError
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.handle import Handle, check_namespace
@@ -232,7 +233,8 @@ class Delivery:
     def _discard(self, gone: Sequence[Fact]) -> None:
         """Remove the packs of facts that are gone: their own, and those of units that they were in."""
         for fact in gone:
-            self.store.remove(self.store.handle(fact.text, fact.namespace))
+            with suppress(PackNotFoundError):
+                self.store.remove(self.store.handle(fact.text, fact.namespace))
         if self.unit == "fact" or not gone:
             return
         ids = {(fact.namespace, fact.id) for fact in gone}

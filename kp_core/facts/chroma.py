@@ -154,32 +154,22 @@ class ChromaFactStore(LivingFacts):
         if self.path is None:
             raise BankError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
         with self._writing, told(self.where):
-            # The log is cut up to what the index holds, and the index is written after so many changes.
-            for table in self._ours():
-                table.collection.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
-            self._reopen()
-            for table in self._ours():
-                held = [row.vector for row in table.page(0, 1, vectors=True)]
-                vector = held[0] if held else self.embedder.embed_query("a")
-                for _ in range(2):
-                    table.call("upsert", ids=["kp-vacuum"], embeddings=[vector], documents=["-"])
-                    table.call("delete", ids=["kp-vacuum"])
-                table.collection.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
+            for each in self._client.list_collections():
+                own = self._client.get_collection(each.name, embedding_function=None)
+                if own.count():
+                    own.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
+                else:
+                    self._client.delete_collection(each.name)
             self._client.close()
             try:
                 run_vacuum(self.path)
             finally:
-                self._reopen(closed=True)
-
-    def _ours(self) -> list[ChromaTable]:
-        return [table for table in self._opened.values() if isinstance(table, ChromaTable)]
-
-    def _reopen(self, *, closed: bool = False) -> None:
-        if not closed:
-            self._client.close()
-        self._client = open_client(self.path)
-        held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
-        self._opened = {name: self._table(name, each) for name, each in held.items()}
+                self._client = open_client(self.path)
+                held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+                self._opened = {name: self._table(name, each) for name, each in held.items()}
+                for each in self._client.list_collections():
+                    own = self._client.get_collection(each.name, embedding_function=None)
+                    own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
 
     def _tables(self, namespace: str | None) -> list[Table]:
         self._check_open()

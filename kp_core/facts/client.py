@@ -15,6 +15,17 @@ from urllib.parse import urlsplit
 
 from kp_core.errors import BankError, BankLockedError, MissingDependencyError
 
+# An index is written after so many changes; what is set counts from the next opening on.
+_FLUSH = """
+import sys, chromadb
+client = chromadb.PersistentClient(sys.argv[1], settings=chromadb.config.Settings(anonymized_telemetry=False))
+for each in client.list_collections():
+    held = client.get_collection(each.name, embedding_function=None)
+    one = held.get(limit=1, include=["embeddings"])
+    for _ in range(3):
+        held.update(ids=one["ids"], embeddings=one["embeddings"])
+"""
+
 __all__ = ["is_url", "open_client", "run_vacuum"]
 
 
@@ -39,7 +50,16 @@ def open_client(
         _check_sqlite(Path(path or "."))
         if migrations != "apply":
             settings = Settings(anonymized_telemetry=False, migrations=migrations)
-        return chromadb.PersistentClient(str(path), settings=settings, **server)
+        try:
+            return chromadb.PersistentClient(str(path), settings=settings, **server)
+        except chromadb.errors.InternalError as error:
+            if "migrations" not in str(error):
+                raise
+            upgrade = f"python -c \"import chromadb; chromadb.PersistentClient('{path}')\""
+            raise BankError(
+                f"{path} has an older schema than the chromadb that is installed, and stays as it is ({error}). "
+                f"`{upgrade}` upgrades it."
+            ) from error
     import httpx
 
     url = urlsplit(str(path))
@@ -73,21 +93,27 @@ def _check_sqlite(path: Path) -> None:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=2.0)) as opened:
             opened.execute("SELECT count(*) FROM sqlite_master").fetchone()
     except sqlite3.OperationalError as error:
-        raise BankLockedError(
-            f"{file} cannot be read now ({error}); another process holds it, or a disk is away."
-        ) from error
+        # Anything else, such as what a killed writer left to be rolled back, is Chroma's to deal with.
+        if "locked" in str(error):
+            raise BankLockedError(f"{file} is locked; another process holds it. Wait for that, or end it.") from error
     except sqlite3.DatabaseError as error:
         raise BankError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
 
 
 def run_vacuum(path: Path) -> None:
-    """Run `chroma vacuum` on a folder that nobody has open; raises `BankError` where it fails."""
+    """Take what was removed off the disk, in a folder that nobody has open; raises `BankError` where it fails.
+
+    Chroma's log of changes is cut up to what its index holds, so each index is written first. It is written by
+    processes that never held what was removed, as it is written with whatever the memory held: the first still reads
+    the log, the second does not.
+    """
     beside = Path(sys.executable).with_name("chroma")
     tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
-    command = [tool, "vacuum", "--path", str(path), "--force"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
-    if done.returncode:
-        raise BankError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+    flush = [sys.executable, "-c", _FLUSH, str(path)]
+    for command in (flush, flush, [tool, "vacuum", "--path", str(path), "--force"]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+        if done.returncode:
+            raise BankError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

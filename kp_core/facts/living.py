@@ -140,6 +140,8 @@ class LivingFacts(SearchedFacts):
         return found
 
     def _add(self, batch: Sequence[Fact], vectors: Vectors | None) -> Added:
+        if wrong := next((each for each in batch if not isinstance(each, Fact)), None):
+            raise BankError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
         report, todo = Added(), list[tuple[Table, list[Fact], Vectors]]()
         vectors = None if vectors is None else self._checked(vectors, len(batch))
         for space in dict.fromkeys(fact.namespace for fact in batch):

@@ -62,7 +62,7 @@ class Packs(PackSource, Protocol):
         """Keep the pack, in place of what was kept for its text; returns its handle."""
 
     def remove(self, handle: Handle) -> None:
-        """Forget the pack; nothing where there is none."""
+        """Forget the pack; raises `PackNotFoundError` where there is none."""
 
     def __iter__(self) -> Iterator[Handle]:
         """The handles of all packs."""

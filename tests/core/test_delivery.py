@@ -1,4 +1,4 @@
-"""Packs from banks: which facts a pack holds, and whether its KV is stored."""
+"""Packs from facts: which a pack holds, whether its KV is stored, and when it goes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import chromadb
 import pytest
-from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from kp_core import Fact, Handle, KnowledgePack, MemoryFactBank, Message, PackStore, load_engine
-from kp_core.delivery import Delivery, compile_facts, open_bank
+from kp_core import Fact, Handle, Hit, KnowledgePack, MemoryFactStore, Message, PackStore, load_engine
+from kp_core.compiling import compile_facts, open_facts
+from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
 from kp_core.errors import BankError, HandleError, TemplateError
 from kp_core.rates import Rates, measure_rates
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
-from tests.conftest import tiny_engine
+from tests.conftest import tiny_engine, until
 from tests.core.facts.test_facts import HashEmbedder
 
 FACTS = [
@@ -29,20 +29,20 @@ FAST_DISK, SLOW_DISK = Rates(100, 1e9, 1000), Rates(100, 1e3, 1000)
 
 
 @pytest.fixture
-def bank() -> MemoryFactBank:
-    bank = MemoryFactBank(HashEmbedder(), bank_size=6)
-    bank.build(FACTS)
-    return bank
+def facts() -> MemoryFactStore:
+    facts = MemoryFactStore(HashEmbedder(), bank_size=6)
+    facts.add(FACTS)
+    return facts
 
 
-def packs(bank: MemoryFactBank, folder: Path, **options: object) -> Delivery:
-    return Delivery(bank, tiny_engine(), PackStore(folder), **{"kv": "lazy", **options})  # type: ignore[arg-type]
+def packs(facts: MemoryFactStore, folder: Path, **options: object) -> Delivery:
+    return Delivery(facts, tiny_engine(), PackStore(folder), **{"kv": "lazy", **options})  # type: ignore[arg-type]
 
 
-def test_a_fact_is_a_pack(bank: MemoryFactBank, tmp_path: Path) -> None:
-    made = packs(bank, tmp_path)
+def test_a_fact_is_a_pack(facts: MemoryFactStore, tmp_path: Path) -> None:
+    made = packs(facts, tmp_path)
     found = made.search("Part 2 of a.md.", 3)
-    assert [each.hit for each in found] == bank.search("Part 2 of a.md.", 3)
+    assert [each.hit for each in found] == facts.search("Part 2 of a.md.", 3)
     for each in found:
         assert each.unit == each.hit.fact
         assert each.handle is not None
@@ -52,18 +52,19 @@ def test_a_fact_is_a_pack(bank: MemoryFactBank, tmp_path: Path) -> None:
         assert (pack.text, pack.is_lazy) == (each.unit.text, True)
 
 
-def test_a_bank_is_a_pack(bank: MemoryFactBank, tmp_path: Path) -> None:
-    made = packs(bank, tmp_path, unit="bank")
+def test_a_bank_is_a_pack(facts: MemoryFactStore, tmp_path: Path) -> None:
+    made = packs(facts, tmp_path, unit="bank")
     found = made.search("Part 1 of b.md.", 2)
-    assert len({(each.hit.fact.namespace, each.hit.bank) for each in found}) == 2
-    for each in found:
-        assert each.unit.namespace == each.hit.fact.namespace
-        within = [f for f in bank.bank_facts(each.hit.bank) if f.namespace == each.hit.fact.namespace]
-        assert each.unit.text == "\n".join(fact.text for fact in within)
+    banks = facts.bank_of([each.hit.fact for each in found])
+    assert len(set(banks)) == 2
+    for bank, each in zip(banks, found, strict=True):
+        assert (each.unit.title, each.unit.namespace) == (bank, each.hit.fact.namespace)
+        assert each.unit.text == "\n".join(fact.text for fact in facts.bank_facts(bank))
+        assert bank.startswith(f"{each.unit.namespace}/")
 
 
-def test_a_document_is_a_pack_in_its_order(bank: MemoryFactBank, tmp_path: Path) -> None:
-    made = packs(bank, tmp_path, unit="document")
+def test_a_document_is_a_pack_in_its_order(facts: MemoryFactStore, tmp_path: Path) -> None:
+    made = packs(facts, tmp_path, unit="document")
     found = made.search("Part 3 of b.md.", 24)
     texts = {(each.hit.fact.namespace, each.hit.fact.source): each.unit.text for each in found if each.hit.fact.source}
     assert set(texts) == {(space, name) for space in ("default", "other") for name in ("a.md", "b.md")}
@@ -78,9 +79,9 @@ def test_a_document_is_a_pack_in_its_order(bank: MemoryFactBank, tmp_path: Path)
     [("lazy", None, True), ("stored", None, False), ("auto", FAST_DISK, False), ("auto", SLOW_DISK, True)],
 )
 def test_kv_is_stored_where_that_is_asked_for_or_faster(
-    bank: MemoryFactBank, tmp_path: Path, kv: str, rates: Rates | None, *, is_lazy: bool
+    facts: MemoryFactStore, tmp_path: Path, kv: str, rates: Rates | None, *, is_lazy: bool
 ) -> None:
-    made = packs(bank, tmp_path, kv=kv, rates=rates)
+    made = packs(facts, tmp_path, kv=kv, rates=rates)
     [found] = made.search("Part 2 of a.md.", 1)
     assert found.handle is not None
     assert made.store.get(found.handle).is_lazy is is_lazy
@@ -88,26 +89,83 @@ def test_kv_is_stored_where_that_is_asked_for_or_faster(
 
 
 def test_what_is_stored_is_not_compiled_again(
-    bank: MemoryFactBank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    facts: MemoryFactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = packs(bank, tmp_path, kv="stored")
+    made = packs(facts, tmp_path, kv="stored")
     made.search("Part 2 of a.md.", 3)
     monkeypatch.setattr(made.store, "put", lambda _: pytest.fail("stored twice"))
     monkeypatch.setattr(made.store, "get", lambda _: pytest.fail("read to see whether it is there"))
     made.search("Part 2 of a.md.", 3)
 
 
-@pytest.mark.parametrize("unit", ["fact", "bank"])
-def test_warming_stores_what_the_banks_most_used_hold(bank: MemoryFactBank, tmp_path: Path, unit: str) -> None:
-    made = packs(bank, tmp_path, unit=unit)
-    assert made.warm() == []
-    for _ in range(3):
-        [found] = made.search("Part 2 of a.md.", 1)
-    handles = made.warm(1)
-    assert found.handle in handles
-    held = bank.bank_facts(found.hit.bank)
-    assert len(handles) == (len({fact.namespace for fact in held}) if unit == "bank" else len(held))
-    assert not any(made.store.get(handle).is_lazy for handle in handles if handle)
+# Facts that change
+
+
+@pytest.mark.parametrize("unit", ["fact", "bank", "document"])
+def test_what_changes_takes_its_packs_along(tmp_path: Path, unit: str) -> None:
+    store = MemoryFactStore(HashEmbedder(), bank_size=6)
+    made = packs(store, tmp_path, unit=unit, namespace="mine")
+    mine = [Fact(f"{name}: {number}.", id=f"{name}{number}", source=f"{name}.md") for name in "ab" for number in "12"]
+    assert made.add(mine, progress=False).added == 4
+    other = Fact("Not mine.", id="a1", namespace="theirs")
+    packs(store, tmp_path, unit=unit, namespace="theirs").add([other], progress=False)
+
+    def texts() -> set[str]:
+        found = {pack.text for handle in made.store if (pack := made.store.peek(handle))}
+        return {line for text in found for line in text.split("\n")}
+
+    assert texts() == {fact.text for fact in (*mine, other)}
+    assert made.update(Fact("a: new.", id="a1", source="a.md")).version == 2
+    assert texts() == {"a: new.", "a: 2.", "b: 1.", "b: 2.", "Not mine."}
+    assert [fact.id for fact in made.delete(source="b.md")] == ["b1", "b2"]
+    assert [fact.text for fact in made.delete(["a1", "unknown"])] == ["a: new."]
+    # Of a unit that others were in, the rest is compiled again when it is found.
+    assert texts() - {"a: 2."} == {"Not mine."}
+    made.search("a", 1)
+    assert texts() == {"a: 2.", "Not mine."}
+    assert [fact.text for fact in made.delete(where={"source": "a.md"})] == ["a: 2."]
+    assert texts() == {"Not mine."}
+    assert made.delete(["a1"]) == []
+    with pytest.raises(BankError, match="nothing to delete by"):
+        made.delete()
+
+
+def test_what_no_fact_uses_is_collected(facts: MemoryFactStore, tmp_path: Path) -> None:
+    kinds = {unit: packs(facts, tmp_path, unit=unit, namespace="default") for unit in ("fact", "bank", "document")}
+    for made in kinds.values():
+        made.search("Part 2 of a.md.", 9)
+    store = PackStore(tmp_path)
+    kept = store.put(tiny_engine().build_pack("Made by hand.", lazy=True))
+    elsewhere = packs(facts, tmp_path, namespace="other").search("Part 2 of a.md.", 1)[0].handle
+    assert kinds["fact"].gc() == []
+    gone = next(found.hit.fact for found in kinds["fact"].search("Part 2 of a.md.", 1))
+    facts.delete([gone.id], namespace="default")
+    before = set(store)
+    removed = set(kinds["fact"].gc())
+    assert before - set(store) == removed
+    assert any(store.handle(gone.text, "default") == handle for handle in removed)
+    assert not any(gone.text in pack.text for h in store if (pack := store.peek(h)) and h.namespace == "default")
+    assert {kept, elsewhere} <= set(store)
+    assert kinds["bank"].gc() == []
+
+
+def test_what_any_search_found_is_delivered(tmp_path: Path) -> None:
+    made = Delivery(None, tiny_engine(), PackStore(tmp_path), kv="lazy")
+    hits = [Hit(Fact(text, source="x.md"), score) for text, score in (("Second.", 0.1), ("First.", 0.9))]
+    found = made.deliver(hits)
+    assert [(each.hit, each.unit.text) for each in found] == [(hit, hit.fact.text) for hit in hits]
+    assert [made.store.get(each.handle).text for each in found if each.handle] == ["Second.", "First."]
+    with pytest.raises(BankError, match="no fact store"):
+        made.search("q")
+
+
+def test_packs_are_made_in_the_background_where_that_is_asked_for(facts: MemoryFactStore, tmp_path: Path) -> None:
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer())
+    made = Delivery(facts, engine, PackStore(tmp_path), kv="lazy", precompile="background", namespace="default")
+    assert [each.handle for each in made.search("Part 2 of a.md.", 2)] == [None, None]
+    until(lambda: len(made.store) == 2)  # type: ignore[arg-type]
+    assert all(each.handle for each in made.search("Part 2 of a.md.", 2))
+    engine.close()
 
 
 def test_rates_are_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
@@ -118,9 +176,9 @@ def test_rates_are_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_no_unit_is_refused(bank: MemoryFactBank, tmp_path: Path) -> None:
+def test_what_is_no_unit_is_refused(facts: MemoryFactStore, tmp_path: Path) -> None:
     with pytest.raises(BankError, match="unit='page'"):
-        packs(bank, tmp_path, unit="page")
+        packs(facts, tmp_path, unit="page")
 
 
 # One loop for all who compile
@@ -151,7 +209,7 @@ def test_each_text_is_read_once_whether_it_is_stored_or_not(tmp_path: Path) -> N
     second, more = compiled(facts, store)
     assert (second.planned, second.built) == (["One."], ["Two.", "Three."])
     third, again = compiled(facts, store)
-    assert (third.planned, third.built) == (["One.", "Two.", "Three."], [])
+    assert (third.planned, third.built) == (["One."], [])
     assert again == more == [store.handle(fact.text, "default") for fact in facts]
     assert handles == more[:1]
 
@@ -167,8 +225,8 @@ def test_a_fact_is_compiled_in_its_own_namespace(tmp_path: Path) -> None:
 def test_texts_too_short_for_a_pack_go_as_text(
     tmp_path: Path, smol: Session, caplog: pytest.LogCaptureFixture, *, lazy: bool
 ) -> None:
-    bank, texts = MemoryFactBank(HashEmbedder()), ["One.", "***", "Two.", "---", "Three."]
-    made = Delivery(bank, smol, PackStore(tmp_path), kv="lazy" if lazy else "stored")
+    facts, texts = MemoryFactStore(HashEmbedder()), ["One.", "***", "Two.", "---", "Three."]
+    made = Delivery(facts, smol, PackStore(tmp_path), kv="lazy" if lazy else "stored")
     made.add([Fact(text) for text in texts], progress=False)
     assert len(list(PackStore(tmp_path))) == 3
     said = [record.getMessage() for record in caplog.records]
@@ -189,11 +247,11 @@ def test_a_position_that_no_text_can_have_is_an_error(tmp_path: Path) -> None:
 
 
 def test_without_an_engine_packs_are_looked_up(
-    bank: MemoryFactBank, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    facts: MemoryFactStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = packs(bank, tmp_path)
+    made = packs(facts, tmp_path)
     [with_pack] = made.search("Part 2 of a.md.", 1)
-    only_looking = Delivery(bank, None, made.store)
+    only_looking = Delivery(facts, None, made.store)
     first, second = only_looking.search("Part 2 of a.md.", 2)
     assert (first.handle, second.handle) == (with_pack.handle, None)
     assert [record.args[0] for record in caplog.records if record.args] == [second.unit.id]  # type: ignore[index]
@@ -201,9 +259,9 @@ def test_without_an_engine_packs_are_looked_up(
         only_looking.compile([first.unit])
 
 
-def test_a_search_sees_its_namespace(bank: MemoryFactBank, tmp_path: Path) -> None:
+def test_a_search_sees_its_namespace(facts: MemoryFactStore, tmp_path: Path) -> None:
     for unit in ("fact", "bank", "document"):
-        made = packs(bank, tmp_path, unit=unit, namespace="other")
+        made = packs(facts, tmp_path, unit=unit, namespace="other")
         found = made.search("Part 2 of a.md.", 99)
         assert {each.unit.namespace for each in found} == {"other"}
         assert sum(len(each.unit.text.split("\n")) for each in found) == len(FACTS) // 2
@@ -211,11 +269,11 @@ def test_a_search_sees_its_namespace(bank: MemoryFactBank, tmp_path: Path) -> No
     assert {each.namespace for each in made.store} == {"other"}
 
 
-def test_namespaces_are_refused_at_the_first_touch(bank: MemoryFactBank, tmp_path: Path) -> None:
+def test_namespaces_are_refused_at_the_first_touch(facts: MemoryFactStore, tmp_path: Path) -> None:
     for touch in (
         lambda: Fact("a", namespace="Acme Corp"),
-        lambda: packs(bank, tmp_path, namespace="Acme Corp"),
-        lambda: packs(bank, tmp_path).search("a", namespace="Acme Corp"),
+        lambda: packs(facts, tmp_path, namespace="Acme Corp"),
+        lambda: packs(facts, tmp_path).search("a", namespace="Acme Corp"),
         lambda: PackStore(tmp_path).view("Acme Corp"),
         lambda: tiny_engine().build_pack("a", namespace="Acme Corp", lazy=True),
     ):
@@ -224,10 +282,12 @@ def test_namespaces_are_refused_at_the_first_touch(bank: MemoryFactBank, tmp_pat
     assert Fact("a", namespace="-" * 64).namespace == "-" * 64
 
 
-def test_what_is_no_bank_and_no_embedder_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_store_and_no_embedder_is_refused(tmp_path: Path) -> None:
     collection = chromadb.EphemeralClient().get_or_create_collection("theirs")
-    with pytest.raises(BankError, match=r"Collection'> as bank; expected a FactBank"):
-        open_bank(collection)  # type: ignore[arg-type]
-    with pytest.raises(BankError, match=r"FakeEmbedding'> as embedder; expected an Embedder"):
-        open_bank(embedder=DeterministicFakeEmbedding(size=3), path=tmp_path / "bank")  # type: ignore[arg-type]
+    with pytest.raises(BankError, match=r"Collection'> as fact store; expected a FactStore"):
+        open_facts(collection)  # type: ignore[arg-type]
+    with pytest.raises(BankError, match=r"'object'> as embedder; expected an Embedder"):
+        open_facts(embedder=object(), path=tmp_path / "facts")
+    with pytest.raises(BankError, match="together with"):
+        open_facts(MemoryFactStore(HashEmbedder()), path=tmp_path / "facts")
     assert not list(tmp_path.iterdir())

@@ -5,7 +5,7 @@ from langchain_core.messages import HumanMessage
 from llama_index.core.llms import ChatMessage, ImageBlock
 from pydantic import ValidationError
 
-from kp_core import MemoryFactBank, PackStore
+from kp_core import MemoryFactStore, PackStore
 from kp_core.errors import (
     BankError,
     ContextOverflowError,
@@ -125,7 +125,7 @@ def test_pictures_are_refused(store):
 
 
 def test_a_bank_that_was_never_built(store):
-    bank, engine = MemoryFactBank(LetterEmbedder()), tiny_engine()
+    bank, engine = MemoryFactStore(LetterEmbedder()), tiny_engine()
     settings = {"engine": engine, "store": store, "namespace": "open", "bank": bank}
     said = []
     for ask in (

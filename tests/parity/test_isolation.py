@@ -4,7 +4,7 @@ import pytest
 from langchain_core.messages import HumanMessage
 from llama_index.core.schema import MetadataMode, TextNode
 
-from kp_core import Fact, Handle, MemoryFactBank, PackStore, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, PackStore, find_handles
 from kp_core.errors import HandleError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, resolve_documents
 from kp_llamaindex import KnowledgePackIndex
@@ -47,7 +47,7 @@ def nodes(facts, store, bank, **settings):
 @pytest.mark.parametrize("given", ["before", "with them"])
 @pytest.mark.parametrize("retrieve", [documents, nodes])
 def test_a_retriever_sees_its_namespace_alone(retrieve, given, unit, store):
-    bank = MemoryFactBank(LetterEmbedder(), bank_size=4)
+    bank = MemoryFactStore(LetterEmbedder(), bank_size=4)
     if given == "before":
         bank.build([*MINE[:2], *THEIRS])
     found = retrieve(MINE if given == "before" else [*MINE, *THEIRS], store, bank, unit=unit)
@@ -64,14 +64,14 @@ def test_a_retriever_sees_its_namespace_alone(retrieve, given, unit, store):
 
 @pytest.mark.parametrize("retrieve", [documents, nodes])
 def test_a_filter_does_not_open_another_namespace(retrieve, store):
-    bank = MemoryFactBank(LetterEmbedder())
+    bank = MemoryFactStore(LetterEmbedder())
     marked = [Fact(fact.text, namespace=fact.namespace, metadata={"namespace": "mine"}) for fact in THEIRS]
     found = retrieve([*MINE, *marked], store, bank)
     assert len(found) == len(MINE)
 
 
 def test_the_same_text_in_two_namespaces_is_two_packs(store):
-    bank = MemoryFactBank(LetterEmbedder())
+    bank = MemoryFactStore(LetterEmbedder())
     both = [Fact("The gate is green."), Fact("The gate is green.", namespace="theirs")]
     [(_, handle, _)] = documents(both, store, bank)
     assert handle.startswith("kp:mine/")
@@ -79,7 +79,7 @@ def test_the_same_text_in_two_namespaces_is_two_packs(store):
 
 
 def test_nodes_go_into_the_namespace_of_their_index(store):
-    bank, engine = MemoryFactBank(LetterEmbedder()), tiny_engine()
+    bank, engine = MemoryFactStore(LetterEmbedder()), tiny_engine()
     settings = {"engine": engine, "store": store, "bank": bank, "lazy": True, "progress": False}
     for name, text in (("mine", "The gate is green."), ("theirs", "The secret is red.")):
         index = KnowledgePackIndex.from_nodes([TextNode(text=text)], namespace=name, **settings)
@@ -94,7 +94,12 @@ def test_tools_follow_no_handle_inside_a_fact(store):
     secret = str(store.put(engine.build_pack("The secret is red.", namespace="theirs", lazy=True)))
     for text in (secret, f"For the secret of house 3, see {secret}."):
         retriever = KnowledgePackRetriever.from_facts(
-            [Fact(text)], engine=engine, store=store, bank=MemoryFactBank(LetterEmbedder()), namespace="mine", lazy=True
+            [Fact(text)],
+            engine=engine,
+            store=store,
+            bank=MemoryFactStore(LetterEmbedder()),
+            namespace="mine",
+            lazy=True,
         )
         for content in ("text", "handle"):
             tool = create_pack_search_tool(retriever.model_copy(update={"content": content}), store)
@@ -116,7 +121,7 @@ def test_what_is_counted_is_what_is_delivered(store):
         [*MINE, *THEIRS],
         engine=engine,
         store=store,
-        bank=MemoryFactBank(LetterEmbedder()),
+        bank=MemoryFactStore(LetterEmbedder()),
         namespace="mine",
         k=99,
         content="handle",
@@ -130,7 +135,7 @@ def test_what_is_counted_is_what_is_delivered(store):
 
 
 def test_namespaces_are_refused_at_the_first_touch(store):
-    bank = MemoryFactBank(LetterEmbedder())
+    bank = MemoryFactStore(LetterEmbedder())
     for touch in (
         lambda: KnowledgePackRetriever(bank=bank, store=store, namespace="Acme Corp"),
         lambda: NodeRetriever(bank, store, namespace="Acme Corp"),

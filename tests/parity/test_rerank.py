@@ -7,7 +7,7 @@ import pytest
 from llama_index.core.vector_stores.types import FilterOperator, MetadataFilter, MetadataFilters
 from pydantic import ValidationError
 
-from kp_core import Fact, MemoryFactBank, PackStore
+from kp_core import Fact, MemoryFactStore, PackStore
 from kp_core.delivery import Delivery
 from kp_core.errors import BankError
 from kp_core.facts import LexicalReranker
@@ -30,7 +30,7 @@ RERANK = LexicalReranker(depth=12)
 def bank():
     with (DEMO / "facts.jsonl").open() as lines:
         read = [json.loads(line) for line in lines][:60]
-    bank = MemoryFactBank(LetterEmbedder(), bank_size=5)
+    bank = MemoryFactStore(LetterEmbedder(), bank_size=5)
     bank.build(
         Fact(row["text"], title=row["title"], id=row["id"], metadata={"number": number})
         for number, row in enumerate(read)

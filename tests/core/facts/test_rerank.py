@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kp_core.errors import BankError, MissingDependencyError
-from kp_core.facts import CrossEncoderReranker, Fact, Hit, LexicalReranker, MemoryFactBank, Reranker
+from kp_core.facts import CrossEncoderReranker, Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
 from tests.core.facts.test_facts import HashEmbedder, facts_of
 
 
@@ -59,7 +59,7 @@ def test_titles_count() -> None:
 
 
 def test_a_bank_gives_the_reranker_as_many_as_it_wants_and_the_caller_as_many_as_asked_for() -> None:
-    bank = MemoryFactBank(HashEmbedder(), bank_size=5)
+    bank = MemoryFactStore(HashEmbedder(), bank_size=5)
     bank.build(facts_of(60))
     seen: list[int] = []
 

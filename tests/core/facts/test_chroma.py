@@ -1,0 +1,493 @@
+"""Facts in Chroma: what is theirs stays theirs, what is ours survives, and any client will do."""
+
+import json
+import random
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import chromadb
+import numpy as np
+import pytest
+from chromadb.config import Settings
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from llama_index.core.base.embeddings.base import BaseEmbedding
+
+from kp_core.errors import BankError, BankLockedError, MissingDependencyError
+from kp_core.facts import ChromaFactStore, Fact
+from kp_core.facts.embed import as_embedder
+from tests.core.facts.test_facts import HashEmbedder, check, facts_of
+
+
+def a_client(path):
+    """A client as any user has one."""
+    return chromadb.PersistentClient(str(path), settings=Settings(anonymized_telemetry=False))
+
+
+def contents(path):
+    """All that a database holds, in plain values."""
+    client = a_client(path)
+    found = {}
+    for each in client.list_collections():
+        held = client.get_collection(each.name, embedding_function=None).get(
+            include=["documents", "metadatas", "embeddings"]
+        )
+        about = (each.metadata, each.configuration_json)
+        found[each.name] = (about, held["ids"], held["documents"], held["metadatas"], held["embeddings"].tolist())
+    client.close()
+    return found
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """A database of somebody else, with a collection `facts` and one under a name that we would give."""
+    client = a_client(tmp_path / "foreign")
+    for name in ("facts", "kp-default-facts"):
+        collection = client.create_collection(name, configuration={"hnsw": {"space": "l2"}}, embedding_function=None)
+        texts = [fact.text for fact in facts_of(30)]
+        about = [{"title": f"t{number}", "source": "theirs.md", "n": number} for number in range(30)]
+        ids = [f"own {number}/é" for number in range(30)]
+        collection.add(ids=ids, documents=texts, embeddings=HashEmbedder().embed(texts), metadatas=about)
+    client.close()
+    return tmp_path / "foreign"
+
+
+# What a person sees with Chroma's own tools
+
+
+def test_facts_are_in_chroma_and_nowhere_else(tmp_path):
+    fact = Fact("It opens at nine.", title="Hours", source="a.md", metadata={"year": 1999, "tags": ["x", "y"]})
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.add([fact, Fact("Elsewhere.", namespace="other")])
+    found = contents(tmp_path)
+    assert set(found) == {"kp-default-facts", "kp-other-facts"}
+    about, ids, documents, [metadata], [vector] = found["kp-default-facts"]
+    assert (ids, documents) == ([fact.id], [fact.text])
+    assert (metadata["year"], metadata["tags"], metadata["kp:title"], metadata["kp:source"]) == (
+        1999,
+        ["x", "y"],
+        "Hours",
+        "a.md",
+    )
+    assert vector == pytest.approx(HashEmbedder().embed_query(fact.text).tolist(), abs=1e-6)
+    assert about[0]["kp:embedder"] == "hash"
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"chroma.sqlite3", "kp.json", "kp.lock"}
+
+
+ODD = {
+    "none": None,
+    "empty": [],
+    "mixed": [1, "a", None],
+    "nested": {"a": [1, {"b": None}]},
+    "large": 2**70,
+    "": "no name",
+    "kp:title": "not ours",
+    "chroma:document": "x",
+    "flag": True,
+    "float": 1.0,
+    "zero": 0,
+    "nul": "a\0b",
+    "long": "x" * 100_000,
+}
+
+
+@pytest.mark.parametrize("fact_id", ["a b", "é/..\\", "x" * 500, "'; drop table", "0", "kp-vacuum "])
+def test_metadata_and_ids_come_back_as_they_were(tmp_path, fact_id):
+    fact = Fact("text\0 with\r\nodd \U0001f600 signs", id=fact_id, metadata=ODD, expires=2e9, version=3, title="\n")
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.add([fact, *facts_of(3)])
+        assert store.get(fact_id) == fact
+        [found] = [hit.fact for hit in store.search(fact.text, 1)]
+        assert (found, found.metadata) == (fact, ODD)
+        assert type(found.metadata["flag"]) is bool
+        assert type(found.metadata["float"]) is float
+        assert len(store.banks()) == 1
+        # What an update takes away is away.
+        store.update(Fact("new", id=fact_id))
+        assert store.get(fact_id) == Fact("new", id=fact_id, version=4)
+        assert store.delete([fact_id]) == 1
+        check(store, facts_of(3))
+
+
+# Folders
+
+
+def test_reopening_embeds_nothing_and_the_same_folder_may_be_open_twice(tmp_path):
+    with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
+        store.build(facts_of(40))
+        store.delete([facts_of(1)[0].id])
+        banks = {bank: store.bank_facts(bank) for bank in store.banks()}
+    embedder = HashEmbedder()
+    with ChromaFactStore(tmp_path, embedder, bank_size=5) as store, ChromaFactStore(tmp_path, embedder) as again:
+        assert {bank: store.bank_facts(bank) for bank in store.banks()} == banks
+        assert embedder.embedded == 0
+        again.add([Fact("later"), Fact("elsewhere", namespace="new")])
+        assert store.search("later", 1)[0].fact.text == "later"
+        assert store.search("elsewhere", 1, namespace="new")[0].fact.namespace == "new"
+        assert len(store) == len(again)
+        again.close()
+        store.add([Fact("still open")])
+        with pytest.raises(BankError, match="was closed"):
+            again.search("q")
+
+
+def test_a_folder_keeps_the_name_of_its_embedder(tmp_path):
+    with ChromaFactStore(tmp_path, HashEmbedder("mine", 8)) as store:
+        store.add(facts_of(3))
+    for other in (HashEmbedder("another", 8), HashEmbedder("another", 16)):
+        with pytest.raises(BankError, match=rf"'mine' \(8 dimensions\), got 'another' \({other.dimensions} dimensions"):
+            ChromaFactStore(tmp_path, other)
+    with ChromaFactStore(tmp_path, HashEmbedder("mine", 16)) as store, pytest.raises(BankError, match="dimension"):
+        store.add([Fact("x")])
+    with ChromaFactStore(tmp_path, HashEmbedder("mine", 8)) as store:
+        check(store, facts_of(3))
+
+
+_HOLD = """
+import sys
+from kp_core.facts import ChromaFactStore, Fact
+from tests.core.facts.test_facts import HashEmbedder
+store = ChromaFactStore(sys.argv[1], HashEmbedder())
+store.add([Fact("held")])
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_second_writer_is_told_and_a_reader_reads(tmp_path):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / "facts")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+        assert process.stdout.readline() == "ready\n"
+        with pytest.raises(BankLockedError, match="read_only=True"):
+            ChromaFactStore(tmp_path / "facts", HashEmbedder())
+        with ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True) as reader:
+            assert reader.search("held", 1)[0].fact.text == "held"
+            for change in (lambda: reader.add([Fact("x")]), lambda: reader.delete(["x"]), reader.rebuild, reader.banks):
+                with pytest.raises(BankError, match="read_only=True"):
+                    change()
+        threading.Timer(0.3, process.communicate, ["\n"]).start()
+        with ChromaFactStore(tmp_path / "facts", HashEmbedder(), wait=60) as store:
+            assert len(store) == 1
+
+
+def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
+    before = contents(foreign)
+    with pytest.raises(BankError, match="from_collection"):
+        ChromaFactStore(foreign, HashEmbedder())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "chroma-0").mkdir()
+    (other / "chroma-0" / "thesis.txt").write_text("precious")
+    with pytest.raises(BankError, match=r"other things \(chroma-0\)"):
+        ChromaFactStore(other, HashEmbedder())
+    assert (other / "chroma-0" / "thesis.txt").read_text() == "precious"
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "facts.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(BankError, match="kp build"):
+        ChromaFactStore(tmp_path / "old", HashEmbedder())
+    with pytest.raises(BankError, match="no facts in it"):
+        ChromaFactStore(tmp_path / "nothing", HashEmbedder(), read_only=True)
+    assert not (tmp_path / "nothing").exists()
+    # With their client our collections stand beside theirs; the one with our name and without our marker stays.
+    client = a_client(foreign)
+    with ChromaFactStore(client=client, embedder=HashEmbedder()) as store:
+        with pytest.raises(BankError, match="lacks our marker"):
+            store.add([Fact("a")])
+        store.build([Fact("a", namespace="ours"), Fact("b", namespace="ours")])
+        store.rebuild()
+        store.delete([Fact("a", namespace="ours").id])
+        assert store.verify() == []
+    client.close()
+    after = contents(foreign)
+    assert {name: held for name, held in after.items() if name in before} == before
+    for wrong in ({}, {"path": tmp_path, "client": client}):
+        with pytest.raises(BankError, match="expected one of the two"):
+            ChromaFactStore(embedder=HashEmbedder(), **wrong)
+
+
+def test_a_database_that_cannot_be_read_says_so_at_once(tmp_path):
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.add(facts_of(3))
+    with sqlite3.connect(tmp_path / "chroma.sqlite3", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        began = time.monotonic()
+        with pytest.raises(BankLockedError, match="is locked; another process"):
+            ChromaFactStore(tmp_path, HashEmbedder())
+        assert time.monotonic() - began < 30
+        other.execute("ROLLBACK")
+    other.close()
+    (tmp_path / "chroma.sqlite3").write_bytes(b"no database" * 1000)
+    with pytest.raises(BankError, match="damaged"):
+        ChromaFactStore(tmp_path, HashEmbedder())
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    for module, words in (("sklearn.cluster", "needs scikit-learn"), ("chromadb", "needs chromadb")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            with pytest.raises(MissingDependencyError, match=rf"{words}: `pip install"):
+                ChromaFactStore(tmp_path / words, HashEmbedder()).build(facts_of(50))
+
+
+def test_importing_the_facts_loads_no_heavy_library():
+    heavy = "{'chromadb', 'sklearn', 'sentence_transformers', 'transformers'}"
+    code = f"import sys, kp_core.facts, kp_core.facts.embed; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    assert done.stdout.strip() == "[]"
+
+
+def test_removed_text_leaves_the_disk(tmp_path):
+    words = "The vault opens with xyzzy-plugh"
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.build([*facts_of(20), Fact(words, source="secret-source")])
+        store.delete([Fact(words).id])
+        before = store.nbytes
+        store.vacuum()
+        files = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        for part in (b"xyzzy-plugh", b"secret-source"):
+            assert [name for name, data in files.items() if part in data] == []
+        assert 0 < store.nbytes <= before
+        check(store, facts_of(20))
+        store.add(facts_of(22))
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        check(store, facts_of(22))
+        store.delete(fact.id for fact in facts_of(22))
+        store.vacuum()
+        assert not any(b"fact number" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        store.add(facts_of(2))
+        check(store, facts_of(2))
+
+
+def test_verify_finds_what_others_damaged_and_repairs_it(tmp_path):
+    with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
+        store.build(facts_of(30))
+    client = a_client(tmp_path)
+    collection = client.get_collection("kp-default-facts", embedding_function=None)
+    collection.update(ids=collection.get()["ids"][:20], embeddings=HashEmbedder().embed(["x"] * 20))
+    collection.delete(ids=collection.get()["ids"][-2:])
+    client.close()
+    with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
+        [wrong] = store.verify()
+        assert "have the vector of another text" in wrong
+        assert store.verify(repair=True) == [wrong]
+        check(store, facts_of(28))
+
+
+# Servers
+
+
+def test_several_writers_and_readers_on_a_server(emptied):
+    with ChromaFactStore(emptied, HashEmbedder(), bank_size=5) as first:
+        first.build(facts_of(20))
+
+        def write(name):
+            with ChromaFactStore(emptied, HashEmbedder(), bank_size=5) as store:
+                for number in range(8):
+                    store.add([Fact(f"{name}/{number}")])
+                    assert store.search(f"{name}/{number}", 1)[0].fact.text == f"{name}/{number}"
+                store.delete([Fact(f"{name}/0").id])
+
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(write, "abc"))
+        facts = [*facts_of(20), *(Fact(f"{name}/{number}") for name in "abc" for number in range(1, 8))]
+        assert {fact.text for fact in first.facts()} == {fact.text for fact in facts}
+    with ChromaFactStore(emptied, HashEmbedder(), bank_size=5) as store:
+        check(store, facts)
+
+
+def test_a_server_that_is_away_or_slow_is_named(emptied):
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        with pytest.raises(BankError, match="no Chroma server at"):
+            ChromaFactStore(address, HashEmbedder())
+        deaf.listen()
+        with pytest.raises(BankError, match="Timeout"):
+            ChromaFactStore(address, HashEmbedder(), timeout_s=0.3)
+    with ChromaFactStore(emptied, HashEmbedder(), timeout_s=5) as store:
+        store.add(facts_of(3))
+        store._client._server._session.timeout = 1e-6
+        with pytest.raises(BankError, match="Timeout"):
+            store.search("q")
+        with pytest.raises(BankError, match="chroma vacuum"):
+            store.vacuum()
+    with pytest.raises(BankError, match=r"nobody|does not exist|not found|tenant"):
+        ChromaFactStore(emptied, HashEmbedder(), tenant="nobody")
+
+
+# Collections of others
+
+
+@pytest.mark.parametrize("space", ["cosine", "l2", "ip"])
+def test_any_collection_is_read_as_it_is(tmp_path, space):
+    client, embedder = a_client(tmp_path), HashEmbedder()
+    texts = [fact.text for fact in facts_of(40)]
+    vectors = embedder.embed(texts) * (1 if space == "cosine" else np.linspace(0.5, 1.0, 40)[:, None])
+    theirs = client.create_collection("theirs", configuration={"hnsw": {"space": space}}, embedding_function=None)
+    about = [{"title": f"t{number}", "source": "a.md", "n": number} for number in range(40)]
+    theirs.add(ids=[str(n) for n in range(40)], documents=texts, embeddings=vectors, metadatas=about)
+    theirs.add(ids=["blank"], embeddings=vectors[:1], documents=[" "])
+    before = contents(tmp_path)
+    for given in ({"collection": theirs}, {"collection": "theirs", "client": client}):
+        facts = ChromaFactStore.from_collection(**given, embedder=embedder)
+        for question in ("q", "fact number 7"):
+            found = theirs.query(query_embeddings=[embedder.embed_query(question)], n_results=5)
+            hits = facts.search(question, 5)
+            assert [hit.fact.id for hit in hits] == [i for i in found["ids"][0] if i != "blank"][:5]
+        assert facts.search("q", 3, where={"n": {"$lt": 3}}, namespace="default")
+        assert facts.get("7") == Fact(texts[7], title="t7", source="a.md", metadata=about[7], id="7")
+        assert len(list(facts.facts(where={"n": {"$gte": 30}}))) == 10
+        for change, value in ((facts.add, [Fact("x")]), (facts.delete, ["7"]), (facts.update, Fact("x"))):
+            with pytest.raises(BankError, match="not ours"):
+                change(value)
+        with pytest.raises(BankError, match="not ours"):
+            facts.search("q", probes=1)
+    assert contents(tmp_path) == before
+    client.close()
+
+
+def test_a_collection_that_is_not_there_or_of_other_vectors_is_refused(foreign, tmp_path):
+    with pytest.raises(BankError, match=r"no collection 'fact'.*'facts'"):
+        ChromaFactStore.from_collection("fact", HashEmbedder(), path=foreign)
+    with pytest.raises(BankError, match="no Chroma database"):
+        ChromaFactStore.from_collection("facts", HashEmbedder(), path=tmp_path)
+    with pytest.raises(BankError, match=r"8 dimensions; the embedder 'other' makes 16"):
+        ChromaFactStore.from_collection("facts", HashEmbedder("other", 16), path=foreign)
+
+    class Other(HashEmbedder):
+        def embed_query(self, text):
+            return super().embed_query(text + "?")
+
+    with pytest.raises(BankError, match="makes others"):
+        ChromaFactStore.from_collection("facts", Other("other"), path=foreign)
+    facts = ChromaFactStore.from_collection("facts", HashEmbedder(), path=foreign, namespace="theirs")
+    assert facts.search("fact number 3", 1)[0].fact.namespace == "theirs"
+
+
+def rows(path):
+    """All that a database says, as SQL."""
+    with closing(sqlite3.connect(path / "chroma.sqlite3")) as database:
+        # Chroma tries whether it might write; that leaves a row in a table of its own.
+        return [line for line in database.iterdump() if "acquire_write" not in line]
+
+
+_OLDER = """
+import sys
+from kp_core.errors import BankError
+from kp_core.facts import ChromaFactStore
+from tests.core.facts.test_facts import HashEmbedder
+try:
+    ChromaFactStore.from_collection("facts", HashEmbedder(), path=sys.argv[1])
+except BankError as error:
+    print(error)
+"""
+
+
+def test_a_foreign_database_of_an_older_schema_is_not_upgraded(foreign):
+    with sqlite3.connect(foreign / "chroma.sqlite3") as database:
+        database.execute("DELETE FROM migrations WHERE rowid = (SELECT max(rowid) FROM migrations)")
+    database.close()
+    before = rows(foreign)
+    command = [sys.executable, "-c", _OLDER, str(foreign)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
+    assert "older schema" in done.stdout
+    assert "upgrades it" in done.stdout
+    assert rows(foreign) == before
+
+
+class ByLlamaIndex(BaseEmbedding):
+    def _get_text_embedding(self, text):
+        return (3 * HashEmbedder().embed_query(text)).tolist()
+
+    _get_query_embedding = _get_text_embedding
+
+    async def _aget_query_embedding(self, query):
+        return self._get_text_embedding(query)
+
+
+@pytest.mark.parametrize("given", [DeterministicFakeEmbedding(size=8), ByLlamaIndex(model_name="llama")])
+def test_embeddings_of_other_libraries_are_embedders(tmp_path, given):
+    made = as_embedder(given)
+    assert (made.dimensions, made.embed(["a", "b"]).shape) == (8, (2, 8))
+    with ChromaFactStore(tmp_path, given) as store:
+        store.add(facts_of(5))
+        assert store.embedder.name in {"llama", "DeterministicFakeEmbedding"}
+        assert store.search("fact number 3", 1)[0].score == pytest.approx(1, abs=1e-5)
+    with pytest.raises(BankError, match="expected an Embedder"):
+        as_embedder("all-MiniLM")
+
+
+# kill -9
+
+_CHANGE = """
+import sys
+import sklearn.cluster
+from kp_core.facts import ChromaFactStore, Fact
+from tests.core.facts.test_facts import HashEmbedder
+store = ChromaFactStore(sys.argv[1], HashEmbedder(), bank_size=5)
+store.banks()
+print("ready", flush=True)
+step = 0
+while True:
+    step += 1
+    store.add([Fact(f"{sys.argv[2]}/{step}/{number}") for number in range(3)])
+    print("+", f"{sys.argv[2]}/{step}", flush=True)
+    if step % 3 == 0:
+        gone = next(store.facts())
+        store.delete([gone.id])
+        print("-", gone.text, flush=True)
+    if step % 4 == 0:
+        old = next(store.facts())
+        store.update(Fact(f"{old.text}'", id=old.id))
+        print("*", old.text, flush=True)
+    if step % 5 == 0:
+        store.rebuild()
+"""
+
+
+def killed(folder, name, after):
+    """What a process that changes a store had acknowledged when it was killed."""
+    command = [sys.executable, "-c", _CHANGE, str(folder), name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
+        assert process.stdout.readline() == "ready\n"
+        # On a busy machine it may be a while before there is anything to lose.
+        first = process.stdout.readline()
+        time.sleep(after)
+        process.send_signal(signal.SIGKILL)
+        return (first + process.stdout.read()).splitlines()
+
+
+def expected(texts, said):
+    """The texts that a store must hold, after what was acknowledged."""
+    for line in said:
+        kind, text = line.split(" ", 1)
+        if kind == "+":
+            texts = texts | {f"{text}/{number}" for number in range(3)}
+        else:
+            texts = (texts - {text}) | ({f"{text}'"} if kind == "*" else set())
+    return texts
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_what_was_acknowledged_survives_being_killed(tmp_path, kills):
+    draw, texts = random.Random(0), set()
+    for name in range(kills):
+        texts = expected(texts, killed(tmp_path / "facts", str(name), draw.uniform(0.05, 1.0)))
+        with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=5) as store:
+            held = {fact.text for fact in store.facts()}
+            # At most one change was under way: three facts that came, one that went, or one that changed.
+            assert len(texts - held) <= 1
+            assert len(held - texts) <= 3
+            assert store.verify() == []
+            check(store, list(store.facts()))
+            texts = held
+    assert texts
+    assert json.loads((tmp_path / "facts" / "kp.json").read_text())["kind"] == "facts"
+    assert Path(tmp_path / "facts" / "chroma.sqlite3").is_file()
