@@ -1,9 +1,9 @@
-"""Kills: what survives when the process that writes to a bank dies.
+"""Kills: what survives when the process that writes to a fact store dies.
 
-A process builds, adds, deletes and rebuilds until it is killed (`SIGKILL`) at a random moment, `--kills` times, always
-on the same bank. After each kill every change that it acknowledged must be there, a deletion under way must be done as
-a whole or not at all, and the bank must pass `verify`. In every fifth round Chroma follows, and is looked at too; in
-those between it falls behind, so that it has to be mended.
+A process adds, updates, deletes and rebuilds until it is killed (`SIGKILL`) at a random moment, `--kills` times, always
+on the same folder. After each kill every change that it acknowledged must be there, a change under way must be done as
+a whole or not at all, and the store must pass `verify`. The database has a collection of somebody else in it, of which
+nothing may change.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import ChromaFactBank
+from kp_core import ChromaFactStore
+from kp_core.facts.client import open_client
 
 __all__ = ["main", "run"]
 
-_MIRRORED = 5
 _AT_ONCE = 5
 _GONE = 4
 
@@ -39,22 +40,25 @@ _CHANGE = f"""
 import sys
 import sklearn.cluster
 from benchmarks.kills import Numbered
-from kp_core import ChromaFactBank, Fact
-bank = ChromaFactBank(sys.argv[1], Numbered(), mirror=bool(int(sys.argv[3])))
+from kp_core import ChromaFactStore, Fact
+store = ChromaFactStore(sys.argv[1], Numbered(), bank_size=10)
+store.banks()
 print("ready", flush=True)
 step = 0
 while True:
     step += 1
-    change = bank.build if step % 6 == 4 else bank.add
-    change([Fact(f"{{sys.argv[2]}}/{{step}}/{{number}}") for number in range({_AT_ONCE})])
+    store.add([Fact(f"{{sys.argv[2]}}/{{step}}/{{number}}") for number in range({_AT_ONCE})])
     print("+", f"{{sys.argv[2]}}/{{step}}", flush=True)
     if step % 2 == 0:
-        gone = [fact.id for fact, _ in zip(bank.facts(), range({_GONE}))]
-        texts = [bank.get(fact_id).text for fact_id in gone]
-        bank.delete(gone)
-        print("-", *texts, flush=True)
-    if step % 15 == 0:
-        bank.rebuild()
+        gone = [fact for fact, _ in zip(store.facts(), range({_GONE}))]
+        store.delete(fact.id for fact in gone)
+        print("-", *(fact.text for fact in gone), flush=True)
+    if step % 3 == 0:
+        old = next(store.facts())
+        store.update(Fact(old.text + "'", id=old.id))
+        print("*", old.text, flush=True)
+    if step % 7 == 0:
+        store.rebuild()
 """
 
 
@@ -74,37 +78,54 @@ class Numbered:
 
 
 def kill(rounds: int, seed: int, folder: Path) -> dict[str, int]:
-    """How many changes were acknowledged and lost, and how often `verify` found something."""
+    """How many changes were acknowledged and lost, how often `verify` found something, and strangers' rows changed."""
     draw, texts = random.Random(seed), set[str]()  # noqa: S311 - moments need not be secret
     acknowledged = lost = unclean = 0
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    ChromaFactStore(folder, Numbered()).close()
+    foreign = _foreign(folder)
     for number in track(range(rounds), "Kills", transient=True):
-        mirror = number % _MIRRORED == 0
-        command = [sys.executable, "-c", _CHANGE, str(folder), str(number), str(int(mirror))]
+        command = [sys.executable, "-c", _CHANGE, str(folder), str(number)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:  # noqa: S603
             if process.stdout is None or process.stdout.readline() != "ready\n":
                 raise RuntimeError("the process that is to be killed did not start")
-            time.sleep(draw.uniform(0.0, 0.4))
+            time.sleep(draw.uniform(0.0, 1.0))
             process.send_signal(signal.SIGKILL)
             said = process.stdout.read().splitlines()
         acknowledged += len(said)
         for line in said:
             kind, *named = line.split(" ")
-            texts = texts - set(named) if kind == "-" else texts | {f"{named[0]}/{part}" for part in range(_AT_ONCE)}
-        with ChromaFactBank(folder, Numbered(), mirror=mirror) as bank:
-            held = {fact.text for fact in bank.facts()}
-            # One change may have been under way when the process died: done, not done, but never half of a deletion.
+            if kind == "+":
+                texts |= {f"{named[0]}/{part}" for part in range(_AT_ONCE)}
+            else:
+                texts = (texts - set(named)) | ({f"{named[0]}'"} if kind == "*" else set())
+        with ChromaFactStore(folder, Numbered(), bank_size=10) as store:
+            held = {fact.text for fact in store.facts()}
+            # One change may have been under way when the process died: done, not done, but never half of it.
             gone, more = texts - held, held - texts
-            lost += len(gone) not in {0, _GONE} or bool(gone and more)
-            unclean += bool(bank.verify())
+            lost += (len(gone), len(more)) not in {(0, 0), (_GONE, 0), (0, _AT_ONCE), (1, 1)}
+            unclean += bool(store.verify())
             texts = held
-    return {"kills": rounds, "acknowledged": acknowledged, "lost": lost, "unclean": unclean}
+    changed = int(_foreign(folder) != foreign)
+    return {"kills": rounds, "acknowledged": acknowledged, "lost": lost, "unclean": unclean, "foreign": changed}
+
+
+def _foreign(folder: Path) -> tuple[object, ...]:
+    """All that somebody else's collection in the same database holds; made when it is not there."""
+    with closing(open_client(folder)) as client:
+        collection = client.get_or_create_collection("facts", embedding_function=None, metadata={"theirs": True})
+        if not collection.count():
+            texts = [f"theirs {number}" for number in range(50)]
+            collection.add(ids=texts, documents=texts, embeddings=Numbered().embed(texts))
+        held = collection.get(include=["documents", "metadatas", "embeddings"])
+        about = str(collection.metadata), str(collection.configuration_json)
+        return *about, held["ids"], held["documents"], held["metadatas"], held["embeddings"].tolist()
 
 
 def run(arguments: argparse.Namespace) -> dict[str, int]:
     """The figures, as the JSON file holds them."""
     with tempfile.TemporaryDirectory() as folder:
-        return kill(arguments.kills, arguments.seed, Path(folder) / "bank")
+        return kill(arguments.kills, arguments.seed, Path(folder) / "facts")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Routing: what a search finds against exact flat search, how much it looks at, and how long it takes.
+"""Routing: what a search finds against exact flat search, and how long it takes beside Chroma asked directly.
 
 Knowledge: all paragraphs of `hotpotqa_gold.jsonl` and `hotpotqa_distractor.jsonl` beside `--data`, among the passages
 of `--data`; questions: those of the two. And synthetic facts that are easy to tell apart (`benchmarks.synthetic`): how
@@ -6,16 +6,14 @@ often the one that is asked for comes first.
 
 Ways:
 
-- one bank: the nearest bank alone, as in the Knowledge Packs paper.
-- probed: as many banks as the bank's calibration says, of which sketches choose what is scored.
-- all banks: every stored vector scored, which shows what rounding to a byte per dimension costs.
-- chroma: Chroma's own HNSW index, with its defaults, on the same vectors.
-- with BM25: the first 50 of probed, put into another order by `LexicalReranker`.
+- one bank: the nearest bank alone, as in the Knowledge Packs paper; four banks: the four nearest.
+- flat: the search of the store as it is by default.
+- chroma: the same collection asked directly, for the same texts and metadata, in turns with flat.
+- with BM25: the first 50 of flat, put into another order by `LexicalReranker`.
 
 Recall@k is the share of the k nearest facts of exact search over the embedder's own floats; gold@k how many of the
 paragraphs that the answer needs are among the first k, of as many as there can be. Latencies are of one query whose
-vector is at hand. `scored` is the share of facts whose vectors are read in full, `sketched` the share of which one bit
-per dimension is read.
+vector is at hand.
 """
 
 from __future__ import annotations
@@ -25,6 +23,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,15 @@ from rich.progress import track
 
 from benchmarks import common
 from benchmarks.synthetic import synthetic
-from kp_core import ChromaFactBank, Fact, SentenceTransformerEmbedder, bundled_embedder
-from kp_core.facts import LexicalReranker
+from kp_core import ChromaFactStore, Fact, SentenceTransformerEmbedder, bundled_embedder
+from kp_core.facts import LexicalReranker, Reranker
+from kp_core.facts.client import open_client
 
 __all__ = ["main", "run"]
 
 _KS = (1, 2, 5)
 _MOST = max(_KS)
-_MEANING = ("one bank", "probed", "all banks", "chroma")
+_MEANING = ("one bank", "four banks", "flat", "chroma")
 _SYNTHETIC = (100, 1000, 5000)
 
 Floats = NDArray[np.float32]
@@ -55,11 +55,15 @@ class Remembering:
         self.name, self.dimensions = embedder.name, embedder.dimensions
         self.vectors = embedder.embed(texts)
         self._rows = {text: row for row, text in enumerate(texts)}
-        self.embed_query = embedder.embed_query
+        self.questions: dict[str, Floats] = {}
 
     def embed(self, texts: Sequence[str]) -> Floats:
         """The vectors of texts that were given at the start."""
         return self.vectors[[self._rows[text] for text in texts]]
+
+    def embed_query(self, text: str) -> Floats:
+        """The vector of a question that was put into `questions`."""
+        return self.questions[text]
 
 
 def knowledge(data: Path, limit: int | None) -> tuple[list[str], list[str], list[set[str]]]:
@@ -74,25 +78,23 @@ def knowledge(data: Path, limit: int | None) -> tuple[list[str], list[str], list
     return list(texts), questions, gold
 
 
-def ways(bank: ChromaFactBank) -> dict[str, Search]:
+def ways(store: ChromaFactStore, client: Any) -> dict[str, Search]:  # noqa: ANN401 - the library's own type
     """The searches that are compared: from a question and its vector to texts."""
 
-    def found(probes: int | None) -> Search:
-        return lambda _, query: [hit.fact.text for hit in bank.search_vector(query, _MOST, probes=probes)]
+    def found(probes: int | None, rerank: Reranker | None = None) -> Search:
+        def search(question: str, _: Floats) -> list[str]:
+            return [hit.fact.text for hit in store.search(question, _MOST, probes=probes, rerank=rerank)]
 
-    texts = {fact.id: fact.text for fact in bank.facts()}
-    collection, lexical = _collection(bank.path), LexicalReranker()
+        return search
+
+    collection = client.get_collection("kp-default-facts", embedding_function=None)
 
     def chroma(_: str, query: Floats) -> list[str]:
-        answer = collection.query(query_embeddings=[query], n_results=_MOST, include=["distances"])
-        return [texts[fact_id] for fact_id in answer["ids"][0]]
+        answer = collection.query(query_embeddings=[query], n_results=_MOST)
+        return list(answer["documents"][0])
 
-    def with_words(question: str, query: Floats) -> list[str]:
-        hits = lexical(question, bank.search_vector(query, lexical.depth))
-        return [hit.fact.text for hit in hits[:_MOST]]
-
-    each = (found(1), found(None), found(bank.banks), chroma)
-    return {**dict(zip(_MEANING, each, strict=True)), "with BM25": with_words}
+    each = (found(1), found(4), found(None), chroma)
+    return {**dict(zip(_MEANING, each, strict=True)), "with BM25": found(None, LexicalReranker())}
 
 
 def compare(
@@ -100,46 +102,47 @@ def compare(
     queries: Floats,
     gold: Sequence[set[str]],
     nearest: Sequence[list[str]],
-    bank: ChromaFactBank,
+    searches: dict[str, Search],
 ) -> dict[str, Any]:
-    """Recall, gold and latency of each way; `nearest` are the texts that exact search finds."""
-    figures: dict[str, Any] = {}
-    for name, search in ways(bank).items():
+    """Recall, gold and latency of each way, taking turns; `nearest` are the texts that exact search finds."""
+    shares: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in searches}
+    seconds: dict[str, list[float]] = {name: [] for name in searches}
+    for search in searches.values():
         search(questions[0], queries[0])
-        shares: dict[str, list[float]] = defaultdict(list)
-        seconds: list[float] = []
-        asked = list(zip(questions, queries, gold, nearest, strict=True))
-        for question, query, needed, truth in track(asked, name, transient=True):
+    asked = list(zip(questions, queries, gold, nearest, strict=True))
+    for question, query, needed, truth in track(asked, "Searches", transient=True):
+        for name, search in searches.items():
             began = time.perf_counter()
             found = search(question, query)
-            seconds.append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - began)
             for k in _KS:
                 if name in _MEANING:
-                    shares[f"recall@{k}"].append(len(set(found[:k]) & set(truth[:k])) / k)
-                shares[f"gold@{k}"].append(len(set(found[:k]) & needed) / min(k, len(needed)))
-        figures[name] = {part: common.mean(values) for part, values in shares.items()} | {
-            "p50_ms": 1e3 * float(np.quantile(seconds, 0.5)),
-            "p99_ms": 1e3 * float(np.quantile(seconds, 0.99)),
-        }
-    return figures
+                    shares[name][f"recall@{k}"].append(len(set(found[:k]) & set(truth[:k])) / k)
+                shares[name][f"gold@{k}"].append(len(set(found[:k]) & needed) / min(k, len(needed)))
+    return {
+        name: {part: common.mean(values) for part, values in shares[name].items()}
+        | {"p50_ms": 1e3 * float(np.quantile(taken, 0.5)), "p99_ms": 1e3 * float(np.quantile(taken, 0.99))}
+        for name, taken in seconds.items()
+    }
 
 
 def route_synthetic(embedder: SentenceTransformerEmbedder, counts: Sequence[int], folder: Path) -> dict[str, Any]:
-    """The share of questions about synthetic facts whose fact comes first: from one bank, probed, and from all."""
+    """The share of questions about synthetic facts whose fact comes first: from one bank, from four, and from all."""
     texts, questions = synthetic(max(counts, default=0))
     if not texts:
         return {}
     remembering, queries = Remembering(embedder, texts), embedder.embed(questions)
+    remembering.questions = dict(zip(questions, queries, strict=True))
     figures = {}
     for count in counts:
-        with ChromaFactBank(folder / f"synthetic-{count}", remembering, mirror=False) as bank:
-            bank.build(map(Fact, texts[:count]))
+        with ChromaFactStore(folder / f"synthetic-{count}", remembering, near_duplicate=None) as store:
+            store.build(map(Fact, texts[:count]))
             figures[str(count)] = {
                 name: common.mean(
-                    bank.search_vector(query, 1, probes=probes)[0].fact.text == text
-                    for query, text in zip(queries[:count], texts[:count], strict=True)
+                    store.search(question, 1, probes=probes)[0].fact.text == text
+                    for question, text in zip(questions[:count], texts[:count], strict=True)
                 )
-                for name, probes in (("one bank", 1), ("probed", None), ("all banks", bank.banks))
+                for name, probes in (("one bank", 1), ("four banks", 4), ("flat", None))
             }
     return figures
 
@@ -150,33 +153,33 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     texts, questions, gold = knowledge(arguments.data, arguments.limit)
     remembering = Remembering(embedder, texts)
     queries = np.stack([embedder.embed_query(question) for question in track(questions, "Questions", transient=True)])
+    remembering.questions = dict(zip(questions, queries, strict=True))
+    order = np.argsort(-(queries @ remembering.vectors.T), axis=1, kind="stable")[:, :_MOST]
+    nearest = [[texts[row] for row in rows] for rows in order.tolist()]
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "bank"
-        began = time.perf_counter()
-        with ChromaFactBank(path, remembering) as bank:
-            bank.build(map(Fact, texts))
-            built = time.perf_counter() - began
-            sizes, about, banks = bank.sizes, bank.calibration, bank.banks
-        order = np.argsort(-(queries @ remembering.vectors.T), axis=1, kind="stable")[:, :_MOST]
-        nearest = [[texts[row] for row in rows] for rows in order.tolist()]
-        with ChromaFactBank(path, remembering, mirror=False) as bank:
-            figures = compare(questions, queries, gold, nearest, bank)
+        path, began = Path(folder) / "facts", time.perf_counter()
+        with ChromaFactStore(path, remembering, near_duplicate=None) as store:
+            store.add(map(Fact, texts))
+            added = time.perf_counter() - began
+            banks = len(store.banks())
+            built = time.perf_counter() - began - added
+            size = store.nbytes
+            with closing(open_client(path)) as client:
+                figures = compare(questions, queries, gold, nearest, ways(store, client))
         counts = [count for count in _SYNTHETIC if count <= arguments.synthetic]
         rounds = route_synthetic(embedder, counts, Path(folder))
-    if about is None:
-        raise RuntimeError("a bank that was built is calibrated")
     return {
         "facts": len(texts),
         "questions": len(questions),
         "banks": banks,
-        "probes": about.probes_of(banks),
-        "sketched": about.probes_of(banks) / banks,
-        "scored": min(1.0, about.shortlist / len(texts)),
-        "calibrated_recall": about.recall,
-        "build_s": built,
-        "bytes_per_fact": {name: size / len(texts) for name, size in sizes.items()}
-        | {"text": sum(len(text.encode()) for text in texts) / len(texts)},
+        "add_s": added,
+        "banks_s": built,
+        "bytes_per_fact": {
+            "on disk": size / len(texts),
+            "text": sum(len(text.encode()) for text in texts) / len(texts),
+        },
         "ways": figures,
+        "flat_to_chroma": figures["flat"]["p50_ms"] / figures["chroma"]["p50_ms"],
         "synthetic": rounds,
     }
 
@@ -190,18 +193,15 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     figures = run(parser.parse_args(argv))
     parts = ", ".join(f"{name} {size:.0f}" for name, size in figures["bytes_per_fact"].items())
-    columns = list(figures["ways"]["probed"])
+    columns = list(figures["ways"]["flat"])
     common.show_table(
         f"Routing: {figures['questions']} questions, {figures['facts']} facts in {figures['banks']} banks",
         ("way", *(column.replace("_", " ") for column in columns)),
         [(name, *(each.get(column, "-") for column in columns)) for name, each in figures["ways"].items()],
         (
-            (
-                f"Probed: {figures['probes']} banks, {figures['sketched']:.1%} of the facts sketched, "
-                f"at most {figures['scored']:.1%} scored."
-            ),
+            f"p50 of flat over that of Chroma asked directly: {figures['flat_to_chroma']:.2f}.",
             f"Bytes per fact: {parts}.",
-            f"Built in {figures['build_s']:.1f} s from vectors that were at hand, Chroma included.",
+            f"From vectors that were at hand: added in {figures['add_s']:.1f} s, banks in {figures['banks_s']:.1f} s.",
             *(
                 f"Synthetic, {count} facts, found first: "
                 + ", ".join(f"{name} {each:.1%}" for name, each in got.items())
@@ -211,15 +211,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     common.write_json(parser.parse_args(argv).json, figures)
     return figures
-
-
-def _collection(path: Path) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
-    import chromadb
-    from chromadb.config import Settings
-
-    [folder] = path.glob("chroma-*")
-    client = chromadb.PersistentClient(str(folder), settings=Settings(anonymized_telemetry=False))
-    return client.get_collection("facts", embedding_function=None)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""Scale: what banks of 5,000 to 500,000 facts cost to build, keep, open, extend and search, beside Chroma.
+"""Scale: what 5,000 and 50,000 facts cost to keep, open, extend and search in Chroma, beside Chroma used directly.
 
 Knowledge: the paragraphs that `benchmarks.routing` uses; beyond them, copies: each a paragraph whose vector is moved by
 `_BLUR` times the direction between two others and made of length 1 again, so that a copy's nearest neighbour is about
 as near (a cosine of 0.7) as a paragraph's is. Their texts are those of the paragraphs, numbered. Questions: those of
 HotpotQA, real ones at every size. Nothing here waits for an embedder: all vectors are at hand.
 
-- build, rebuild, add: seconds; `add / rebuild` is what 1,000 facts more cost beside clustering everything anew.
-- open, memory (Linux): of a fresh process that replays the journal of the bank and answers once.
-- recall@k: against exact search over the embedder's own floats; probed as calibrated, with all banks scored (what one
-  byte per dimension costs), and from one flat collection of Chroma: HNSW with its defaults, and with the least
-  `ef_search` (in hundreds) that finds the share of the two nearest which banks are calibrated for.
-- p50, p99: milliseconds of one query, the ways taking turns.
-- bytes per fact beyond text and one byte per dimension; Chroma's come on top of them.
+- add, banks, add 1,000 more: seconds; `again` is adding the same facts once more, of which none is new.
+- open: seconds until a fresh process has opened the folder and answered once; memory (Linux): what that took, beside
+  what a process takes that does the same with Chroma alone.
+- recall@k: against exact search over the embedder's own floats.
+- p50, p99: milliseconds of one query, ours and Chroma's own taking turns, both giving texts and metadata.
+- bytes per fact on disk beyond its text.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from numpy.typing import NDArray
 from rich.progress import track
 
 from benchmarks import common, routing
-from kp_core import ChromaFactBank, Fact, SentenceTransformerEmbedder, bundled_embedder
+from kp_core import ChromaFactStore, Fact, Hit, SentenceTransformerEmbedder, bundled_embedder
+from kp_core.facts.client import open_client
 
 __all__ = ["main", "run"]
 
-_SIZES = (5_000, 50_000, 500_000)
+_SIZES = (5_000, 50_000)
 _ADDED = 1_000
 _KS = (1, 2, 5)
 _BLUR = 1.0
 _BLOCK = 8192
-# Chroma's default.
-_EF_SEARCH, _EF_MOST = 100, 2000
+_OPENINGS = 3
 
 Floats = NDArray[np.float32]
 Search = Callable[[Floats], list[int]]
@@ -51,19 +50,24 @@ Search = Callable[[Floats], list[int]]
 _OPEN = """
 import json, os, sys, time
 from pathlib import Path
-import numpy as np
+import chromadb, numpy as np
 from benchmarks.scale import AtHand
-from kp_core import ChromaFactBank
+from kp_core import ChromaFactStore
+from kp_core.facts.client import open_client
 
 def resident():
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6 if pages.exists() else 0.0
 
+vector = np.eye(1, int(sys.argv[2]), dtype=np.float32)
 before, began = resident(), time.perf_counter()
-with ChromaFactBank(sys.argv[1], AtHand([], np.eye(2, int(sys.argv[2]), dtype=np.float32)), read_only=True) as bank:
-    seconds = time.perf_counter() - began
-    bank.search_vector(bank.centroids[0], 2)
-    print(json.dumps({"open_s": seconds, "memory_mb": resident() - before}))
+if sys.argv[3] == "ours":
+    found = ChromaFactStore(sys.argv[1], AtHand(["a"], vector)).search("#0", 2)
+else:
+    client = open_client(sys.argv[1])
+    collection = client.get_collection("kp-default-facts", embedding_function=None)
+    found = collection.query(query_embeddings=vector, n_results=2)
+print(json.dumps({"open_s": time.perf_counter() - began, "memory_mb": resident() - before}))
 """
 
 
@@ -118,10 +122,8 @@ def nearest(vectors: Floats, queries: Floats, k: int) -> list[list[int]]:
     return found
 
 
-def measure(
-    embedder: AtHand, queries: Floats, count: int, without: Sequence[str], folder: Path
-) -> Iterator[dict[str, float]]:
-    """One size of bank: its figures, as they come."""
+def measure(embedder: AtHand, queries: Floats, count: int, folder: Path) -> Iterator[dict[str, float]]:
+    """One size: its figures, as they come."""
     seconds: dict[str, float] = {}
 
     @contextmanager
@@ -133,48 +135,57 @@ def measure(
     def facts(start: int, stop: int) -> Iterator[Fact]:
         return (Fact(embedder.text(row)) for row in range(start, stop))
 
-    texts = sum(len(embedder.text(row).encode()) for row in range(count))
+    text = sum(len(embedder.text(row).encode()) for row in range(count))
     truth = nearest(embedder.vectors[:count], queries, max(_KS))
-    with ChromaFactBank(folder / "bank", embedder, mirror=False) as bank:
-        with timed("build_s"):
-            bank.build(facts(0, count))
-        about = bank.calibration
-        if about is None:
-            raise RuntimeError("a bank that was built is calibrated")
-        yield seconds | {
-            "banks": bank.banks,
-            "sketched": about.probes_of(bank.banks) / bank.banks,
-            "scored": min(1.0, about.shortlist / count),
-            "bytes_per_fact_beyond": (sum(bank.sizes.values()) - texts) / count - embedder.dimensions,
-        }
-        yield _opened(bank.path, embedder.dimensions)
-        ways: dict[str, Search] = {
-            "probed": lambda query: [_row(hit.fact) for hit in bank.search_vector(query, max(_KS))],
-            "all banks": lambda query: [
-                _row(hit.fact) for hit in bank.search_vector(query, max(_KS), probes=bank.banks)
-            ],
-        }
-        yield _compared(ways, queries, truth)
-        if "chroma" not in without:
-            with timed("chroma_build_s"):
-                _build_chroma(folder / "chroma", embedder.vectors[:count])
-            files = (path for path in (folder / "chroma").rglob("*") if path.is_file())
-            size = sum(path.stat().st_size for path in files) / count
-            yield seconds | {"chroma_bytes_per_fact": size}
-            with _chroma(folder / "chroma", _EF_SEARCH) as search:
-                yield _compared(ways | {"Chroma": search}, queries, truth)
-            for ef_search in range(_EF_SEARCH, _EF_MOST, _EF_SEARCH):
-                with _chroma(folder / "chroma", ef_search) as search:
-                    figures = _compared({"probed beside": ways["probed"], "Chroma as good": search}, queries, truth)
-                if figures["Chroma as good: recall@2"] >= about.target:
-                    yield {"Chroma as good: ef_search": ef_search} | figures
-                    break
-        if "add" not in without:
-            with timed("add_1000_s"):
-                bank.add(facts(count, count + _ADDED))
-            with timed("rebuild_s"):
-                bank.rebuild()
-            yield seconds | {"add / rebuild": seconds["add_1000_s"] / seconds["rebuild_s"]}
+    with ChromaFactStore(folder / "facts", embedder, near_duplicate=None) as store:
+        with timed("add_s"):
+            store.add(facts(0, count))
+        with timed("again_s"):
+            store.add(facts(0, count))
+        with timed("banks_s"):
+            banks = len(store.banks())
+        yield seconds | {"banks": banks, "bytes_per_fact_beyond": (store.nbytes - text) / count}
+    with closing(open_client(folder / "facts")) as client:
+        collection = client.get_collection("kp-default-facts", embedding_function=None)
+
+        def directly(query: Floats) -> list[int]:
+            found = collection.query(query_embeddings=[query], n_results=max(_KS))
+            return [int(text.rpartition("#")[2]) for text in found["documents"][0]]
+
+        with ChromaFactStore(folder / "facts", embedder, near_duplicate=None) as store:
+            at_hand = Asked(embedder)
+            store.embedder = at_hand
+
+            def ours(query: Floats) -> list[int]:
+                return [_row(hit.fact) for hit in at_hand.search(store, query, max(_KS))]
+
+            yield _compared({"ours": ours, "Chroma": directly}, queries, truth)
+    for name in ("ours", "Chroma"):
+        figures = [_opened(folder / "facts", embedder.dimensions, name) for _ in range(_OPENINGS)]
+        yield {f"{name}: {part}": min(each[part] for each in figures) for part in figures[0]}
+    with ChromaFactStore(folder / "facts", embedder, near_duplicate=None) as store:
+        with timed("add_1000_s"):
+            store.add(facts(count, count + _ADDED))
+        with timed("rebuild_s"):
+            store.rebuild()
+        yield seconds
+
+
+class Asked:
+    """The embedder, with the vector of the question at hand."""
+
+    def __init__(self, embedder: AtHand) -> None:
+        self.name, self.dimensions, self.embed = embedder.name, embedder.dimensions, embedder.embed
+        self._query: Floats = np.zeros(0, np.float32)
+
+    def search(self, store: ChromaFactStore, query: Floats, k: int) -> list[Hit]:
+        """What the store finds for a question with this vector."""
+        self._query = query
+        return store.search("?", k)
+
+    def embed_query(self, _text: str) -> Floats:
+        """See `kp_core.Embedder`."""
+        return self._query
 
 
 def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
@@ -190,7 +201,7 @@ def run(arguments: argparse.Namespace) -> list[dict[str, float]]:
     for count in arguments.facts:
         found.append({"facts": count})
         with tempfile.TemporaryDirectory() as folder:
-            for figures in measure(embedder, queries, count, arguments.without, Path(folder)):
+            for figures in measure(embedder, queries, count, Path(folder)):
                 found[-1] |= figures
                 common.write_json(arguments.json, {"scale": found})
     return found
@@ -200,16 +211,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, print the table, write the JSON file."""
     parser = common.argument_parser(__doc__, "wiki_passages.jsonl")
     parser.add_argument("--facts", type=int, nargs="+", default=list(_SIZES), metavar="N", help="default: %(default)s")
-    parser.add_argument(
-        "--without", nargs="+", default=[], choices=("chroma", "add"), help="leave out Chroma, or adding and rebuilding"
-    )
     found = run(parser.parse_args(argv))
     common.show_table(
-        "Banks by size",
+        "Facts by size",
         ("", *(f"{figures['facts']:,}" for figures in found)),
         [
-            # Not every size has every figure: no `ef_search` may be enough.
-            (name.replace("_", " "), *(figures.get(name, "-") for figures in found))
+            (name.replace("_", " "), *(figures[name] for figures in found))
             for name in dict.fromkeys(name for figures in found for name in figures)
             if name != "facts"
         ],
@@ -221,46 +228,12 @@ def _row(fact: Fact) -> int:
     return int(fact.text.rpartition("#")[2])
 
 
-def _opened(folder: Path, dimensions: int) -> dict[str, float]:
-    """Seconds and megabytes that opening a bank takes in a process of its own."""
-    command = [sys.executable, "-c", _OPEN, str(folder), str(dimensions)]
+def _opened(folder: Path, dimensions: int, way: str) -> dict[str, float]:
+    """Seconds and megabytes that opening takes in a process of its own, until one question is answered."""
+    command = [sys.executable, "-c", _OPEN, str(folder), str(dimensions), way]
     done = subprocess.run(command, check=True, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True)  # noqa: S603 - our own
     figures: dict[str, float] = json.loads(done.stdout)
     return figures
-
-
-def _client(folder: Path) -> Any:  # noqa: ANN401 - untyped there
-    import chromadb
-    from chromadb.config import Settings
-
-    return closing(chromadb.PersistentClient(str(folder), settings=Settings(anonymized_telemetry=False)))
-
-
-def _build_chroma(folder: Path, vectors: Floats) -> None:
-    with _client(folder) as client:
-        collection = client.create_collection(
-            "facts", configuration={"hnsw": {"space": "cosine"}}, embedding_function=None
-        )
-        step = min(2048, client.get_max_batch_size())
-        for at in track(range(0, len(vectors), step), "Chroma", transient=True):
-            page = vectors[at : at + step]
-            collection.add(ids=[str(row) for row in range(at, at + len(page))], embeddings=page)
-
-
-@contextmanager
-def _chroma(folder: Path, ef_search: int) -> Iterator[Search]:
-    with _client(folder) as client:
-        found = client.get_collection("facts", embedding_function=None)
-        found.modify(configuration={"hnsw": {"ef_search": ef_search}})
-    # A collection that was searched goes on as it was: only one that is opened anew does as it is told.
-    with _client(folder) as client:
-        collection = client.get_collection("facts", embedding_function=None)
-
-        def search(query: Floats) -> list[int]:
-            answer = collection.query(query_embeddings=[query], n_results=max(_KS), include=["distances"])
-            return [int(found) for found in answer["ids"][0]]
-
-        yield search
 
 
 def _compared(ways: dict[str, Search], queries: Floats, truth: list[list[int]]) -> dict[str, float]:

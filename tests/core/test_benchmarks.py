@@ -141,30 +141,28 @@ def test_routing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data("hotpotqa_distractor.jsonl")
     arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "6", "--synthetic", "100")
     figures = run(routing, tmp_path, *arguments)
-    assert list(figures["ways"]) == ["one bank", "probed", "all banks", "chroma", "with BM25"]
+    assert list(figures["ways"]) == ["one bank", "four banks", "flat", "chroma", "with BM25"]
     for name, way in figures["ways"].items():
         recall = [] if name == "with BM25" else [f"recall@{k}" for k in (1, 2, 5)]
         assert sorted(way) == sorted([*recall, "gold@1", "gold@2", "gold@5", "p50_ms", "p99_ms"])
         assert all(0 <= value <= 1 for part, value in way.items() if "@" in part)
     assert figures["questions"] == 12
-    # So few facts are all scored.
-    assert figures["ways"]["probed"]["recall@2"] == figures["ways"]["all banks"]["recall@2"] >= 0.9
-    assert figures["synthetic"]["100"]["probed"] == 1.0
-    assert figures["bytes_per_fact"]["vectors"] == 384 + 4
+    assert figures["ways"]["flat"]["recall@2"] == figures["ways"]["chroma"]["recall@2"] >= 0.99
+    assert figures["synthetic"]["100"]["flat"] == 1.0
     assert "with BM25" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     data("hotpotqa_gold.jsonl")
-    arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "5", "--facts", "60", "200", "--without", "chroma")
+    arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "5", "--facts", "60", "200")
     small, large = run(scale, tmp_path, *arguments)["scale"]
-    assert (small["facts"], large["facts"], large["banks"]) == (60, 200, 10)
+    assert (small["facts"], large["facts"]) == (60, 200)
+    assert large["banks"] >= 10
     assert list(small) == list(large)
     for figures in (small, large):
-        assert figures["probed: recall@2"] >= 0.9
-        assert 0 < figures["bytes_per_fact_beyond"] < 100
-        assert {"build_s", "open_s", "add_1000_s", "rebuild_s", "probed: p50 ms"} <= set(figures)
+        assert figures["ours: recall@2"] >= 0.99
+        assert {"add_s", "again_s", "banks_s", "add_1000_s", "ours: open_s", "ours: p50 ms"} <= set(figures)
 
 
 def test_copies_are_as_near_to_each_other_as_paragraphs_are() -> None:
@@ -188,7 +186,7 @@ def test_recognition(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_kills(tmp_path: Path) -> None:
     figures = run(kills, tmp_path, "--kills", "1")
-    assert (figures["kills"], figures["lost"], figures["unclean"]) == (1, 0, 0)
+    assert (figures["kills"], figures["lost"], figures["unclean"], figures["foreign"]) == (1, 0, 0, 0)
 
 
 @pytest.mark.slow
