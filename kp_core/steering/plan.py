@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from kp_core.errors import SteeringError
 from kp_core.prompt.prompt import Prompt
@@ -20,8 +20,6 @@ prompt; or the last token of it that the first token of the answer can see in th
 
 AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
 """A steering as it is, or with its alpha; with `None`, at the default strength (`Steering.default_alpha`)."""
-
-_SCOPES = ("pack", "system", "prompt", "last_token")
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,8 @@ def plan_blocks(
     Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
     key deltas on more than one position.
     """
-    if scope is not None and scope not in _SCOPES:
-        raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(_SCOPES)}, or None.")
+    if scope not in (None, *get_args(Scope)):
+        raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
     parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
     for part in parts:
         if part.steering.keys and part.stop - part.start > 1:
