@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
+from statistics import fmean
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine
+from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStream
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
@@ -43,13 +44,22 @@ __all__ = ["Session"]
 class Session:
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
-    `template` is by default the chat template of the engine's tokenizer. Options of a request are those of `Request`,
+    `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
+    token takes; `explain` estimates with it until a request has told more. Options of a request are those of `Request`,
     by name; unknown ones raise `OptionError`, and what the engine does not support raises `UnsupportedRequestError`,
     both at the call. Several threads may use one session.
     """
 
-    def __init__(self, engine: Engine, *, name: str | None = None, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str | None = None,
+        template: ChatTemplate | None = None,
+        probe: Callable[[], float] = lambda: math.nan,
+    ) -> None:
         self.engine = engine
+        self._probe = cache(probe)
         self.name = name or type(engine).__name__
         """What people call the model."""
         self.template = template or ChatTemplate(engine.tokenizer)
@@ -96,24 +106,19 @@ class Session:
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
-        cancel = options.setdefault("cancel", None) or threading.Event()
-        options["cancel"] = cancel
+        cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return await in_thread(lambda: self.generate(messages, **options), cancel)
 
     def astream(self, messages: Sequence[Message] | str, **options: Any) -> AsyncStream:  # noqa: ANN401
         """As `stream`, without blocking the event loop; leaving the loop early stops the generation."""
-        cancel = options.setdefault("cancel", None) or threading.Event()
-        options["cancel"] = cancel
+        cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return AsyncStream(lambda: self.stream(messages, **options), cancel)
 
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
         """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
         self._need("logits", "a prefill alone")
         plan, _ = self._plan(messages, Request.of(options), tokens=0)
-        with self._idle.request():
-            stream = self.engine.run(plan)
-            for _ in stream:
-                pass
+        stream = self._run(plan)
         check_time(plan.limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
@@ -124,7 +129,7 @@ class Session:
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         found = self._cache("explain").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
-        return explain(plan, found, seconds / tokens if tokens else None)
+        return explain(plan, found, seconds / tokens if tokens else self._probe())
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
@@ -136,11 +141,7 @@ class Session:
         if not tokens:
             return 1.0
         plan, _ = self._plan(messages, Request.of(options), forced=tokens, tokens=len(tokens))
-        with self._idle.request():
-            stream = self.engine.run(plan)
-            for _ in stream:
-                pass
-        return math.exp(sum(stream.losses) / len(stream.losses))
+        return math.exp(fmean(self._run(plan).losses))
 
     @renamed(inside="compiled_for")
     def build_pack(
@@ -270,6 +271,14 @@ class Session:
         if learn:
             self._compile(learned, request)
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
+
+    def _run(self, plan: Plan) -> TokenStream:
+        """What is left of running `plan` to its end."""
+        with self._idle.request():
+            stream = self.engine.run(plan)
+            for _ in stream:
+                pass
+        return stream
 
     def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
         with self._idle.request():
