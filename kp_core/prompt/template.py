@@ -186,11 +186,10 @@ class ChatTemplate:
         Raises `TemplateError` at the first token that differs.
         """
         encoded = self._encoder.encode(prompt.rendered)
-        for at, (got, expected) in enumerate(zip(prompt.token_ids, encoded.ids, strict=False)):
-            if got != expected:
-                raise TemplateError(f"Token {at} of the prompt is {got}; the single pass gives {expected}.")
-        if len(prompt.token_ids) != len(encoded.ids):
-            raise TemplateError(f"The prompt has {len(prompt)} tokens; the single pass gives {len(encoded.ids)}.")
+        if prompt.token_ids != encoded.ids:
+            at = common_length(prompt.token_ids, encoded.ids)
+            got, expected = (ids[at] if at < len(ids) else "no more" for ids in (prompt.token_ids, encoded.ids))
+            raise TemplateError(f"Token {at} of the prompt is {got}; the single pass gives {expected}.")
         return tuple(_check(span, encoded) for span in prompt.spans)
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:

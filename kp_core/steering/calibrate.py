@@ -21,6 +21,7 @@ from kp_core.steering.value import Steering
 __all__ = ["Calibrated", "Calibration", "CalibrationRow", "Task", "calibrate", "repetition"]
 
 ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
+_TOLERANCE = 0.01  # Of accuracy, lost beside knowledge.
 Score: TypeAlias = Callable[[str], float]
 
 
@@ -78,7 +79,6 @@ class Calibration:
     low: float
     high: float
     steering: Steering = field(repr=False)
-    tolerance: float = 0.01
 
     @property
     def recommended(self) -> float:
@@ -87,14 +87,14 @@ class Calibration:
 
     @property
     def recommended_with_knowledge(self) -> float:
-        """Alpha beside packs: the largest effect at which accuracy stays within `tolerance` of the unsteered one.
+        """Alpha beside packs: the largest effect at which accuracy stays within one point of the unsteered one.
 
         Where no task expects an answer it is 0.7, or less where text falls apart sooner.
         """
         plain = next(row.accuracy for row in self.rows if row.alpha == 0)
         if plain is None:
             return min(replace(self.steering, recommended=None).default_alpha(with_knowledge=True), self.high)
-        kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - self.tolerance]
+        kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - _TOLERANCE]
         return max(kept, key=lambda row: (row.effect, -abs(row.alpha))).alpha
 
     def to_dict(self) -> dict[str, Any]:
