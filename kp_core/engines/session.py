@@ -10,10 +10,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from tqdm.auto import tqdm
 
@@ -35,7 +36,7 @@ from kp_core.prompt.prompt import Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate, TokenisedPack
 from kp_core.renamed import renamed
-from kp_core.steering import LayerRange, Method, Pair, Steering
+from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
 
 __all__ = ["Session"]
@@ -64,28 +65,22 @@ class Session:
         """What people call the model."""
         self.template = template or ChatTemplate(engine.tokenizer)
         """The model's chat template."""
+        self.tokenizer: Any = engine.tokenizer
+        """The model's tokenizer."""
+        self.max_positions = engine.max_positions
+        """Most tokens of prompt and answer together."""
         self._idle = IdleQueue()
         self._planning = threading.Lock()
         self._pace = (0, 0.0)  # Tokens computed, and seconds until their first answers.
-
-    @property
-    def tokenizer(self) -> Any:  # noqa: ANN401 - as the engine's
-        """The model's tokenizer."""
-        return self.engine.tokenizer
 
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Which model, and in what numerics; the weights are digested when it is first asked for."""
         return self.engine.identity
 
-    @property
-    def max_positions(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self.engine.max_positions
-
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(self.template, self.engine.identity, self.engine.max_positions)
+        return Planner(self.template, self.engine.identity, self.max_positions)
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
@@ -202,20 +197,10 @@ class Session:
             job, prefix, about = waiting.popleft()
             yield KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
 
-    def make_steering(  # noqa: PLR0913
-        self,
-        pairs: Sequence[Pair],
-        *,
-        method: Method = "mean",
-        layers: LayerRange | None = None,
-        c_v: float = 1.0,
-        c_k: float | None = None,
-        progress: bool = True,
-    ) -> Steering:
-        """A steering from what `pairs` of (positive, negative) have apart; see `Contrast.make`."""
+    def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
+        """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
         self._need("kv", "making steerings")
-        contrast = Contrast(self.engine, self.template, self._planner.wanted)
-        return contrast.make(pairs, method=method, layers=layers, c_v=c_v, c_k=c_k, progress=progress)
+        return Contrast(self.engine, self.template, self._planner.wanted).make(pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:
         """Do `job` when no request is being answered, a step at a time; raises `BusyError` when too much waits."""
@@ -293,17 +278,15 @@ class Session:
         put: Callable[[KnowledgePack], object] | None = getattr(request.view and request.view.source, "put", None)
         if put is None or "kv" not in self.engine.supports:
             return
-        for each in learned:
 
-            def work(each: Learned = each) -> Iterator[None]:
-                for kv in self.engine.kv([self._planner.wanted(each.prefix, each.token_ids)]):
-                    put(replace(each.pack(), kv=kv))
-                    yield
+        def work(each: Learned) -> Iterator[None]:
+            for kv in self.engine.kv([self._planner.wanted(each.prefix, each.token_ids)]):
+                put(replace(each.pack(), kv=kv))
+                yield
 
-            try:
-                self.when_idle(work)
-            except BusyError:
-                return  # It will be met again.
+        with suppress(BusyError):  # It will be met again.
+            for each in learned:
+                self.when_idle(partial(work, each))
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:
@@ -314,6 +297,4 @@ class Session:
 
     def _cache(self, what: str) -> CachingEngine:
         self._need("cache", what)
-        engine: Any = self.engine
-        cache: CachingEngine = engine
-        return cache
+        return cast("CachingEngine", self.engine)

@@ -225,9 +225,7 @@ class TurnShaper:
 def _joined(first: Turn, second: Turn) -> Turn:
     gap = (_GAP,) if first.segments and second.segments else ()
     return replace(
-        first,
-        segments=(*first.segments, *gap, *second.segments),
-        tool_calls=(*first.tool_calls, *second.tool_calls),
+        first, segments=(*first.segments, *gap, *second.segments), tool_calls=(*first.tool_calls, *second.tool_calls)
     )
 
 

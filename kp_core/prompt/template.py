@@ -186,10 +186,11 @@ class ChatTemplate:
         Raises `TemplateError` at the first token that differs.
         """
         encoded = self._encoder.encode(prompt.rendered)
-        if prompt.token_ids != encoded.ids:
-            at = common_length(prompt.token_ids, encoded.ids)
-            got, expected = (ids[at] if at < len(ids) else "no more" for ids in (prompt.token_ids, encoded.ids))
-            raise TemplateError(f"Token {at} of the prompt is {got}; the single pass gives {expected}.")
+        got, expected = prompt.token_ids, encoded.ids
+        if (at := common_length(got, expected)) < min(len(got), len(expected)):
+            raise TemplateError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
+        if len(got) != len(expected):
+            raise TemplateError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
         return tuple(_check(span, encoded) for span in prompt.spans)
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:

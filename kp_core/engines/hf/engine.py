@@ -64,11 +64,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // 8
     engine = LocalEngine(
-        causal,
-        found,
-        identity=identity,
-        check=check,
-        cache_bytes=cache_bytes,
-        chunk_tokens=chunk_tokens,
+        causal, found, identity=identity, check=check, cache_bytes=cache_bytes, chunk_tokens=chunk_tokens
     )
     return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)

@@ -40,20 +40,15 @@ class CausalModel:
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_unsupported(model.config)
         self._model = _own_view(model).eval()
+        self.config: Any = self._model.config
+        """The architecture's configuration."""
+        self.device: torch.device = self._model.device
+        """Where token ids go in."""
+        self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
+        """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self.shape = self._measure_shape()
         self._install_attention()
-
-    @property
-    def config(self) -> Any:  # noqa: ANN401 - configurations have no common static type
-        """The architecture's configuration."""
-        return self._model.config
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go in."""
-        device: torch.device = self._model.device
-        return device
 
     @property
     def max_positions(self) -> int:
@@ -75,15 +70,6 @@ class CausalModel:
             token = getattr(config, "eos_token_id", None)
             found.update([token] if isinstance(token, int) else token or [])
         return frozenset(found)
-
-    @property
-    def vocabulary(self) -> int:
-        """Length of the logits, which may be longer than the tokenizer's vocabulary."""
-        return int(self._model.get_output_embeddings().weight.shape[0])
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Every parameter and persistent buffer, by name."""
-        return dict(self._model.state_dict())
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
