@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 
-from kp_core.tools.base import Delta, ToolCall, ToolCallDelta, new_call_id
+from kp_core.tools.base import Delta, JsonScan, ToolCall, ToolCallDelta, new_call_id
 from kp_core.tools.formats import ToolFormat
 
 __all__ = ["AnswerReader"]
@@ -28,7 +28,7 @@ class AnswerReader:
         self._buffer = ""
         self._thinks = thinks or opened
         self._step: Callable[[], Iterator[Delta]] = self._reasoning if opened else self._begin
-        self._scan = _ObjectScan()
+        self._scan = JsonScan()
         self._open_call: tuple[str, str, list[str]] | None = None
         self.text, self.reasoning = "", ""
         self.calls: list[ToolCall] = []
@@ -121,7 +121,7 @@ class AnswerReader:
         if head is None:
             return
         name = head[1] if self._form.separator else json.loads(f'"{head[1]}"')
-        self._buffer, self._step, self._scan = self._buffer[head.end() :], self._arguments, _ObjectScan()
+        self._buffer, self._step, self._scan = self._buffer[head.end() :], self._arguments, JsonScan()
         self._open_call = (new_call_id(), name, [])
         yield Delta(tool_call=ToolCallDelta(len(self.calls), self._open_call[0], name))
 
@@ -129,7 +129,8 @@ class AnswerReader:
         if self._open_call is None:
             raise AssertionError("arguments belong to a call")
         identity, name, parts = self._open_call
-        end = self._scan.feed(self._buffer)
+        self._scan = self._scan.feed(self._buffer)
+        end = self._scan.end
         piece, self._buffer = (self._buffer, "") if end is None else (self._buffer[:end], self._buffer[end:])
         if piece:
             parts.append(piece)
@@ -165,30 +166,6 @@ class AnswerReader:
         if text:
             self.reasoning += text
             yield Delta(reasoning=text)
-
-
-class _ObjectScan:
-    """Finds the end of a JSON object that comes in pieces."""
-
-    def __init__(self) -> None:
-        self._depth, self._in_string, self._escaped = 0, False, False
-
-    def feed(self, piece: str) -> int | None:
-        """The place in `piece` behind the object's last brace, or `None` when it goes on."""
-        for at, sign in enumerate(piece):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped, self._in_string = sign == "\\", sign != '"'
-            elif sign == '"':
-                self._in_string = True
-            elif sign in "{[":
-                self._depth += 1
-            elif sign in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
-        return None
 
 
 def _begun(text: str, mark: str) -> int:

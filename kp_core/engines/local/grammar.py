@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kp_core.errors import MissingDependencyError, SamplingError, ToolError
+from kp_core.tools.base import JsonScan
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -100,7 +101,7 @@ class Constraint:
         thought: _Thought,
     ) -> None:
         self._matcher, self._text, self._preferred, self._end = matcher, text, preferred, end
-        self._scan, self._thought = _Scan(), thought
+        self._scan, self._thought = JsonScan(), thought
         way = self._search(matcher, self._scan, thought)
         if way is not None and len(way) > room:
             raise SamplingError(
@@ -127,7 +128,7 @@ class Constraint:
         if self._closing:
             token, *self._way = self._way or [self._end]
         # Quotes in free text, where an end is always at hand, and in thoughts open no string.
-        self._scan = _Scan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
+        self._scan = JsonScan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
         self._matcher.consume_token(token)
         said = self._text([token])
         self._scan, self._thought = self._scan.feed(said), self._thought.feed(said)
@@ -144,7 +145,7 @@ class Constraint:
         said = self._text([token])
         return self._search(ahead, self._scan.feed(said), self._thought.feed(said))
 
-    def _search(self, matcher: LLMatcher, scan: _Scan, thought: _Thought) -> list[int] | None:
+    def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
         """A short way to a complete answer, by the token that closes most at every step; `None` when none was found."""
         ahead, way = matcher.deep_copy(), list[int]()
         taken: Counter[int] = Counter()
@@ -167,7 +168,7 @@ class Constraint:
                 return None
             way += step
             said = self._text(step)
-            scan, thought = _Scan() if thought.is_open else scan.feed(said), thought.feed(said)
+            scan, thought = JsonScan() if thought.is_open else scan.feed(said), thought.feed(said)
         return way
 
 
@@ -192,25 +193,6 @@ class _Thought:
         # Beyond its beginning, an answer that is no thought needs no watching.
         is_decided = len(self.said) >= len(_THOUGHT) and not self.is_open
         return self if is_decided else _Thought(self.ending, self.said + text)
-
-
-@dataclass(frozen=True)
-class _Scan:
-    """Whether the JSON written so far stands inside a string."""
-
-    inside: bool = False
-    escaped: bool = False
-
-    def feed(self, text: str) -> _Scan:
-        inside, escaped = self.inside, self.escaped
-        for sign in text:
-            if escaped:
-                escaped = False
-            elif sign == "\\":
-                escaped = inside
-            elif sign == '"':
-                inside = not inside
-        return _Scan(inside, escaped)
 
 
 def _rank_inside(text: str) -> int:
