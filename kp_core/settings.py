@@ -20,7 +20,7 @@ from kp_core.packs.store import PackStore
 from kp_core.packs.view import TRUSTED_ROLES, Packs, PackView
 from kp_core.steering import as_steering
 
-__all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "ModelSettings", "core_choice", "core_role"]
+__all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "EngineSettings", "ModelSettings", "core_choice", "core_role"]
 
 MODEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where == "model")
 """Options that are fields of a model as well as options of a call."""
@@ -68,12 +68,8 @@ else:
     )
 
 
-class ModelSettings(_Options):
-    """What a chat model is made with: an engine or the name of a model, packs it may read, and a field per option.
-
-    A field of `None` is at its default. Values are checked when the model is made. Raises `OptionError` for a field
-    that does not exist, with the near miss, and `ModelError` for an engine that is none.
-    """
+class EngineSettings(BaseModel):
+    """What runs a model and where its packs are: an engine or the name of a model, a store, and roles to trust."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -88,23 +84,10 @@ class ModelSettings(_Options):
     store: Packs | None = Field(
         default=None, exclude=True, description="Where handles resolve: a `PackStore`, its path, or what acts as one."
     )
-    namespaces: tuple[str, ...] = Field(
-        default=(),
-        validation_alias=AliasChoices("namespaces", "banks", "bank"),
-        description="Namespaces whose handles resolve; required with `store`. Also taken as `banks`, or one as `bank`.",
-    )
     trusted_roles: frozenset[str] = Field(
         default=TRUSTED_ROLES,
         description="Roles whose messages may bring packs, by the framework's names (`human`) or the core's (`user`).",
     )
-
-    @classmethod
-    def _present(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
-        """The fields `given`, under their present names."""
-        aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
-        known = {*cls.model_fields, *(name for names in aliases for name in names)}
-        named = current_names(given, cls.__name__, (*known, *ignored))
-        return {name: value for name, value in named.items() if name not in ignored}
 
     @field_validator("engine", mode="before")
     @classmethod
@@ -123,15 +106,47 @@ class ModelSettings(_Options):
             )
         return store
 
-    @field_validator("namespaces", mode="before")
-    @classmethod
-    def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401
-        return (names,) if isinstance(names, str) else names
-
     @field_validator("trusted_roles")
     @classmethod
     def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
         return frozenset(core_role(role) for role in roles)
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in metadata and traces."""
+        return self.model or (BUNDLED_MODEL if self.engine is None else self.engine.name)
+
+    def _engine(self, model: str | None = None) -> Session:
+        if self.engine is not None and model in (None, self.model_name):
+            return self.engine
+        return shared_engine(model or self.model, self.dtype, self.device)
+
+
+class ModelSettings(EngineSettings, _Options):
+    """What a chat model is made with: `EngineSettings`, the namespaces it may read, and a field per option.
+
+    A field of `None` is at its default. Values are checked when the model is made. Raises `OptionError` for a field
+    that does not exist, with the near miss, and `ModelError` for an engine that is none.
+    """
+
+    namespaces: tuple[str, ...] = Field(
+        default=(),
+        validation_alias=AliasChoices("namespaces", "banks", "bank"),
+        description="Namespaces whose handles resolve; required with `store`. Also taken as `banks`, or one as `bank`.",
+    )
+
+    @classmethod
+    def _present(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
+        """The fields `given`, under their present names."""
+        aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
+        known = {*cls.model_fields, *(name for names in aliases for name in names)}
+        named = current_names(given, cls.__name__, (*known, *ignored))
+        return {name: value for name, value in named.items() if name not in ignored}
+
+    @field_validator("namespaces", mode="before")
+    @classmethod
+    def _list_namespaces(cls, names: Any) -> Any:  # noqa: ANN401
+        return (names,) if isinstance(names, str) else names
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
@@ -146,16 +161,6 @@ class ModelSettings(_Options):
         as_steering(self._defaults().steering)
         return self
 
-    @property
-    def model_name(self) -> str:
-        """What the model is called in metadata and traces."""
-        return self.model or (BUNDLED_MODEL if self.engine is None else self.engine.name)
-
-    def _engine(self, model: str | None = None) -> Session:
-        if self.engine is not None and model in (None, self.model_name):
-            return self.engine
-        return shared_engine(model or self.model, self.dtype, self.device)
-
     def _view(self) -> PackView | None:
         return None if self.store is None else self.store.view(*self.namespaces, trusted_roles=self.trusted_roles)
 
@@ -169,6 +174,8 @@ class ModelSettings(_Options):
     def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:
         """The settings, overridden by the `options` of one call; `also` are options of this model alone."""
         asked = current_names(options, type(self).__name__, (*CALL_OPTIONS, *also))
+        if "tool_choice" in asked:
+            asked["tool_choice"] = core_choice(asked["tool_choice"])
         return {"view": self._view(), **self._set(), **asked}
 
 

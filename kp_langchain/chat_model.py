@@ -16,14 +16,20 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 
 from kp_core import Composer, Handle
 from kp_core.errors import ToolError
-from kp_core.settings import ModelSettings, core_choice, core_role
+from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
 from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
 from kp_langchain.messages import to_messages
-from kp_langchain.options import IGNORED_SETTINGS, OF_LANGCHAIN, identity_of, in_core_words
-from kp_langchain.structured import answer_parser, call_parser, with_raw
+from kp_langchain.structured import answer_parser, call_parser, response_schema, with_raw
 
 __all__ = ["ChatKnowledgePacks"]
+
+_IGNORED_SETTINGS = ("api_key",)
+"""Fields of models behind an API; LangChain's own unit tests give them to every model."""
+
+_OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "strict", "stream", "stream_usage")
+"""Options of a call that only LangChain knows. Nothing here depends on the last four: LangChain binds them for its own
+records, or for the protocol of other providers."""
 
 
 class ChatKnowledgePacks(ModelSettings, BaseChatModel):
@@ -51,7 +57,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     streaming: bool = False
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        super().__init__(**self._present(settings, *IGNORED_SETTINGS))
+        super().__init__(**self._present(settings, *_IGNORED_SETTINGS))
 
     @property
     def _llm_type(self) -> str:
@@ -60,13 +66,18 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         # Part of the key under which LangChain caches answers, so objects go by what they do.
+        request = self._defaults()
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
             "store": None if self.store is None else str(getattr(self.store, "path", self.store)),
             "namespaces": list(self.namespaces),
             "trusted_roles": sorted(self.trusted_roles),
-            **identity_of(self._defaults()),
+            **{name: getattr(request, name) for name in MODEL_OPTIONS},
+            "composer": request.composer.key,
+            "steering": None if request.steering is None else str(request.steering),
+            "packs": list(request.packs),
+            "stop": list(request.stop),
         }
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:  # noqa: ANN401
@@ -231,7 +242,10 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields, overridden by the options of one call; packs of both, the model's first."""
-        request = in_core_words(self._asked(options, *OF_LANGCHAIN))
+        asked = self._asked(options, *_OF_LANGCHAIN)
+        request = {name: value for name, value in asked.items() if name not in _OF_LANGCHAIN}
+        if asked.get("response_format") is not None:
+            request["response_schema"] = response_schema(asked["response_format"])
         if "packs" in options:
             request["packs"] = (*(self.packs or ()), *request["packs"])
         return request if stop is None else {**request, "stop": stop}

@@ -7,20 +7,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_core.messages import (
-    AIMessage,
-    BaseMessage,
-    ChatMessage,
-    FunctionMessage,
-    HumanMessage,
-    SystemMessage,
-    ToolCall,
-    ToolMessage,
-)
+from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, ToolMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
 from kp_core.errors import PromptError, UnsupportedContentError
-from kp_core.prompt.resolve import Message
+from kp_core.prompt.resolve import Message, tool_call
 from kp_core.settings import core_role
 
 __all__ = ["pack_place", "to_messages"]
@@ -80,32 +71,17 @@ def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Me
 
 
 def _to_message(message: BaseMessage) -> dict[str, Any]:
-    if isinstance(message, HumanMessage):
-        made: dict[str, Any] = {"role": "user"}
-    elif isinstance(message, AIMessage):
-        made = {"role": "assistant"}
-        if message.tool_calls:
-            made["tool_calls"] = [_to_call(call) for call in message.tool_calls]
-    elif isinstance(message, SystemMessage):
-        made = {"role": "system"}
-    elif isinstance(message, ToolMessage):
-        made = {"role": "tool", "tool_call_id": message.tool_call_id}
-    elif isinstance(message, FunctionMessage):
-        made = {"role": "tool"}
-    elif isinstance(message, ChatMessage):
-        made = {"role": core_role(message.role)}
-    else:
-        raise PromptError(f"Got a {type(message).__name__}; expected a system, human, AI or tool message.")
-    made["content"] = _to_content(message.content, made["role"])
+    kind = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
+    role = core_role(kind)
+    if role not in ("system", "user", "assistant", "tool"):
+        raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
+    made: dict[str, Any] = {"role": role, "content": _to_content(message.content, role)}
+    if isinstance(message, AIMessage) and message.tool_calls:
+        made["tool_calls"] = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
+    if isinstance(message, ToolMessage):
+        made["tool_call_id"] = message.tool_call_id
     if message.name:
         made["name"] = message.name
-    return made
-
-
-def _to_call(call: ToolCall) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "function", "function": {"name": call["name"], "arguments": call["args"]}}
-    if call.get("id"):
-        made["id"] = call["id"]
     return made
 
 

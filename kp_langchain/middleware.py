@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NotRequired
 
@@ -15,8 +14,6 @@ from kp_core.packs.view import Packs
 from kp_langchain.chat_model import ChatKnowledgePacks
 
 __all__ = ["KnowledgePackMiddleware", "PackState", "PackSummarizer"]
-
-logger = logging.getLogger(__name__)
 
 
 def _union(known: list[str], new: list[str]) -> list[str]:
@@ -84,10 +81,10 @@ class PackSummarizer:
         carried: dict[str, None] = {}
         spoken: list[BaseMessage] = []
         for message in messages:
-            handles = _handles(message) or _summary_handles(message)
-            carried |= dict.fromkeys(handles)
+            is_summary = message.additional_kwargs.get("lc_source") == "summarization"
+            carried |= dict.fromkeys(_handles(message, brought=is_summary))
             text = strip_handles(message.text).strip()
-            if text and not _is_summary(message):
+            if text and not is_summary:
                 spoken.append(message.model_copy(update={"content": text, "tool_calls": []}))
         if spoken:
             text = get_buffer_string(spoken)
@@ -109,16 +106,7 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
     return request.override(model_settings=settings)
 
 
-def _handles(message: AnyMessage) -> list[str]:
-    """The handles that a tool brought."""
-    if not isinstance(message, ToolMessage):
-        return []
-    return [str(handle) for _, _, handle in find_handles(message.text)]
-
-
-def _is_summary(message: AnyMessage) -> bool:
-    return message.additional_kwargs.get("lc_source") == "summarization"
-
-
-def _summary_handles(message: AnyMessage) -> list[str]:
-    return [str(handle) for _, _, handle in find_handles(message.text)] if _is_summary(message) else []
+def _handles(message: AnyMessage, *, brought: bool = False) -> list[str]:
+    """The handles in what a tool brought, or was otherwise `brought` by us."""
+    ours = brought or isinstance(message, ToolMessage)
+    return [str(handle) for _, _, handle in find_handles(message.text)] if ours else []

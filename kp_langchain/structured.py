@@ -33,17 +33,13 @@ def response_schema(response_format: Any) -> Mapping[str, Any] | bool:  # noqa: 
             if isinstance(schema, Mapping):
                 return schema
     try:
-        return dict(_bare(convert_to_json_schema(response_format)))
+        # `strict` is OpenAI's switch; here every schema is strict.
+        return {key: value for key, value in convert_to_json_schema(response_format).items() if key != "strict"}
     except (TypeError, ValueError) as error:
         raise ToolError(
             f"Got response_format={response_format!r}; expected a Pydantic class, a TypedDict, a JSON Schema with a "
             "'title', or OpenAI's {'type': 'json_schema', 'json_schema': {'schema': ...}}."
         ) from error
-
-
-def _bare(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    # `strict` is OpenAI's switch; here every schema is strict.
-    return {key: value for key, value in schema.items() if key != "strict"}
 
 
 def call_parser(schema: Any, name: str) -> BaseOutputParser[Any]:  # noqa: ANN401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterable, Sequence
 
@@ -59,11 +58,8 @@ def create_remember_tool(
         handle = store.put(engine.build_pack(text, namespace=namespace, compiled_for="system"))
         return str(handle), resolve_documents([str(handle)], store)
 
-    async def akeep(text: str) -> tuple[str, list[Document]]:
-        return await asyncio.to_thread(keep, text)
-
     return StructuredTool.from_function(
-        keep, akeep, name=name, description=description, response_format="content_and_artifact"
+        keep, name=name, description=description, response_format="content_and_artifact"
     )
 
 
@@ -78,19 +74,17 @@ def resolve_documents(
     """
     documents: list[Document] = []
     for each in found:
-        text = each if isinstance(each, str) else each.page_content
-        about = {} if isinstance(each, str) else each.metadata
-        identity = None if isinstance(each, str) else each.id
-        own = None if isinstance(each, str) else _own_handle(each)
+        document = Document(each) if isinstance(each, str) else each
+        text, own = document.page_content, _own_handle(document)
         handles = [handle for _, _, handle in find_handles(text)] if own is None or str(own) == text else []
         packs = [(h, store.peek(h)) for h in handles if namespaces is None or h.namespace in namespaces]
         known = [(handle, pack) for handle, pack in packs if pack is not None]
         if not known:
-            documents.append(Document(text, id=identity, metadata=about))
+            documents.append(document)
         for handle, pack in known:
             said = {name: pack.provenance[name] for name in ("title", "source") if name in pack.provenance}
-            metadata = {**said, "handle": str(handle), **about}
-            documents.append(Document(pack.text, id=identity, metadata=metadata))
+            metadata = {**said, "handle": str(handle), **document.metadata}
+            documents.append(Document(pack.text, id=document.id, metadata=metadata))
     return documents
 
 

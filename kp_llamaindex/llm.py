@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar, cast
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
@@ -19,24 +17,34 @@ from llama_index.core.base.llms.types import (
     CompletionResponseGen,
     LLMMetadata,
 )
+from llama_index.core.bridge.pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
 from kp_core import Session, strip_handles
+from kp_core.engines.request import OPTIONS
 from kp_core.engines.shared import loaded_engine
 from kp_core.errors import SamplingError
+from kp_core.settings import GIVEN, ModelSettings
 from kp_llamaindex.messages import to_messages
 from kp_llamaindex.responses import Answer, to_completion
-from kp_llamaindex.settings import LLMSettings
-from kp_llamaindex.tools import tool_options
+from kp_llamaindex.tools import ToolCallingLLM, to_tools
 
 __all__ = ["KnowledgePackLLM", "use_in_settings"]
 
 T = TypeVar("T")
 
 _DEFAULT_OUTPUT = 512
+_GIVEN = "given"
 
 
-class KnowledgePackLLM(LLMSettings):
+class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
     Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
@@ -55,8 +63,39 @@ class KnowledgePackLLM(LLMSettings):
     Async endpoints work in threads and leave the loop free. `metadata` needs the engine: ask for it before the loop
     runs, or pass an `engine`.
 
+    In serialised form a store is its path; an engine, a steering, a composer and a store without a path are marks that
+    they have to be given again.
+
     Raises `KnowledgePackError` and its kinds, as the engine does.
     """
+
+    pack_budget: int | None = Field(
+        default=None,
+        ge=0,
+        description="Positions kept for packs, which prompt helpers cannot see; by default half of them with a store.",
+    )
+
+    @field_validator(*GIVEN, mode="before")
+    @classmethod
+    def _refuse_marks(cls, value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401
+        if isinstance(value, str) and value == _GIVEN:
+            name = info.field_name
+            raise ValueError(
+                f"Got the description of an LLM that was made with a {name} of its own; expected that {name}: "
+                f"`KnowledgePackLLM.from_dict(data, {name}={name})`."
+            )
+        return value
+
+    @model_serializer(mode="wrap")
+    def custom_model_dump(self, handler: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """The fields as plain values."""
+        marks = {name: None if getattr(self, name) is None else _GIVEN for name in GIVEN}
+        if self.composer == OPTIONS["composer"].default:
+            marks["composer"] = None
+        if path := getattr(self.store, "path", None):
+            marks["store"] = str(path)
+        data: dict[str, Any] = super().custom_model_dump(handler, info)
+        return data | marks | {"trusted_roles": sorted(self.trusted_roles)}
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
         super().__init__(**self._present(settings))
@@ -156,15 +195,12 @@ class KnowledgePackLLM(LLMSettings):
         return answer.whole(await engine.agenerate(to_messages(messages), **request))
 
     def _stream(
-        self,
-        messages: Sequence[ChatMessage],
-        options: Mapping[str, Any],
-        form: Callable[[ChatResponse], T],
+        self, messages: Sequence[ChatMessage], options: Mapping[str, Any], form: Callable[[ChatResponse], T]
     ) -> Generator[T, None, None]:
         answer, request = Answer(), self._request(options)
         stream = self._engine().stream(to_messages(messages), **request)
 
-        def pieces() -> Iterator[T]:
+        def pieces() -> Generator[T, None, None]:
             try:
                 for delta in stream.deltas():
                     yield form(answer.piece(delta))
@@ -172,18 +208,12 @@ class KnowledgePackLLM(LLMSettings):
             finally:
                 stream.close()
 
-        return cast("Generator[T, None, None]", pieces())
+        return pieces()
 
     async def _astream(
-        self,
-        messages: Sequence[ChatMessage],
-        request: dict[str, Any],
-        form: Callable[[ChatResponse], T],
+        self, messages: Sequence[ChatMessage], request: dict[str, Any], form: Callable[[ChatResponse], T]
     ) -> AsyncGenerator[T, None]:
         answer = Answer()
-        # The event tells the engine to stop, however this generator is left.
-        cancel = threading.Event()
-        request["cancel"] = cancel
         engine = await asyncio.to_thread(self._engine)
         stream = engine.astream(to_messages(messages), **request)
         try:
@@ -192,10 +222,7 @@ class KnowledgePackLLM(LLMSettings):
             if stream.generation is not None:
                 yield form(answer.last(stream.generation))
         finally:
-            cancel.set()
-            # A step that is still under way in its thread ends by the event and closes the stream itself.
-            with suppress(ValueError):
-                await stream.aclose()
+            await stream.aclose()
 
     def _metadata(self, engine: Session) -> LLMMetadata:
         positions = engine.max_positions
@@ -215,9 +242,8 @@ class KnowledgePackLLM(LLMSettings):
 
     def _request(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields, overridden by the options of one call; a `stop` of `None` is the field's."""
-        return tool_options(
-            self._asked({name: value for name, value in options.items() if name != "stop" or value is not None})
-        )
+        asked = self._asked({name: value for name, value in options.items() if name != "stop" or value is not None})
+        return {**asked, "tools": to_tools(asked["tools"])} if "tools" in asked else asked
 
 
 def use_in_settings(llm: KnowledgePackLLM) -> None:

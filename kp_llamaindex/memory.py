@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-from os import PathLike
 from typing import Any, Self
 
 from llama_index.core.base.llms.types import ChatMessage, TextBlock
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, field_validator, model_validator
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_serializer, model_validator
 from llama_index.core.memory import BaseMemoryBlock
 from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 
-from kp_core import Handle, Message, PackStore, PackView
-from kp_core.engines.shared import shared_engine
+from kp_core import Handle, Message, PackView
 from kp_core.errors import PackNotFoundError
-from kp_core.packs.view import TRUSTED_ROLES, PackRef, Packs
-from kp_llamaindex.messages import core_role, to_messages
+from kp_core.packs.view import PackRef, Packs
+from kp_core.settings import EngineSettings
+from kp_llamaindex.messages import to_messages
 
 __all__ = ["KnowledgePackMemoryBlock"]
 
 _SLOT = "{pack}"
 
 
-class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
+class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     """Turns that a `Memory` flushes become packs in `store`, and come back as their handles in the system message.
 
     The prompt grows by at most `max_handles` short lines, however long the conversation was: when there are more packs
@@ -41,27 +40,12 @@ class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
 
     name: str = Field(default="earlier_conversation", description="The tag that stands around the memory.")
     description: str | None = Field(default="What was said earlier.")
-    engine: Any = Field(default=None, exclude=True, repr=False)
-    model: str | None = None
-    dtype: str | None = None
-    device: str | None = None
     store: Packs = Field(description="A `PackStore`, or its path; or another store of packs.")
     namespace: str = "default"
     handles: list[str] = Field(default_factory=list, description="Handles of the packs, oldest first.")
     max_handles: int = Field(default=4, ge=1)
     lazy: bool = False
-    trusted_roles: frozenset[str] = TRUSTED_ROLES
     _writing: asyncio.Lock = PrivateAttr(default_factory=asyncio.Lock)
-
-    @field_validator("store", mode="before")
-    @classmethod
-    def _open_store(cls, store: Any) -> Any:  # noqa: ANN401
-        return PackStore(store) if isinstance(store, str | PathLike) else store
-
-    @field_validator("trusted_roles")
-    @classmethod
-    def _name_roles(cls, roles: frozenset[str]) -> frozenset[str]:
-        return frozenset(core_role(role) for role in roles)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -108,18 +92,15 @@ class KnowledgePackMemoryBlock(BaseMemoryBlock[str]):
 
     def _lines(self, message: ChatMessage) -> list[str]:
         [turn] = to_messages([message])
-        said = [
-            part.text if isinstance(part, PackRef) else part
-            for part in self._view().split(turn["content"], turn["role"])
-        ]
-        lines = [f"{turn['role']}: {''.join(said).strip()}"] if "".join(said).strip() else []
+        parts = self._view().split(turn["content"], turn["role"])
+        said = "".join(part.text if isinstance(part, PackRef) else part for part in parts).strip()
+        lines = [f"{turn['role']}: {said}"] if said else []
         calls = [call["function"] for call in turn.get("tool_calls", ())]
         lines += [f"{turn['role']} called {call['name']} with {json.dumps(call['arguments'])}" for call in calls]
         return lines
 
     def _compile(self, text: str) -> str:
-        engine = self.engine if self.engine is not None else shared_engine(self.model, self.dtype, self.device)
-        pack = engine.build_pack(text, namespace=self.namespace, compiled_for=self._place(), lazy=self.lazy)
+        pack = self._engine().build_pack(text, namespace=self.namespace, compiled_for=self._place(), lazy=self.lazy)
         return str(self.store.put(pack))
 
     def _place(self) -> list[Message]:

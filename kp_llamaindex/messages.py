@@ -18,9 +18,10 @@ from llama_index.core.base.llms.types import (
 )
 
 from kp_core.errors import PromptError, UnsupportedContentError
+from kp_core.prompt.resolve import tool_call
 from kp_core.settings import core_role
 
-__all__ = ["core_role", "to_messages"]
+__all__ = ["to_messages"]
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -61,15 +62,8 @@ def _to_message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _calls(message: ChatMessage) -> list[dict[str, Any]]:
-    calls = []
-    for block in message.blocks:
-        if isinstance(block, ToolCallBlock):
-            arguments = _arguments(block.tool_kwargs)
-            if arguments is not None:
-                function = {"name": block.tool_name, "arguments": arguments}
-                call: dict[str, Any] = {"type": "function", "function": function}
-                calls.append({**call, "id": block.tool_call_id} if block.tool_call_id else call)
-    return calls
+    found = ((block, _arguments(block.tool_kwargs)) for block in message.blocks if isinstance(block, ToolCallBlock))
+    return [tool_call(block.tool_name, given, block.tool_call_id) for block, given in found if given is not None]
 
 
 def _arguments(given: Mapping[str, Any] | str) -> dict[str, Any] | None:

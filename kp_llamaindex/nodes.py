@@ -87,10 +87,6 @@ class PackNode(TextNode):
             return super().get_content_blocks(metadata_mode)
         return [TextBlock(text=self.get_content(metadata_mode))]
 
-    def without_handle(self) -> Self:
-        """The same node as text to everyone."""
-        return self.model_copy(update={"handle": "", "digest": ""})
-
 
 class NumberSources(BaseNodePostprocessor):
     """Puts `Source 1:`, `Source 2:`, ... on a line before each node, for prompts that ask for citations.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +20,19 @@ from llama_index.core.base.llms.types import (
 )
 
 from kp_core import Delta, Generation, ToolCallDelta
+from kp_core.prompt.resolve import tool_call
 
 __all__ = ["Answer", "to_completion"]
 
 
 @dataclass
 class _Call:
-    """A tool call as far as it has come; `arguments` are JSON, or its beginning."""
+    """A tool call as far as it has come; `arguments` are JSON, or its beginning, `parsed` what it says when whole."""
 
     id: str = ""
     name: str = ""
     arguments: str = ""
+    parsed: dict[str, Any] | None = None
 
 
 class Answer:
@@ -54,14 +57,13 @@ class Answer:
         if delta.tool_call is not None:
             self._take(delta.tool_call)
         about = {"thinking_delta": delta.reasoning} if delta.reasoning else {}
-        calls: list[tuple[_Call, dict[str, Any] | str]] = [(call, call.arguments) for call in self._calls]
-        message = _message(self._text, self._reasoning, calls)
+        message = _message(self._text, self._reasoning, self._calls)
         return ChatResponse(message=message, delta=delta.text, additional_kwargs=about)
 
     def whole(self, generation: Generation) -> ChatResponse:
         """The response that holds all of `generation`."""
-        calls: list[tuple[_Call, dict[str, Any] | str]] = [
-            (_Call(call.id, call.name, json.dumps(call.arguments)), dict(call.arguments))
+        calls = [
+            _Call(call.id, call.name, json.dumps(call.arguments), dict(call.arguments))
             for call in generation.tool_calls
         ]
         message = _message(generation.text, generation.reasoning, calls)
@@ -101,15 +103,13 @@ def to_completion(response: ChatResponse) -> CompletionResponse:
     )
 
 
-def _message(text: str, reasoning: str, calls: list[tuple[_Call, dict[str, Any] | str]]) -> ChatMessage:
+def _message(text: str, reasoning: str, calls: Sequence[_Call]) -> ChatMessage:
     blocks: list[ContentBlock] = [ThinkingBlock(content=reasoning)] if reasoning else []
     # Templates set calls off by blank lines, which are nothing said.
     if text.strip() or not calls:
         blocks.append(TextBlock(text=text))
-    blocks += [ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=given) for call, given in calls]
-    told = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call, _ in calls
-    ]
-    about = {"tool_calls": told} if told else {}
+    for call in calls:
+        given = call.arguments if call.parsed is None else call.parsed
+        blocks.append(ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=given))
+    about = {"tool_calls": [tool_call(call.name, call.arguments, call.id) for call in calls]} if calls else {}
     return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=about)

@@ -14,9 +14,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import PydanticProgramMode
 
-from kp_core.settings import core_choice
-
-__all__ = ["ToolCallingLLM", "tool_options"]
+__all__ = ["ToolCallingLLM", "to_tools"]
 
 _BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
@@ -94,20 +92,11 @@ class ToolCallingLLM(FunctionCallingLLM):
         return FunctionCallingProgram.from_defaults(output_cls=output_cls, llm=self, prompt=prompt, tool_choice="any")
 
 
-def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`options` of a call with tools and tool choice in the core's form.
-
-    Tools may be LlamaIndex's or OpenAI's mappings; see `core_choice` for choices.
-    """
-    made = dict(options)
-    if made.get("tools") is not None:
-        made["tools"] = [
-            tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
-            for tool in made["tools"]
-        ]
-    if made.get("tool_choice") is not None:
-        made["tool_choice"] = core_choice(made["tool_choice"])
-    return made
+def to_tools(tools: Sequence[BaseTool | Mapping[str, Any]]) -> list[Any]:
+    """LlamaIndex's tools as OpenAI's mappings, which may stand among them."""
+    return [
+        tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool for tool in tools
+    ]
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from kp_core.packs.pack import Prefix
 from kp_core.plan import Plan
 from kp_core.prompt.prompt import Prompt, common_length
 from kp_core.prompt.template import ChatTemplate
-from kp_core.steering import LayerRange, Method, Pair, Side, Steering, resolve_layers
+from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
+from kp_core.steering.value import check_method
 
 __all__ = ["Contrast"]
 
@@ -61,13 +62,7 @@ class Contrast:
         """
         if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
             raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
-        if method not in ("mean", "last_token"):
-            raise SteeringError(f"Got the method {method!r}; expected 'mean' or 'last_token'.")
-        if method == "mean" and c_k is not None:
-            raise SteeringError(
-                "Got c_k with method='mean'. RoPE rotates each cached key by its position, so a mean over positions "
-                "mixes rotations and is no direction. Leave c_k out, or use method='last_token'."
-            )
+        check_method(method, keys=c_k is not None)
         prompts = [self._prompts(pair, index, method) for index, pair in enumerate(pairs)]
         plans = [plan for pair in prompts for plan in self._plans(*pair)]
         means: list[_Means] = []
@@ -100,31 +95,23 @@ class Contrast:
         return made.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
 
     def _prompts(self, pair: Pair, index: int, method: Method) -> tuple[Prompt, Prompt]:
-        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
-        if not all(isinstance(side, Sequence) for side in pair):
+        sides = () if isinstance(pair, str) or not isinstance(pair, Sequence) else pair
+        if len(sides) != 2 or not all(isinstance(side, Sequence) for side in sides):
             raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
         if any(not side or (isinstance(side, str) and not side.strip()) for side in pair):
             raise SteeringError(f"Pair {index} has an empty side; {_ADVICE}")
-        positive, negative = (self._render(side, answering=method == "last_token") for side in pair)
+        answering = method == "last_token"
+        positive, negative = (self._template.render(side, add_generation_prompt=answering) for side in pair)
         if positive.token_ids == negative.token_ids:
             raise SteeringError(f"Both sides of pair {index} are the same prompt once rendered; {_ADVICE}")
         return positive, negative
-
-    def _render(self, side: Side, *, answering: bool) -> Prompt:
-        return self._template.render(side, add_generation_prompt=answering)
 
     def _plans(self, positive: Prompt, negative: Prompt) -> tuple[Plan, Plan]:
         """The KV of both sides from the first message on that differs; only what is before is looked up."""
         shared = common_length(positive.token_ids, negative.token_ids)
         start = max((at for at in positive.breaks if at <= shared), default=0)
-        first, second = (
-            self._wanted(
-                Prefix(side.token_ids[:start], tuple(at for at in side.breaks if at < start)), side.token_ids[start:]
-            )
-            for side in (positive, negative)
-        )
-        return first, second
+        before = Prefix(positive.token_ids[:start], tuple(at for at in positive.breaks if at < start))
+        return self._wanted(before, positive.token_ids[start:]), self._wanted(before, negative.token_ids[start:])
 
 
 def _means(kv: KVTensors, method: Method) -> _Means:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +18,7 @@ class Row:
     """The tokens `start:stop` of a prompt: what they are, and the source of their KV.
 
     `source` is `tree` (at hand in memory), `pack` (read from the store), `composed` (by `method`), `steered` or
-    `computed`. `seconds` is an estimate from what the engine did before; `None` before it did anything.
+    `computed`. `seconds` is an estimate from what the engine did before, or from a probe; `None` without either.
     """
 
     start: int
@@ -42,9 +44,9 @@ class Explanation:
     @property
     def counts(self) -> Mapping[str, int]:
         """Tokens by source."""
-        found: dict[str, int] = {}
+        found = Counter[str]()
         for row in self.rows:
-            found[row.source] = found.get(row.source, 0) + row.tokens
+            found[row.source] += row.tokens
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,32 +57,29 @@ class Explanation:
     def __str__(self) -> str:
         cells = [("tokens", "from", "to", "source", "estimate", "what")]
         for row in self.rows:
-            cost = "?" if row.seconds is None else f"{row.seconds:.3f} s"
+            cost = "?" if row.seconds is None else f"~{row.seconds:.2g} s" if row.seconds else "0 s"
             source = f"{row.source} ({row.method})" if row.method else row.source
             cells.append((str(row.tokens), str(row.start), str(row.stop), source, cost, row.what))
-        widths = [max(len(row[column]) for row in cells) for column in range(5)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
-            "  ".join([*(cell.rjust(width) for cell, width in zip(row[:3], widths[:3], strict=True)),
-                       *(cell.ljust(width) for cell, width in zip(row[3:5], widths[3:], strict=True)), row[5]]).rstrip()
+            "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, ">>><<<", widths, strict=True)).rstrip()
             for row in cells
-        ]  # fmt: skip
+        ]
         total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
         return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens"])
 
 
-def explain(plan: Plan, found: int, seconds_per_token: float | None) -> Explanation:
-    """The rows of `plan`, of which the prefix tree has the first `found` tokens."""
+def explain(plan: Plan, found: int, seconds_per_token: float) -> Explanation:
+    """The rows of `plan`, of which the prefix tree has the first `found` tokens; NaN seconds are not known."""
     rows: list[Row] = []
     for region in plan.regions:
         known = min(max(found, region.start), region.stop)
         for start, stop, source in ((region.start, known, "tree"), (known, region.stop, _source(region))):
             if start < stop:
-                is_computed = source in ("computed", "steered")
-                cost = 0.0 if not is_computed else None if seconds_per_token is None else seconds_per_token
+                cost = seconds_per_token * (stop - start) if source in ("computed", "steered") else 0.0
                 method = region.composer.key if region.composer and source == "composed" else ""
-                about = None if cost is None else cost * (stop - start)
-                new = Row(start, stop, _what(plan, start, stop), source, method, about)
-                rows.append(new)
+                what = _what(plan, start, stop)
+                rows.append(Row(start, stop, what, source, method, None if math.isnan(cost) else cost))
     return Explanation(tuple(rows), plan.token_budget)
 
 

@@ -89,13 +89,13 @@ class IdleQueue:
                 self._run(job, future)
 
     def _run(self, job: Job, future: Future[Any]) -> None:
+        def begun() -> Iterator[object]:
+            yield from job() or ()
+
         try:
-            steps: Iterator[object] | None = None
+            steps = begun()
             while self._may_begin():
-                if steps is None:
-                    made = job()
-                    steps = None if made is None else iter(made)
-                if steps is None or next(steps, self) is self:
+                if next(steps, self) is self:
                     future.set_result(None)
                     return
             future.set_exception(BusyError("The engine was closed before this background work was done."))

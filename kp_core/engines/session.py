@@ -10,13 +10,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property, partial
+from statistics import fmean
+from typing import Any, cast
 
 from tqdm.auto import tqdm
 
-from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine
+from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStream
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
@@ -34,7 +36,7 @@ from kp_core.prompt.prompt import Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate, TokenisedPack
 from kp_core.renamed import renamed
-from kp_core.steering import LayerRange, Method, Pair, Steering
+from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
 
 __all__ = ["Session"]
@@ -43,39 +45,42 @@ __all__ = ["Session"]
 class Session:
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
-    `template` is by default the chat template of the engine's tokenizer. Options of a request are those of `Request`,
+    `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
+    token takes; `explain` estimates with it until a request has told more. Options of a request are those of `Request`,
     by name; unknown ones raise `OptionError`, and what the engine does not support raises `UnsupportedRequestError`,
     both at the call. Several threads may use one session.
     """
 
-    def __init__(self, engine: Engine, *, name: str | None = None, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        name: str | None = None,
+        template: ChatTemplate | None = None,
+        probe: Callable[[], float] = lambda: math.nan,
+    ) -> None:
         self.engine = engine
+        self._probe = cache(probe)
         self.name = name or type(engine).__name__
         """What people call the model."""
         self.template = template or ChatTemplate(engine.tokenizer)
         """The model's chat template."""
+        self.tokenizer: Any = engine.tokenizer
+        """The model's tokenizer."""
+        self.max_positions = engine.max_positions
+        """Most tokens of prompt and answer together."""
         self._idle = IdleQueue()
         self._planning = threading.Lock()
         self._pace = (0, 0.0)  # Tokens computed, and seconds until their first answers.
-
-    @property
-    def tokenizer(self) -> Any:  # noqa: ANN401 - as the engine's
-        """The model's tokenizer."""
-        return self.engine.tokenizer
 
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Which model, and in what numerics; the weights are digested when it is first asked for."""
         return self.engine.identity
 
-    @property
-    def max_positions(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self.engine.max_positions
-
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(self.template, self.engine.identity, self.engine.max_positions)
+        return Planner(self.template, self.engine.identity, self.max_positions)
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
@@ -96,24 +101,19 @@ class Session:
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
-        cancel = options.setdefault("cancel", None) or threading.Event()
-        options["cancel"] = cancel
+        cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return await in_thread(lambda: self.generate(messages, **options), cancel)
 
     def astream(self, messages: Sequence[Message] | str, **options: Any) -> AsyncStream:  # noqa: ANN401
         """As `stream`, without blocking the event loop; leaving the loop early stops the generation."""
-        cancel = options.setdefault("cancel", None) or threading.Event()
-        options["cancel"] = cancel
+        cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return AsyncStream(lambda: self.stream(messages, **options), cancel)
 
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
         """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
         self._need("logits", "a prefill alone")
         plan, _ = self._plan(messages, Request.of(options), tokens=0)
-        with self._idle.request():
-            stream = self.engine.run(plan)
-            for _ in stream:
-                pass
+        stream = self._run(plan)
         check_time(plan.limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
@@ -124,7 +124,7 @@ class Session:
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         found = self._cache("explain").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
-        return explain(plan, found, seconds / tokens if tokens else None)
+        return explain(plan, found, seconds / tokens if tokens else self._probe())
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
@@ -136,11 +136,7 @@ class Session:
         if not tokens:
             return 1.0
         plan, _ = self._plan(messages, Request.of(options), forced=tokens, tokens=len(tokens))
-        with self._idle.request():
-            stream = self.engine.run(plan)
-            for _ in stream:
-                pass
-        return math.exp(sum(stream.losses) / len(stream.losses))
+        return math.exp(fmean(self._run(plan).losses))
 
     @renamed(inside="compiled_for")
     def build_pack(
@@ -201,20 +197,10 @@ class Session:
             job, prefix, about = waiting.popleft()
             yield KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
 
-    def make_steering(  # noqa: PLR0913
-        self,
-        pairs: Sequence[Pair],
-        *,
-        method: Method = "mean",
-        layers: LayerRange | None = None,
-        c_v: float = 1.0,
-        c_k: float | None = None,
-        progress: bool = True,
-    ) -> Steering:
-        """A steering from what `pairs` of (positive, negative) have apart; see `Contrast.make`."""
+    def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
+        """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
         self._need("kv", "making steerings")
-        contrast = Contrast(self.engine, self.template, self._planner.wanted)
-        return contrast.make(pairs, method=method, layers=layers, c_v=c_v, c_k=c_k, progress=progress)
+        return Contrast(self.engine, self.template, self._planner.wanted).make(pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:
         """Do `job` when no request is being answered, a step at a time; raises `BusyError` when too much waits."""
@@ -271,6 +257,14 @@ class Session:
             self._compile(learned, request)
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
 
+    def _run(self, plan: Plan) -> TokenStream:
+        """What is left of running `plan` to its end."""
+        with self._idle.request():
+            stream = self.engine.run(plan)
+            for _ in stream:
+                pass
+        return stream
+
     def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
         with self._idle.request():
             generation = yield from reading.read(plan, tokens)
@@ -284,17 +278,15 @@ class Session:
         put: Callable[[KnowledgePack], object] | None = getattr(request.view and request.view.source, "put", None)
         if put is None or "kv" not in self.engine.supports:
             return
-        for each in learned:
 
-            def work(each: Learned = each) -> Iterator[None]:
-                for kv in self.engine.kv([self._planner.wanted(each.prefix, each.token_ids)]):
-                    put(replace(each.pack(), kv=kv))
-                    yield
+        def work(each: Learned) -> Iterator[None]:
+            for kv in self.engine.kv([self._planner.wanted(each.prefix, each.token_ids)]):
+                put(replace(each.pack(), kv=kv))
+                yield
 
-            try:
-                self.when_idle(work)
-            except BusyError:
-                return  # It will be met again.
+        with suppress(BusyError):  # It will be met again.
+            for each in learned:
+                self.when_idle(partial(work, each))
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:
@@ -305,6 +297,4 @@ class Session:
 
     def _cache(self, what: str) -> CachingEngine:
         self._need("cache", what)
-        engine: Any = self.engine
-        cache: CachingEngine = engine
-        return cache
+        return cast("CachingEngine", self.engine)

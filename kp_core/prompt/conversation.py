@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from kp_core.errors import PromptError
 from kp_core.packs.view import PackRef, PackView, Segment
-from kp_core.prompt.resolve import Message, split_content
+from kp_core.prompt.resolve import Message, split_content, tool_call
 from kp_core.tools import Tool
 
 __all__ = [
@@ -83,14 +83,9 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
 
 def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
     """`turns` with each pack's handle in place of the pack, and the packs in order of first appearance."""
-    found: dict[str, PackRef] = {}
-    lifted = []
-    for turn in turns:
-        for segment in turn.segments:
-            if _by_handle(segment):
-                found.setdefault(segment.handle, segment)
-        lifted.append(turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]))
-    return tuple(lifted), tuple(found.values())
+    packs = [part for turn in turns for part in turn.segments if _by_handle(part)]
+    lifted = [turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns]
+    return tuple(lifted), tuple({pack.handle: pack for pack in packs}.values())
 
 
 def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
@@ -179,8 +174,7 @@ class TurnShaper:
         token = secrets.token_hex(4)
         user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
         # Nine characters, as one family of templates demands of these ids.
-        call = {"id": "call00001", "type": "function", "function": {"name": f"n{token}", "arguments": {"x": 1}}}
-        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        calls = {"role": "assistant", "content": "", "tool_calls": [tool_call(f"n{token}", {"x": 1}, "call00001")]}
         result = {"role": "tool", "content": token, "name": f"n{token}", "tool_call_id": "call00001"}
 
         def shows(*messages: dict[str, Any]) -> bool:
@@ -231,9 +225,7 @@ class TurnShaper:
 def _joined(first: Turn, second: Turn) -> Turn:
     gap = (_GAP,) if first.segments and second.segments else ()
     return replace(
-        first,
-        segments=(*first.segments, *gap, *second.segments),
-        tool_calls=(*first.tool_calls, *second.tool_calls),
+        first, segments=(*first.segments, *gap, *second.segments), tool_calls=(*first.tool_calls, *second.tool_calls)
     )
 
 
@@ -260,10 +252,7 @@ def _normalised(call: object) -> _Call:
             raise PromptError(f"Got tool call arguments that are not JSON: {arguments!r}.") from error
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PromptError(f"Got the tool call {call!r}; expected a function with a name.")
-    shaped: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-    if call.get("id"):
-        shaped["id"] = call["id"]
-    return shaped
+    return tool_call(function["name"], arguments, call.get("id"))
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON of any shape

@@ -72,22 +72,15 @@ class PromptEncoder:
         # Padding and truncation would change ids; the post-processor adds BOS, which is the template's business,
         # and trims blanks off the offsets.
         state.update(truncation=None, padding=None, post_processor=None)
-        specials: list[str] = []
-        secret_names: list[str] = []
-        original_ids: list[int] = []
-        for token in state["added_tokens"]:
-            if token["special"]:
-                specials.append(token["content"])
-                original_ids.append(token["id"])
-                token["content"] = f"<|{nonce}.{len(secret_names)}|>"
-                secret_names.append(token["content"])
+        renamed = [token for token in state["added_tokens"] if token["special"]]
+        specials = [token["content"] for token in renamed]
+        self._secret = {special: f"<|{nonce}.{number}|>" for number, special in enumerate(specials)}
+        for token in renamed:
+            token["content"] = self._secret[token["content"]]
         # Renamed tokens get new ids in the twin, so they must come after the tokens that keep theirs.
-        state["added_tokens"].sort(key=lambda token: token["content"] in secret_names)
+        state["added_tokens"].sort(key=lambda token: token["special"])
         self._twin = Tokenizer.from_str(json.dumps(state))
-        self._original = {
-            self._twin.token_to_id(name): original for name, original in zip(secret_names, original_ids, strict=True)
-        }
-        self._secret = dict(zip(specials, secret_names, strict=True))
+        self._original = {self._twin.token_to_id(token["content"]): token["id"] for token in renamed}
         used = set().union(*specials)
         # Its first character is in no special token, so that none can end inside a guard.
         foreign = next(char for char in map(chr, itertools.count(ord("0"))) if char.isalnum() and char not in used)

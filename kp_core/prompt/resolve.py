@@ -8,10 +8,16 @@ from typing import Any, TypeAlias
 from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.packs.view import PackView, Segment
 
-__all__ = ["Message", "split_content"]
+__all__ = ["Message", "split_content", "tool_call"]
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`."""
+
+
+def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str, Any]:
+    """A call as `tool_calls` of a message hold it, with its id where it has one."""
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**call, "id": call_id} if call_id else call
 
 
 def split_content(message: Message, view: PackView | None) -> tuple[Segment, ...]:

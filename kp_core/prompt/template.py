@@ -186,11 +186,11 @@ class ChatTemplate:
         Raises `TemplateError` at the first token that differs.
         """
         encoded = self._encoder.encode(prompt.rendered)
-        for at, (got, expected) in enumerate(zip(prompt.token_ids, encoded.ids, strict=False)):
-            if got != expected:
-                raise TemplateError(f"Token {at} of the prompt is {got}; the single pass gives {expected}.")
-        if len(prompt.token_ids) != len(encoded.ids):
-            raise TemplateError(f"The prompt has {len(prompt)} tokens; the single pass gives {len(encoded.ids)}.")
+        got, expected = prompt.token_ids, encoded.ids
+        if (at := common_length(got, expected)) < min(len(got), len(expected)):
+            raise TemplateError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
+        if len(got) != len(expected):
+            raise TemplateError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
         return tuple(_check(span, encoded) for span in prompt.spans)
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:

@@ -2,10 +2,17 @@
 
 from kp_core.steering.calibrate import Calibrated, Calibration, CalibrationRow, Task, calibrate, repetition
 from kp_core.steering.file import load_steering, save_steering
-from kp_core.steering.layers import LayerRange, resolve_layers
-from kp_core.steering.likeness import likeness
-from kp_core.steering.plan import AskedSteering, Block, Part, Scope, as_steering, plan_blocks
-from kp_core.steering.presets import preset, preset_about, preset_names
+from kp_core.steering.pairs import likeness, preset, preset_about, preset_names
+from kp_core.steering.plan import (
+    AskedSteering,
+    Block,
+    LayerRange,
+    Part,
+    Scope,
+    as_steering,
+    plan_blocks,
+    resolve_layers,
+)
 from kp_core.steering.value import Method, Pair, Side, Steering, SteeringWarning
 
 __all__ = [

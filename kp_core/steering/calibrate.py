@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from statistics import fmean, geometric_mean
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tqdm.auto import tqdm
 
@@ -20,24 +21,18 @@ from kp_core.steering.value import Steering
 __all__ = ["Calibrated", "Calibration", "CalibrationRow", "Task", "calibrate", "repetition"]
 
 ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
+_TOLERANCE = 0.01  # Of accuracy, lost beside knowledge.
 Score: TypeAlias = Callable[[str], float]
 
 
-class _Answer(Protocol):
-    @property
-    def text(self) -> str: ...
-
-
 class Calibrated(Protocol):
-    """What `calibrate` asks of an engine."""
+    """What `calibrate` asks of an engine, as `Session` has it."""
 
-    @property
-    def generate(self) -> Callable[..., _Answer]:
-        """As `Engine.generate`."""
+    def generate(self, messages: Any, **options: Any) -> Any:  # noqa: ANN401 - what has a `text`
+        """The answer to a conversation."""
 
-    @property
-    def perplexity(self) -> Callable[..., float]:
-        """As `Session.perplexity`."""
+    def perplexity(self, messages: Any, answer: str, **options: Any) -> float:  # noqa: ANN401
+        """Perplexity per token of `answer` to a conversation."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,12 @@ class Task:
     messages: Sequence[Message] | str
     packs: Sequence[KnowledgePack] = ()
     expected: str | None = None
+
+
+class _Answer(NamedTuple):
+    task: Task
+    text: str
+    perplexity: float
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,6 @@ class Calibration:
     low: float
     high: float
     steering: Steering = field(repr=False)
-    tolerance: float = 0.01
 
     @property
     def recommended(self) -> float:
@@ -87,14 +87,14 @@ class Calibration:
 
     @property
     def recommended_with_knowledge(self) -> float:
-        """Alpha beside packs: the largest effect at which accuracy stays within `tolerance` of the unsteered one.
+        """Alpha beside packs: the largest effect at which accuracy stays within one point of the unsteered one.
 
         Where no task expects an answer it is 0.7, or less where text falls apart sooner.
         """
         plain = next(row.accuracy for row in self.rows if row.alpha == 0)
         if plain is None:
             return min(replace(self.steering, recommended=None).default_alpha(with_knowledge=True), self.high)
-        kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - self.tolerance]
+        kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - _TOLERANCE]
         return max(kept, key=lambda row: (row.effect, -abs(row.alpha))).alpha
 
     def to_dict(self) -> dict[str, Any]:
@@ -184,32 +184,33 @@ def calibrate(  # noqa: PLR0913 - what is measured, and how
     if not asked or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
         raise SteeringError(f"Got {len(asked)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
     unwarned = replace(steering, coherent=None)
-    ordered = sorted({0.0, *map(float, alphas)})
-    answers: dict[float, list[str]] = {}
-    perplexities: dict[float, list[float]] = {}
-    bar = tqdm(total=len(ordered) * len(asked), desc="Calibrating", delay=1, unit="answer", disable=not progress)
+    answers: dict[float, list[_Answer]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
+    bar = tqdm(total=len(answers) * len(asked), desc="Calibrating", delay=1, unit="answer", disable=not progress)
     with bar:
-        for alpha in ordered:
-            answers[alpha], perplexities[alpha] = [], []
+        for alpha, given in answers.items():
             for task in asked:
                 request = {"steering": (unwarned, alpha), "scope": scope, "packs": task.packs}
                 text = engine.generate(task.messages, max_tokens=max_tokens, **request).text
-                answers[alpha].append(text)
-                perplexities[alpha].append(engine.perplexity(task.messages, text, packs=task.packs))
+                given.append(_Answer(task, text, engine.perplexity(task.messages, text, packs=task.packs)))
                 bar.update()
-    limit = most_perplexity * _geometric_mean(perplexities[0.0])
-    rows = tuple(
-        _row(
-            alpha,
-            steering,
-            asked,
-            answers[alpha],
-            perplexities[alpha],
-            score,
-            lambda text, seen: is_valid(text) and repetition(text) <= most_repetition and seen <= limit,
+    limit = most_perplexity * geometric_mean(answer.perplexity for answer in answers[0.0])
+
+    def is_coherent(answer: _Answer) -> bool:
+        is_fluent = repetition(answer.text) <= most_repetition and answer.perplexity <= limit
+        return is_fluent and is_valid(answer.text)
+
+    rows = [
+        CalibrationRow(
+            alpha=alpha,
+            strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
+            effect=fmean(_scored(score, answer.text) for answer in given),
+            coherence=fmean(map(is_coherent, given)),
+            repetition=fmean(repetition(answer.text) for answer in given),
+            perplexity=geometric_mean(answer.perplexity for answer in given),
+            accuracy=_accuracy(given),
         )
-        for alpha in ordered
-    )
+        for alpha, given in answers.items()
+    ]
     return _judged(rows, steering, least_coherence)
 
 
@@ -220,29 +221,11 @@ def repetition(text: str) -> float:
     return 1 - len(set(triples)) / len(triples) if triples else 0.0
 
 
-def _row(  # noqa: PLR0913 - one argument per column
-    alpha: float,
-    steering: Steering,
-    tasks: Sequence[Task],
-    texts: Sequence[str],
-    perplexities: Sequence[float],
-    score: Score,
-    is_coherent: Callable[[str, float], bool],
-) -> CalibrationRow:
+def _accuracy(answers: Sequence[_Answer]) -> float | None:
     right = [
-        task.expected.lower() in text.lower()
-        for task, text in zip(tasks, texts, strict=True)
-        if task.expected is not None
+        answer.task.expected.lower() in answer.text.lower() for answer in answers if answer.task.expected is not None
     ]
-    return CalibrationRow(
-        alpha=alpha,
-        strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
-        effect=_mean([_scored(score, text) for text in texts]),
-        coherence=_mean([is_coherent(text, seen) for text, seen in zip(texts, perplexities, strict=True)]),
-        repetition=_mean([repetition(text) for text in texts]),
-        perplexity=_geometric_mean(perplexities),
-        accuracy=_mean(right) if right else None,
-    )
+    return fmean(right) if right else None
 
 
 def _scored(score: Score, text: str) -> float:
@@ -253,26 +236,15 @@ def _scored(score: Score, text: str) -> float:
 
 
 def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence: float) -> Calibration:
-    zero = next(index for index, row in enumerate(rows) if row.alpha == 0)
-    needed = least_coherence * rows[zero].coherence
-    first = last = zero
-    while first > 0 and rows[first - 1].coherence >= needed:
-        first -= 1
-    while last + 1 < len(rows) and rows[last + 1].coherence >= needed:
-        last += 1
-    # An end of the sweep is no cliff.
-    bounds = (
-        rows[first].alpha if first > 0 else -math.inf,
-        rows[last].alpha if last + 1 < len(rows) else math.inf,
+    plain = next(row for row in rows if row.alpha == 0)
+    broken = [row.alpha for row in rows if row.coherence < least_coherence * plain.coherence]
+    # The nearest alphas on either side where text fell apart; an end of the sweep is no cliff.
+    below, above = (
+        max((at for at in broken if at < 0), default=-math.inf),
+        min((at for at in broken if at > 0), default=math.inf),
     )
-    found = Calibration(tuple(rows), rows[first].alpha, rows[last].alpha, steering)
+    kept = [row.alpha for row in rows if below < row.alpha < above]
+    bounds = -math.inf if below == -math.inf else kept[0], math.inf if above == math.inf else kept[-1]
+    found = Calibration(tuple(rows), kept[0], kept[-1], steering)
     chosen = found.recommended, found.recommended_with_knowledge
     return replace(found, steering=replace(steering, coherent=bounds, recommended=chosen))
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return float(sum(numbers) / len(numbers))
-
-
-def _geometric_mean(numbers: Sequence[float]) -> float:
-    return math.exp(_mean([math.log(number) for number in numbers]))

@@ -1,4 +1,4 @@
-"""Which positions of a prompt are steered, and in what order its KV must then come about."""
+"""Where a steering acts: in which layers, at which positions, and in what order KV must then come about."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from kp_core.errors import SteeringError
 from kp_core.prompt.prompt import Prompt
 from kp_core.steering.value import Steering
 
-__all__ = ["AskedSteering", "Block", "Part", "Scope", "as_steering", "plan_blocks"]
+__all__ = ["AskedSteering", "Block", "LayerRange", "Part", "Scope", "as_steering", "plan_blocks", "resolve_layers"]
+
+LayerRange: TypeAlias = tuple[float, float] | range | Sequence[int]
+"""Layers as fractions of the depth `(1/3, 2/3)`, as a `range`, or as indices `[10, 11, 12]`."""
 
 Scope: TypeAlias = Literal["pack", "system", "prompt", "last_token"]
 """What is steered: the packs; the head of the prompt (all before the first message that is not the system's); the whole
@@ -20,8 +23,6 @@ prompt; or the last token of it that the first token of the answer can see in th
 
 AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
 """A steering as it is, or with its alpha; with `None`, at the default strength (`Steering.default_alpha`)."""
-
-_SCOPES = ("pack", "system", "prompt", "last_token")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,28 @@ class Block:
         """Digest of the parts as a negative number, which beside token ids keeps altered KV apart in a prefix tree."""
         names = [f"{part.start - self.start}:{part.stop - self.start}:{part.steering.id}" for part in self.parts]
         return -1 - int.from_bytes(blake2b("\0".join(names).encode(), digest_size=16).digest(), "little")
+
+
+def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
+    """The layers of a model of `count` that a range names: by default the middle third (arXiv 2604.03270, section 4.5).
+
+    A pair of floats is read as fractions of the depth; everything else as indices. Raises `SteeringError` for what
+    names no layer of the model.
+    """
+    advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
+    if not isinstance(layers, Sequence | None):
+        raise SteeringError(f"Got the layers {layers!r}; {advice}")
+    chosen: Sequence[float] = (1 / 3, 2 / 3) if layers is None else tuple(layers)
+    if len(chosen) == 2 and any(isinstance(bound, float) for bound in chosen):
+        start, stop = chosen
+        if not 0 <= start < stop <= 1:
+            raise SteeringError(f"Got the layers {layers!r}; {advice}")
+        first = min(round(start * count), count - 1)
+        return tuple(range(first, max(round(stop * count), first + 1)))
+    indices = {index for index in chosen if type(index) is int and 0 <= index < count}
+    if not chosen or len(indices) != len(chosen):
+        raise SteeringError(f"Got the layers {layers!r} of a model of {count} layers; {advice}")
+    return tuple(sorted(indices))
 
 
 def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False) -> Steering | None:
@@ -88,8 +111,8 @@ def plan_blocks(
     Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
     key deltas on more than one position.
     """
-    if scope is not None and scope not in _SCOPES:
-        raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(_SCOPES)}, or None.")
+    if scope not in (None, *get_args(Scope)):
+        raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
     parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
     for part in parts:
         if part.steering.keys and part.stop - part.start > 1:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from numbers import Real
+from statistics import fmean
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from kp_core.errors import SteeringError, SteeringMismatchError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.resolve import Message
 
-__all__ = ["Method", "Pair", "Side", "Steering", "SteeringWarning"]
+__all__ = ["Method", "Pair", "Side", "Steering", "SteeringWarning", "check_method"]
 
 Method: TypeAlias = Literal["mean", "last_token"]
 Side: TypeAlias = str | Sequence[Message]
@@ -35,6 +36,17 @@ _WITH_KNOWLEDGE = 0.7  # Arxiv 2604.03270, section 4.7.
 
 class SteeringWarning(UserWarning):
     """A steering is applied beyond the strength up to which its text was measured to stay coherent."""
+
+
+def check_method(method: str, *, keys: bool) -> None:
+    """Raise `SteeringError` for a method that does not exist, and for keys with `"mean"`."""
+    if method not in get_args(Method):
+        raise SteeringError(f"Got the method {method!r}; expected 'mean' or 'last_token'.")
+    if method == "mean" and keys:
+        raise SteeringError(
+            "Got a coefficient or deltas for keys with method='mean'. RoPE rotates each cached key by its position, so "
+            "a mean over positions mixes rotations and is no direction. Leave keys out, or use method='last_token'."
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +77,7 @@ class Steering:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.method not in ("mean", "last_token"):
-            raise SteeringError(f"Got the method {self.method!r}; expected 'mean' or 'last_token'.")
-        if self.method == "mean" and self.keys:
-            raise SteeringError(
-                "Got deltas for keys with method='mean'. RoPE rotates each cached key by its position, so a mean over "
-                "positions mixes rotations and is no direction. Steer values alone, or use method='last_token'."
-            )
+        check_method(self.method, keys=bool(self.keys))
         for name in ("values", "keys"):
             object.__setattr__(self, name, MappingProxyType(_checked(name, getattr(self, name))))
         if not self.values and not self.keys:
@@ -117,7 +123,7 @@ class Steering:
         norms, scales = self.norms, self.scales
         if not norms or any(scales.get(layer, 0.0) <= 0 for layer in norms):
             raise SteeringError("This steering carries no scale of the cached values; give `alpha` instead.")
-        return sum(norm / scales[layer] for layer, norm in norms.items()) / len(norms)
+        return fmean(norm / scales[layer] for layer, norm in norms.items())
 
     def default_alpha(self, *, with_knowledge: bool) -> float:
         """The alpha to use where none is given: what `calibrate` recommends for this model, alone or beside packs.
@@ -141,11 +147,9 @@ class Steering:
 
         Raises `SteeringError` when `strength` is not finite, or the steering is zero or carries no scales.
         """
-        if not math.isfinite(strength):
-            raise SteeringError(f"Got the strength {strength!r}; expected a finite number.")
         if self.strength == 0:
             raise SteeringError("A steering of zero has no direction, so it can have no other strength.")
-        return self * (strength / self.strength)
+        return self * (_finite(strength, "strength") / self.strength)
 
     def scaled(self, *, c_v: float = 1.0, c_k: float = 1.0) -> Steering:
         """Values times `c_v`, keys times `c_k` (the coefficients of arXiv 2507.08799); raises when not finite."""
@@ -177,19 +181,13 @@ class Steering:
 
     def cosine(self, other: Steering) -> float:
         """Cosine of the value deltas over all layers of both, a missing layer counting as zero; 0 beside a zero."""
-        layers = sorted({*self.values, *other.values})
-        dot = sum(_dot(self.values.get(layer), other.values.get(layer)) for layer in layers)
-        mine, theirs = (math.hypot(*steering.norms.values(), 0.0) for steering in (self, other))
-        return dot / (mine * theirs) if mine and theirs else 0.0
+        mine, theirs = (math.hypot(*steering.norms.values()) for steering in (self, other))
+        return sum(_dots(self.values, other.values).values()) / (mine * theirs) if mine and theirs else 0.0
 
     def layer_cosines(self, other: Steering) -> dict[int, float]:
         """Cosine of the value deltas in each layer that both have."""
-        shared = sorted(set(self.values) & set(other.values))
-        mine, theirs = self.norms, other.norms
-        return {
-            layer: _dot(self.values[layer], other.values[layer]) / (mine[layer] * theirs[layer] or 1.0)
-            for layer in shared
-        }
+        mine, theirs, dots = self.norms, other.norms, _dots(self.values, other.values)
+        return {layer: dot / (mine[layer] * theirs[layer] or 1.0) for layer, dot in dots.items()}
 
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `SteeringMismatchError`, naming each differing field, unless this steering is of that model."""
@@ -229,7 +227,7 @@ class Steering:
             values=_sum(self.values, other.values),
             keys=_sum(self.keys, other.keys),
             scales={
-                layer: _mean([side.scales[layer] for side in (self, other) if layer in side.scales])
+                layer: fmean(side.scales[layer] for side in (self, other) if layer in side.scales)
                 for layer in {*self.scales, *other.scales}
             },
             coherent=None,
@@ -283,16 +281,11 @@ def _checked(name: str, deltas: Deltas) -> dict[int, Tensor]:
 
 
 def _sum(mine: Deltas, theirs: Deltas) -> dict[int, Tensor]:
-    for layer in set(mine) & set(theirs):
-        if mine[layer].shape != theirs[layer].shape:
-            raise SteeringError(
-                f"Deltas of layer {layer} have shapes {tuple(mine[layer].shape)} and {tuple(theirs[layer].shape)}; "
-                "expected steerings of one model."
-            )
-    return {
-        **mine,
-        **{layer: mine[layer] + delta if layer in mine else delta for layer, delta in theirs.items()},
-    }
+    for layer in mine.keys() & theirs.keys():
+        shapes = tuple(mine[layer].shape), tuple(theirs[layer].shape)
+        if shapes[0] != shapes[1]:
+            raise SteeringError(f"Deltas of layer {layer} have shapes {shapes}; expected steerings of one model.")
+    return {**mine, **{layer: mine[layer] + delta if layer in mine else delta for layer, delta in theirs.items()}}
 
 
 def _finite(factor: float, name: str) -> float:
@@ -301,9 +294,7 @@ def _finite(factor: float, name: str) -> float:
     return float(factor)
 
 
-def _dot(mine: Tensor | None, theirs: Tensor | None) -> float:
-    return 0.0 if mine is None or theirs is None else float((mine.double() * theirs.double()).sum())
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
+def _dots(mine: Deltas, theirs: Deltas) -> dict[int, float]:
+    """The dot product in each layer that both have."""
+    shared = sorted(mine.keys() & theirs.keys())
+    return {layer: float((mine[layer].double() * theirs[layer].double()).sum()) for layer in shared}

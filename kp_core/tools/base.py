@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from kp_core.errors import ToolError
 
-__all__ = ["Delta", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice", "new_call_id"]
+__all__ = ["Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice", "new_call_id"]
 
 ToolChoice: TypeAlias = str
 """`"auto"`: the model decides; `"any"`: it must call a tool; `"none"`: it may not; else the tool it must call."""
@@ -80,6 +80,36 @@ class Delta:
     text: str = ""
     reasoning: str = ""
     tool_call: ToolCallDelta | None = None
+
+
+@dataclass(frozen=True)
+class JsonScan:
+    """How far a JSON text has come: whether inside a string, there behind a backslash, and how deep in brackets.
+
+    `end` is the position in the piece read last, behind the bracket that closed the outermost one.
+    """
+
+    inside: bool = False
+    escaped: bool = False
+    depth: int = 0
+    end: int | None = None
+
+    def feed(self, piece: str) -> JsonScan:
+        """The scan behind `piece`."""
+        inside, escaped, depth, end = self.inside, self.escaped, self.depth, None
+        for at, sign in enumerate(piece, 1):
+            if escaped:
+                escaped = False
+            elif inside:
+                inside, escaped = sign != '"', sign == "\\"
+            elif sign == '"':
+                inside = True
+            elif sign in "{[":
+                depth += 1
+            elif sign in "}]":
+                depth -= 1
+                end = at if depth == 0 and end is None else end
+        return JsonScan(inside, escaped, depth, end)
 
 
 def new_call_id() -> str:

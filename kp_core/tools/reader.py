@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from kp_core.tools.base import Delta, ToolCall, ToolCallDelta, new_call_id
+from kp_core.tools.base import Delta, JsonScan, ToolCall, ToolCallDelta, new_call_id
 from kp_core.tools.formats import ToolFormat
 
 __all__ = ["AnswerReader"]
@@ -29,7 +28,7 @@ class AnswerReader:
         self._buffer = ""
         self._thinks = thinks or opened
         self._step: Callable[[], Iterator[Delta]] = self._reasoning if opened else self._begin
-        self._scan = _ObjectScan()
+        self._scan = JsonScan()
         self._open_call: tuple[str, str, list[str]] | None = None
         self.text, self.reasoning = "", ""
         self.calls: list[ToolCall] = []
@@ -46,8 +45,12 @@ class AnswerReader:
         if self._step == self._reasoning:
             return [*deltas, *self._think(rest)]
         if self._step in (self._begin, self._text):
-            return [*deltas, *self._say(_without_begun(rest, self._form.trigger if self._form is not None else ""))]
+            return [*deltas, *self._say(_without_begun(rest, self._trigger))]
         return deltas
+
+    @property
+    def _trigger(self) -> str:
+        return self._form.trigger if self._form is not None else ""
 
     def _run(self) -> list[Delta]:
         deltas: list[Delta] = []
@@ -84,14 +87,11 @@ class AnswerReader:
 
     def _reasoning(self) -> Iterator[Delta]:
         self._buffer = self._buffer if self.reasoning else self._buffer.lstrip("\n")
-        before, found, after = self._buffer.partition(_CLOSE)
-        if found:
-            yield from self._think(before.rstrip("\n"))
-            self._buffer, self._step, self._thinks = after.lstrip("\n"), self._after_thought, False
-        else:
-            keep = _held(self._buffer, (_CLOSE,), blanks=True)
-            ready, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
-            yield from self._think(ready)
+        said, is_over = self._until(_CLOSE)
+        if is_over:
+            said = said.rstrip("\n")
+            self._step, self._thinks = self._after_thought, False
+        yield from self._think(said)
 
     def _after_thought(self) -> Iterator[Delta]:
         """Blank lines between reasoning and answer belong to neither."""
@@ -101,19 +101,13 @@ class AnswerReader:
         yield from ()
 
     def _text(self) -> Iterator[Delta]:
-        trigger = self._form.trigger if self._form is not None else ""
-        if not trigger:
-            ready, self._buffer = self._buffer, ""
-            yield from self._say(ready)
-            return
-        before, found, after = self._buffer.partition(trigger)
-        if found:
-            yield from self._say(before.rstrip())
-            self._buffer, self._step = after, self._head
+        if self._trigger:
+            said, calls = self._until(self._trigger)
+            if calls:
+                said, self._step = said.rstrip(), self._head
         else:
-            keep = _held(self._buffer, (trigger,), blanks=True)
-            ready, self._buffer = self._buffer[: len(self._buffer) - keep], self._buffer[len(self._buffer) - keep :]
-            yield from self._say(ready)
+            said, self._buffer = self._buffer, ""
+        yield from self._say(said)
 
     def _head(self) -> Iterator[Delta]:
         """Between calls, or before the first: the next thing is a name."""
@@ -127,7 +121,7 @@ class AnswerReader:
         if head is None:
             return
         name = head[1] if self._form.separator else json.loads(f'"{head[1]}"')
-        self._buffer, self._step, self._scan = self._buffer[head.end() :], self._arguments, _ObjectScan()
+        self._buffer, self._step, self._scan = self._buffer[head.end() :], self._arguments, JsonScan()
         self._open_call = (new_call_id(), name, [])
         yield Delta(tool_call=ToolCallDelta(len(self.calls), self._open_call[0], name))
 
@@ -135,15 +129,15 @@ class AnswerReader:
         if self._open_call is None:
             raise AssertionError("arguments belong to a call")
         identity, name, parts = self._open_call
-        end = self._scan.feed(self._buffer)
+        self._scan = self._scan.feed(self._buffer)
+        end = self._scan.end
         piece, self._buffer = (self._buffer, "") if end is None else (self._buffer[:end], self._buffer[end:])
         if piece:
             parts.append(piece)
             yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=piece))
         if end is not None:
-            self.calls.append(ToolCall(identity, name, _parsed("".join(parts))))
+            self.calls.append(ToolCall(identity, name, json.loads("".join(parts))))
             self._open_call, self._step = None, self._between
-        return
 
     def _between(self) -> Iterator[Delta]:
         """Behind the arguments: the brace that ends the call, unless the format has none."""
@@ -152,6 +146,16 @@ class AnswerReader:
         elif self._buffer.lstrip().startswith("}"):
             self._buffer, self._step = self._buffer.lstrip()[1:], self._head
         yield from ()
+
+    def _until(self, mark: str) -> tuple[str, bool]:
+        """Take what is before `mark`; until it came, blanks and what may be a part of it stay."""
+        before, found, after = self._buffer.partition(mark)
+        if found:
+            self._buffer = after
+            return before, True
+        stop = len(self._buffer[: len(self._buffer) - _begun(self._buffer, mark)].rstrip())
+        before, self._buffer = self._buffer[:stop], self._buffer[stop:]
+        return before, False
 
     def _say(self, text: str) -> Iterator[Delta]:
         if text:
@@ -164,47 +168,14 @@ class AnswerReader:
             yield Delta(reasoning=text)
 
 
-class _ObjectScan:
-    """Finds the end of a JSON object that comes in pieces."""
-
-    def __init__(self) -> None:
-        self._depth, self._in_string, self._escaped = 0, False, False
-
-    def feed(self, piece: str) -> int | None:
-        """The place in `piece` behind the object's last brace, or `None` when it goes on."""
-        for at, sign in enumerate(piece):
-            if self._escaped:
-                self._escaped = False
-            elif self._in_string:
-                self._escaped, self._in_string = sign == "\\", sign != '"'
-            elif sign == '"':
-                self._in_string = True
-            elif sign in "{[":
-                self._depth += 1
-            elif sign in "}]":
-                self._depth -= 1
-                if self._depth == 0:
-                    return at + 1
-        return None
-
-
-def _parsed(arguments: str) -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(arguments)
-    return parsed
-
-
-def _held(text: str, marks: tuple[str, ...], *, blanks: bool) -> int:
-    """How many characters at the end of `text` might begin one of `marks`, with the blanks before it."""
-    longest = 0
-    for mark in marks:
-        longest = max(longest, next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0))
-    rest = text[: len(text) - longest]
-    return longest + (len(rest) - len(rest.rstrip()) if blanks else 0)
+def _begun(text: str, mark: str) -> int:
+    """How many characters at the end of `text` might begin `mark`."""
+    return next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _without_begun(text: str, trigger: str) -> str:
     """`text` without the part of `trigger` at its end, where that is long enough to be nothing else."""
-    begun = _held(text, (trigger,), blanks=False)
+    begun = _begun(text, trigger)
     return text[: len(text) - begun].rstrip() if 2 * begun > len(trigger) else text
 
 

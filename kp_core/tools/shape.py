@@ -48,9 +48,9 @@ class AnswerShape:
         names = [tool.name for tool in offered]
         if len(set(names)) < len(names):
             raise ToolError(f"Got the tools {', '.join(names)}; expected a different name for each.")
-        if choice not in ("auto", "none") and choice not in (("any", *names) if names else ()):
-            known = ", ".join(("auto", "none", *(("any", *names) if names else ())))
-            raise ToolError(f"Got tool_choice={choice!r}; expected one of: {known}.")
+        known = ("auto", "none", "any", *names) if names else ("auto", "none")
+        if choice not in known:
+            raise ToolError(f"Got tool_choice={choice!r}; expected one of: {', '.join(known)}.")
         if schema is not None and choice not in ("auto", "none"):
             raise ToolError(
                 f"Got response_schema with tool_choice={choice!r}; an answer is a call or an object, not both."
@@ -85,12 +85,7 @@ class AnswerShape:
         `token(text)` is the id of a marker that is a special token, else `None`. `thinks` admits a `<think>` block at
         the beginning; with `opened` the prompt has begun it already.
         """
-        options = []
-        rules = []
-        if self.callable:
-            calls, more = self._calls(form, token)
-            rules += more
-            options += calls
+        options, rules = self._calls(form, token) if self.callable else ([], [])
         if self.schema is not None:
             options.append("answer")
             rules.append(f"answer: {_json_rule(self.schema)}")
@@ -98,14 +93,17 @@ class AnswerShape:
             name, text = self._free_text(form, token)
             options.append(name)
             rules.append(f"{name}: {text}")
-        constrained = self.is_forced or self.schema is not None
-        if constrained and (thinks or opened):
+        start = " | ".join(options)
+        if (self.is_forced or self.schema is not None) and (thinks or opened):
             begin = "" if opened else '"<think>" '
-            rules += [f'thought: thought_block /\\s*/\nthought_block[lazy]: {begin}THOUGHT_TEXT "</think>"']
-            rules.append(f"THOUGHT_TEXT: {_ANY}")
+            rules = [
+                f"body: {start}",
+                *rules,
+                f'thought: thought_block /\\s*/\nthought_block[lazy]: {begin}THOUGHT_TEXT "</think>"',
+                f"THOUGHT_TEXT: {_ANY}",
+            ]
             start = ("thought" if opened else "thought?") + " body"
-            return "\n".join([f"start: {start}", f"body: {' | '.join(options)}", *rules])
-        return "\n".join([f"start: {' | '.join(options)}", *rules])
+        return "\n".join([f"start: {start}", *rules])
 
     def _free_text(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[str, str]:
         """What an answer without calls may be, as the name of a terminal and its pattern."""

@@ -95,12 +95,6 @@ def test_read_as_a_text_node_it_is_text(packed, plain):
     assert again.get_content(MetadataMode.LLM) == plain.get_content(MetadataMode.LLM)
 
 
-def test_without_handle(packed, plain):
-    text = packed.without_handle()
-    assert text.get_content(MetadataMode.LLM) == plain.get_content(MetadataMode.LLM)
-    assert packed.is_intact
-
-
 def test_numbered_sources(packed, plain):
     found = NumberSources().postprocess_nodes(
         [NodeWithScore(node=packed, score=0.5), NodeWithScore(node=plain, score=0.4)], query_str="?"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -21,23 +20,6 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["load_session"]
-
-
-class _Identity:
-    """The fingerprint of a model, taken when it is first asked for."""
-
-    def __init__(self, check: Callable[[], None], *about: Any) -> None:  # noqa: ANN401 - as `take_fingerprint` has them
-        self._check, self._about = check, about
-        self._lock = Lock()
-
-    @cached_property
-    def _fingerprint(self) -> ModelFingerprint:
-        self._check()
-        return take_fingerprint(*self._about)
-
-    def __call__(self) -> ModelFingerprint:
-        with self._lock:
-            return self._fingerprint
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -68,19 +50,20 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     template = ChatTemplate(found, template_options)
     causal = CausalModel(loaded)
     # What was loaded here nobody else can change.
-    check = _unchanged if isinstance(source, str | Path) else ModelWatch(loaded).check
+    watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
+
+    def check() -> None:
+        if watch is not None:
+            watch.check()
+
+    @cache
+    def identity() -> ModelFingerprint:
+        check()
+        return take_fingerprint(causal, found, template, chunk_tokens, source)
+
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // 8
     engine = LocalEngine(
-        causal,
-        found,
-        identity=_Identity(check, causal, found, template, chunk_tokens, source),
-        check=check,
-        cache_bytes=cache_bytes,
-        chunk_tokens=chunk_tokens,
+        causal, found, identity=identity, check=check, cache_bytes=cache_bytes, chunk_tokens=chunk_tokens
     )
-    return Session(engine, name=name_of(model), template=template)
-
-
-def _unchanged() -> None:
-    """As `ModelWatch.check`."""
+    return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)

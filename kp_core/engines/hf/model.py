@@ -6,16 +6,17 @@ import copy
 import inspect
 import itertools
 import logging
+import time
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kp_core.engines.hf import attention
-from kp_core.engines.hf.cache import cache_of
 from kp_core.engines.hf.sampling import Sampler
-from kp_core.engines.local.buffer import CacheShape, KVBuffer
+from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.errors import UnsupportedModelError
 from kp_core.plan import Sampling
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE = 8
 """Tokens of the forward pass that finds out the shape of the cache."""
+_PACE_TOKENS = 128
+"""Tokens of the forward pass that is timed."""
 
 
 class CausalModel:
@@ -37,20 +40,15 @@ class CausalModel:
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_unsupported(model.config)
         self._model = _own_view(model).eval()
+        self.config: Any = self._model.config
+        """The architecture's configuration."""
+        self.device: torch.device = self._model.device
+        """Where token ids go in."""
+        self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
+        """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self.shape = self._measure_shape()
         self._install_attention()
-
-    @property
-    def config(self) -> Any:  # noqa: ANN401 - configurations have no common static type
-        """The architecture's configuration."""
-        return self._model.config
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go in."""
-        device: torch.device = self._model.device
-        return device
 
     @property
     def max_positions(self) -> int:
@@ -73,15 +71,6 @@ class CausalModel:
             found.update([token] if isinstance(token, int) else token or [])
         return frozenset(found)
 
-    @property
-    def vocabulary(self) -> int:
-        """Length of the logits, which may be longer than the tokenizer's vocabulary."""
-        return int(self._model.get_output_embeddings().weight.shape[0])
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Every parameter and persistent buffer, by name."""
-        return dict(self._model.state_dict())
-
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Run `ids` of shape `(batch, new)` behind what `buffer` holds, and write their KV there.
@@ -89,19 +78,29 @@ class CausalModel:
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         """
         if not logits:
-            self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
+            self._model.base_model(input_ids=ids, past_key_values=_cache_of(buffer), use_cache=True)
             return None
         keep = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True, **keep)
+        output = self._model(input_ids=ids, past_key_values=_cache_of(buffer), use_cache=True, **keep)
         last: Tensor = output.logits[:, -1]
         return last.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
+        output = self._model(input_ids=ids, past_key_values=_cache_of(buffer), use_cache=True)
         every: Tensor = output.logits[0]
         return every.clone()
+
+    def seconds_per_token(self) -> float:
+        """What prefilling a token takes about, by one forward pass."""
+        tokens = min(_PACE_TOKENS, self.max_positions)
+        ids, buffer = torch.zeros(1, tokens, dtype=torch.long, device=self.device), KVBuffer(self.shape, tokens)
+        began = time.perf_counter()
+        logits = self.forward(ids, buffer)
+        if logits is not None:
+            logits.cpu()  # An accelerator is waited for.
+        return (time.perf_counter() - began) / tokens
 
     def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
         """How the next token is chosen."""
@@ -150,6 +149,44 @@ class CausalModel:
         edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
         return torch.cat([step for step in steps if step is not None]).float()
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a buffer."""
+
+    is_sliding = False
+
+    def __init__(self, layer: BufferLayer) -> None:
+        super().__init__()
+        self._layer = layer
+        self.keys, self.values = layer.keys, layer.values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: a buffer is allocated whole."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """See `BufferLayer.update`."""
+        return self._layer.update(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        """Tokens filled."""
+        return self._layer.length
+
+    def get_max_length(self) -> int:
+        """Tokens there is memory for."""
+        return int(self.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` new tokens will see."""
+        return self._layer.length + query_length, 0
+
+
+def _cache_of(buffer: KVBuffer) -> Cache:
+    """The cache that reads and writes `buffer`."""
+    if not isinstance(buffer.view, Cache):
+        buffer.view = Cache(layers=[_Layer(layer) for layer in buffer.layers])
+    return buffer.view
 
 
 def refuse_unsupported(config: Any) -> None:  # noqa: ANN401

@@ -6,12 +6,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kp_core.errors import MissingDependencyError, SamplingError, ToolError
+from kp_core.tools.base import JsonScan
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -36,9 +38,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, end_tokens: frozenset[int] | set[int]) -> None:  # noqa: ANN401
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(end_tokens)
         self._lock = threading.Lock()
-        self._llm: Any = None
-        self._compiled: dict[str, LLMatcher] = {}
-        self._preferred: _Preferences | None = None
+        self._compiled = lru_cache(_KEPT)(self._compile)
 
     def constraint(self, grammar: str, room: int, *, opened: bool = False) -> Constraint:
         """A fresh constraint to `grammar`; raises `ToolError` for a schema that it cannot express.
@@ -47,48 +47,45 @@ class Grammars:
         fits into `room` tokens.
         """
         with self._lock:
-            matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
-            self._compiled[grammar] = matcher
-            while len(self._compiled) > _KEPT:
-                del self._compiled[next(iter(self._compiled))]
-            return Constraint(
-                matcher.deep_copy(), self._text, self._preferences(), self._ends[0], room, self._thought(opened=opened)
-            )
+            matcher = self._compiled(grammar).deep_copy()
+            thought = _Thought(tuple(self._llm.tokenize_str(_THOUGHT_END)), _THOUGHT if opened else "")
+            return Constraint(matcher, self._text, self._preferred, self._ends[0], room, thought)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    @cached_property
+    def _llm(self) -> Any:  # noqa: ANN401
         try:
-            from llguidance import LLMatcher
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise MissingDependencyError(
                 "Tools and response schemas need llguidance, which is not installed: "
                 "pip install 'knowledge-packs[tools]'"
             ) from error
-        if self._llm is None:
-            self._llm = from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
-        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._llm)
+        return from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        llm = self._llm
+        from llguidance import LLMatcher
+
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, llm)
         if failed:
             reason = messages[0].splitlines()[0] if messages else "unknown reason"
             raise ToolError(
                 f"Got a JSON Schema that cannot be enforced ({reason}). Rewrite that part of the schema of the tool or "
                 "of the answer with types, enums, properties, items, anyOf and $ref."
             )
-        return LLMatcher(self._llm, grammar)
-
-    def _thought(self, *, opened: bool) -> _Thought:
-        return _Thought(tuple(self._llm.tokenize_str(_THOUGHT_END)), _THOUGHT if opened else "")
+        return LLMatcher(llm, grammar)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._llm.decode_str(list(tokens)))
 
-    def _preferences(self) -> _Preferences:
+    @cached_property
+    def _preferred(self) -> _Preferences:
         """The tokens that lead to an end, best first: inside of a JSON string, and outside."""
-        if self._preferred is None:
-            known = min(len(self._tokenizer), self._vocabulary)
-            texts = [self._text([token]) for token in range(known)]
-            inside, outside = ([rank(text) for text in texts] for rank in (_rank_inside, _rank_outside))
-            self._preferred = _best(inside), _best(outside)
-        return self._preferred
+        texts = [self._text([token]) for token in range(min(len(self._tokenizer), self._vocabulary))]
+        inside, outside = (
+            sorted(range(len(texts)), key=lambda token: -rank(texts[token])) for rank in (_rank_inside, _rank_outside)
+        )
+        return inside, outside
 
 
 class Constraint:
@@ -104,7 +101,7 @@ class Constraint:
         thought: _Thought,
     ) -> None:
         self._matcher, self._text, self._preferred, self._end = matcher, text, preferred, end
-        self._scan, self._thought = _Scan(), thought
+        self._scan, self._thought = JsonScan(), thought
         way = self._search(matcher, self._scan, thought)
         if way is not None and len(way) > room:
             raise SamplingError(
@@ -131,7 +128,7 @@ class Constraint:
         if self._closing:
             token, *self._way = self._way or [self._end]
         # Quotes in free text, where an end is always at hand, and in thoughts open no string.
-        self._scan = _Scan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
+        self._scan = JsonScan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
         self._matcher.consume_token(token)
         said = self._text([token])
         self._scan, self._thought = self._scan.feed(said), self._thought.feed(said)
@@ -148,7 +145,7 @@ class Constraint:
         said = self._text([token])
         return self._search(ahead, self._scan.feed(said), self._thought.feed(said))
 
-    def _search(self, matcher: LLMatcher, scan: _Scan, thought: _Thought) -> list[int] | None:
+    def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
         """A short way to a complete answer, by the token that closes most at every step; `None` when none was found."""
         ahead, way = matcher.deep_copy(), list[int]()
         taken: Counter[int] = Counter()
@@ -171,7 +168,7 @@ class Constraint:
                 return None
             way += step
             said = self._text(step)
-            scan, thought = _Scan() if thought.is_open else scan.feed(said), thought.feed(said)
+            scan, thought = JsonScan() if thought.is_open else scan.feed(said), thought.feed(said)
         return way
 
 
@@ -179,10 +176,6 @@ def _allowed(matcher: LLMatcher, vocabulary: int) -> Tensor:
     """Which tokens may come next, `(vocabulary,)`."""
     bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
     return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[:vocabulary]
-
-
-def _best(ranks: Sequence[int]) -> list[int]:
-    return sorted(range(len(ranks)), key=lambda token: -ranks[token])
 
 
 @dataclass(frozen=True)
@@ -202,27 +195,8 @@ class _Thought:
         return self if is_decided else _Thought(self.ending, self.said + text)
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """Whether the JSON written so far stands inside a string."""
-
-    inside: bool = False
-    escaped: bool = False
-
-    def feed(self, text: str) -> _Scan:
-        inside, escaped = self.inside, self.escaped
-        for sign in text:
-            if escaped:
-                escaped = False
-            elif sign == "\\":
-                escaped = inside
-            elif sign == '"':
-                inside = not inside
-        return _Scan(inside, escaped)
-
-
 def _rank_inside(text: str) -> int:
-    """CompiledFor a string: end it; else say something short."""
+    """Inside of a string: end it; else say something short."""
     if text.startswith('"') and not text.strip('"}] \n'):
         return 100 + len(text)
     if len(text) == 1 and text.isascii() and text.isprintable():

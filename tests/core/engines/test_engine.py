@@ -367,7 +367,7 @@ def test_loads_a_folder_and_an_object_alike(tmp_path):
 
 
 def test_what_the_model_says_holds_no_handles(smol):
-    from kp_core.engines.text import AnswerText
+    from kp_core.engines.reading import AnswerText
 
     said = f"See kp:veyl/{'a' * 21} and kp:x, kept."
     text = AnswerText(smol.tokenizer, ())

@@ -157,6 +157,17 @@ def test_a_plan_tells_where_kv_comes_from_before_anything_is_computed(tmp_path):
     assert told.to_dict()["regions"][1]["tokens"] == told.rows[1].tokens
 
 
+def test_a_plan_costs_what_the_probe_tells_until_a_request_told_more():
+    engine = tiny_engine().engine
+    engine.clear_cache()
+    [row] = Session(engine, probe=lambda: 0.5).explain("Which?").rows
+    assert row.seconds == 0.5 * row.tokens
+    unprobed = Session(engine).explain("Which?")
+    assert [row.seconds for row in unprobed.rows] == [None]
+    assert " ? " in str(unprobed)
+    assert tiny_engine().explain("Which?").rows[0].seconds is not None
+
+
 def test_a_prefill_alone_is_held_to_no_grammar():
     engine = tiny_engine()
     schema = {"type": "object", "properties": {"year": {"type": "integer"}}, "required": ["year"]}

@@ -1,9 +1,12 @@
-"""A score for any steering: which side of its own pairs a text is like."""
+"""Contrastive pairs that come with the package, written for it; and which side of its pairs a text is like."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import cache
+from importlib.resources import files
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +14,27 @@ from numpy.typing import NDArray
 from kp_core.errors import SteeringError
 from kp_core.steering.value import Pair, Side
 
-__all__ = ["Embeds", "likeness"]
+__all__ = ["Embeds", "likeness", "preset", "preset_about", "preset_names"]
+
+
+@cache
+def preset_names() -> tuple[str, ...]:
+    """The presets there are, sorted."""
+    found = (files("kp_core") / "presets").iterdir()
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in found if entry.name.endswith(".json")))
+
+
+def preset_about(name: str) -> str:
+    """What a preset steers towards, and away from, in a few words; raises as `preset`."""
+    return str(_read(name)["about"])
+
+
+def preset(name: str) -> tuple[tuple[str, str], ...]:
+    """The (positive, negative) pairs of a preset, for `engine.make_steering`; at least 24.
+
+    The first side is what the preset is named after. Raises `SteeringError` for a name that does not exist.
+    """
+    return tuple((positive, negative) for positive, negative in _read(name)["pairs"])
 
 
 class Embeds(Protocol):
@@ -39,3 +62,10 @@ def likeness(pairs: Sequence[Pair], embedder: Embeds) -> Callable[[str], float]:
 
 def _said(side: Side) -> str:
     return side if isinstance(side, str) else str(side[-1]["content"])
+
+
+def _read(name: str) -> dict[str, Any]:
+    if name not in preset_names():
+        raise SteeringError(f"Got the preset {name!r}; expected one of {', '.join(preset_names())}.")
+    found: dict[str, Any] = json.loads((files("kp_core") / "presets" / f"{name}.json").read_text(encoding="utf-8"))
+    return found
