@@ -143,7 +143,9 @@ class TextIndex:
     def of(cls, source: PackTexts) -> TextIndex:
         """The index of `source`, empty at first."""
         with cls._making:
-            return cls._known.setdefault(source, cls())
+            if source not in cls._known:
+                cls._known[source] = cls()
+            return cls._known[source]
 
     def find(self, source: PackTexts, text: str, namespaces: Collection[str]) -> list[tuple[int, int, Handle]]:
         """Where texts of `namespaces` are in `text`, as `Recogniser.find` says; reads what `source` has new before."""

@@ -45,12 +45,13 @@ class Marks:
 
     def find(self, marked: str) -> tuple[str, list[tuple[str, int]]]:
         """The text without marks, and each mark with its position in that text."""
-        pieces = re.split(re.escape(self._sign) + r"([a-z]\d*)>", marked)
-        found, at = [], len(pieces[0])
-        for kind, piece in zip(pieces[1::2], pieces[2::2], strict=True):
-            found.append((kind, at))
-            at += len(piece)
-        return "".join(pieces[::2]), found
+        text, *pieces = marked.split(self._sign)
+        found = []
+        for piece in pieces:
+            kind, _, plain = piece.partition(">")
+            found.append((kind, len(text)))
+            text += plain
+        return text, found
 
     def positions(self, text: str, found: list[tuple[str, int]]) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
         """Where packs are, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
