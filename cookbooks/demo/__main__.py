@@ -41,7 +41,7 @@ def _options() -> argparse.Namespace:
         metavar="FILE",
         help="HotpotQA with gold facts, JSON lines (default: $KP_DATA/hotpotqa_gold.jsonl where KP_DATA is set)",
     )
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep bank and packs there, and use what is there")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep facts and packs there, and use what is there")
     options = parser.parse_args()
     if options.limit < 1:
         parser.error("--limit has to be at least 1")
@@ -71,9 +71,9 @@ def _run(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="knowledge-packs-")))
         folder /= "demo" if options.data is None else options.data.stem
-        bank = stack.enter_context(kp_core.ChromaFactBank(folder / "bank", embedder))
-        world = World(corpus, engine, bank, folder)
-        console.print(f"{bank.banks} banks in Chroma; compiling the packs that the questions will find ...")
+        facts = stack.enter_context(kp_core.ChromaFactStore(folder / "facts", embedder))
+        world = World(corpus, engine, facts, folder)
+        console.print(f"{len(facts)} facts in Chroma, in {len(facts.banks())} banks; compiling the packs that the questions will find ...")
         packs = world.compile(corpus.questions)
         console.print(f"{packs} packs, {world.store.nbytes / 1e6:.0f} MB.")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

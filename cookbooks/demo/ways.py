@@ -13,7 +13,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
 from cookbooks.demo.corpus import Corpus, Question
-from kp_core import ChromaFactBank, PackStore, Session
+from kp_core import ChromaFactStore, PackStore, Session
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, pack_place
 
 __all__ = ["ALONE", "PROMPT", "Way", "World", "accumulate", "ask"]
@@ -38,9 +38,9 @@ def join(documents: Sequence[Document]) -> str:
 
 
 class World:
-    """A corpus in a Chroma bank, its packs in a store, and a chat model that resolves their handles."""
+    """A corpus in Chroma, its packs in a store, and a chat model that resolves their handles."""
 
-    def __init__(self, corpus: Corpus, engine: Session, bank: ChromaFactBank, folder: Path) -> None:
+    def __init__(self, corpus: Corpus, engine: Session, facts: ChromaFactStore, folder: Path) -> None:
         self.corpus, self.engine = corpus, engine
         self.store = PackStore(folder / "packs")
         self.model = ChatKnowledgePacks(engine=engine, store=self.store, namespaces=[_NAMESPACE], max_tokens=MAX_TOKENS)
@@ -49,15 +49,13 @@ class World:
         common = {
             "engine": engine,
             "store": self.store,
-            "bank": bank,
+            "fact_store": facts,
             "namespace": _NAMESPACE,
             "compiled_for": self.place,
             "content": "handle",
         }
-        # Ranking a few hundred facts costs nothing beside embedding the question, so every bank is searched.
-        everywhere = {"lazy": True, "probes": len(corpus.facts)}
-        self.facts = KnowledgePackRetriever.from_facts(corpus.facts, **common, **everywhere, k=FACTS)
-        self.banks = KnowledgePackRetriever.from_facts((), **common, **everywhere, k=1, unit="bank")
+        self.facts = KnowledgePackRetriever.from_facts(corpus.facts, **common, lazy=True, k=FACTS)
+        self.banks = KnowledgePackRetriever.from_facts((), **common, lazy=True, k=1, unit="bank")
 
     def compile(self, questions: Sequence[Question]) -> int:
         """Compute and store the KV of the packs that `questions` will use from the store; how many there are.
