@@ -12,7 +12,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
-__all__ = ["KnowledgePack", "PackSteering", "Prefix"]
+__all__ = ["KnowledgePack", "PackKey", "PackSteering", "Prefix"]
 
 
 class PackSteering(Protocol):
@@ -44,6 +44,18 @@ class Prefix:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class PackKey:
+    """Which of the KV entries of a text is wanted: of this model, and where it matters behind this prefix."""
+
+    model: ModelFingerprint
+    prefix: Prefix | None = None
+
+    def fits(self, pack: KnowledgePack) -> bool:
+        """Whether `pack` is what is wanted."""
+        return pack.fingerprint == self.model and self.prefix in (None, pack.prefix)
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +101,11 @@ class KnowledgePack:
     def nbytes(self) -> int:
         """Bytes of the KV; 0 for a lazy pack."""
         return 0 if self.kv is None else self.kv.nbytes
+
+    @property
+    def key(self) -> PackKey:
+        """What this entry of its text was made for."""
+        return PackKey(self.fingerprint, self.prefix)
 
     def without_kv(self) -> KnowledgePack:
         """The same knowledge as a lazy pack."""

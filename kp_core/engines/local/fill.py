@@ -255,7 +255,7 @@ class Filler:
         planned = pack = span.pack
         if pack.kv is None and plan.packs is not None and find_handles(span.handle):
             try:
-                pack = plan.packs.get(Handle.parse(span.handle))
+                pack = plan.packs.get(Handle.parse(span.handle), planned.key)
             except PackNotFoundError:
                 return None
         same = ("token_ids", "prefix", "fingerprint")
