@@ -27,6 +27,7 @@ from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.errors import BusyError, ShortTextError, UnsupportedRequestError
+from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef
@@ -139,7 +140,7 @@ class Session:
         return math.exp(fmean(self._run(plan).losses))
 
     @renamed(inside="compiled_for")
-    def build_pack(
+    def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
         text: str,
         *,
@@ -147,16 +148,16 @@ class Session:
         compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Mapping[str, str] | None = None,
+        compress: Compression = "none",
     ) -> KnowledgePack:
         """`text` compiled for the position that `compiled_for` says (see `ChatTemplate.tokenise_pack`).
 
         A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`,
-        ...) travels with the pack.
+        ...) travels with the pack; `compress` says how it is stored (see `KnowledgePack.compressed`).
         """
         about = [provenance or {}]
-        return next(
-            self.build_packs([text], namespace=namespace, compiled_for=compiled_for, lazy=lazy, provenance=about)
-        )
+        options: dict[str, Any] = {"lazy": lazy, "provenance": about, "compress": compress}
+        return next(self.build_packs([text], namespace=namespace, compiled_for=compiled_for, **options))
 
     @renamed(inside="compiled_for")
     def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
@@ -168,6 +169,7 @@ class Session:
         lazy: bool = False,
         provenance: Sequence[Mapping[str, str]] | None = None,
         on_short: Callable[[str, ShortTextError], object] | None = None,
+        compress: Compression = "none",
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
         """The packs of `texts`, in order and one at a time, so that any number fits in memory.
@@ -195,7 +197,8 @@ class Session:
         found = (None for _ in plans()) if lazy else self.engine.kv(plans())
         for kv in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):
             job, prefix, about = waiting.popleft()
-            yield KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
+            pack = KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
+            yield pack.compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
         """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
