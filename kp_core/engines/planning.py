@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 
 from kp_core.compose import Composer, NaiveComposer
+from kp_core.engines.keeping import Keeper
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
@@ -57,6 +58,7 @@ class Planner:
     def __init__(self, template: ChatTemplate, identity: ModelFingerprint, max_positions: int) -> None:
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._chunk_tokens = int(identity.chunk_tokens)
+        self._keeper = Keeper(template, identity)
         self._met: Counter[tuple[str, int]] = Counter()
         self._counting = Lock()
 
@@ -100,14 +102,15 @@ class Planner:
             budget,
             packs=checked,
             reuse=request.reuse,
-            deterministic=request.deterministic,
+            # What is behind decoded KV could not be read again bit for bit.
+            deterministic=request.deterministic or (request.keep == "always" and view is not None),
             limit=limit,
         )
         if blocks:
             start, below = self._cut(prompt.until(blocks[0].stop), request, checked)
             regions = plan_regions(start, below.packs, below.composed)
             plan = replace(plan, below=replace(plan, prompt=start.prompt, regions=regions))
-        return plan, sourced.learned
+        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), sourced.learned
 
     def blocks(self, prompt: Prompt, cuts: Cuts, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""

@@ -22,6 +22,7 @@ from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStrea
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
+from kp_core.engines.keeping import write_kept
 from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
@@ -115,6 +116,7 @@ class Session:
         self._need("logits", "a prefill alone")
         plan, _ = self._plan(messages, Request.of(options), tokens=0)
         stream = self._run(plan)
+        write_kept(plan.kept, self.when_idle)
         check_time(plan.limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
@@ -271,6 +273,7 @@ class Session:
     def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
         with self._idle.request():
             generation = yield from reading.read(plan, tokens)
+        write_kept(plan.kept, self.when_idle)
         usage = generation.usage
         if usage.computed_tokens:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)

@@ -48,16 +48,16 @@ class PackFiles:
         except UnicodeEncodeError as error:
             raise HandleError(f"Got text that is not Unicode: {error}. Decode it with errors='replace'.") from error
 
-    def look(self, handle: Handle, slot: str = "") -> KnowledgePack | None:
+    def look(self, handle: Handle, slot: str = "", root: str = "packs") -> KnowledgePack | None:
         """The entry without its KV; `None` for one that is absent or shows damage. Remembers what it saw."""
         with suppress(FileNotFoundError, PackCorruptError):
-            if found := self.blobs.stat(pack_key(handle, slot)):
-                return self._peeked(handle, slot, found.version)
+            if found := self.blobs.stat(pack_key(handle, slot, root)):
+                return self._peeked(handle, slot, root, found.version)
         return None
 
-    def header(self, handle: Handle, slot: str = "") -> PackHeader:
+    def header(self, handle: Handle, slot: str = "", root: str = "packs") -> PackHeader:
         """The head of the stored file; raises `FileNotFoundError`, and `PackCorruptError` for any damage it shows."""
-        key = pack_key(handle, slot)
+        key = pack_key(handle, slot, root)
         while True:
             found = self.blobs.stat(key)
             if found is None:
@@ -168,8 +168,8 @@ class PackFiles:
             self.blobs.delete(pack_key(handle))
         return done
 
-    def _peek(self, handle: Handle, slot: str, _version: str) -> KnowledgePack:
-        header = self.header(handle, slot)
+    def _peek(self, handle: Handle, slot: str, root: str, _version: str) -> KnowledgePack:
+        header = self.header(handle, slot, root)
         return replace(header.pack, stored_bytes=header.nbytes - header.start)
 
 

@@ -21,9 +21,9 @@ _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:s
 _SECRET_BYTES = 32
 
 
-def pack_key(handle: Handle, slot: str = "") -> str:
+def pack_key(handle: Handle, slot: str = "", root: str = "packs") -> str:
     """Where the pack lies, or another entry of its text, whose `slot` is its name."""
-    return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}{slot}.safetensors"
+    return f"{root}/{handle.namespace}/{handle.id[:2]}/{handle.id}{slot}.safetensors"
 
 
 def slots(key: PackKey) -> tuple[str, str]:

@@ -17,6 +17,7 @@ from kp_core.packs.file import PackHeader, encode_pack, read_pack
 from kp_core.packs.files import PackCorruptWarning, PackFiles
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
+from kp_core.packs.kept import KeptEntries
 from kp_core.packs.layout import displaces, handle_of, is_spare, pack_key, slots, text_key
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.room import make_room
@@ -38,15 +39,28 @@ class PackStore:
 
     `max_bytes` bounds the files under `packs/`: a `put` that needs room drops the KV of packs that nobody has `get` for
     longest. Texts and token ids are never dropped. Processes that put at one moment may pass the bound by what they
-    put, until the next `put`. Raises `PackError` for a place that holds other things and no packs.
+    put, until the next `put`. `keep_bytes` and `keep_seconds` bound `kept`. Raises `PackError` for a place that holds
+    other things and no packs.
     """
 
-    def __init__(self, place: str | os.PathLike[str] | Blobs, *, max_bytes: int | None = None) -> None:
-        if max_bytes is not None and max_bytes <= 0:
-            raise QuotaError(f"Got max_bytes={max_bytes}; expected a positive number of bytes, or None for no bound.")
+    def __init__(
+        self,
+        place: str | os.PathLike[str] | Blobs,
+        *,
+        max_bytes: int | None = None,
+        keep_bytes: int = 2**31,
+        keep_seconds: float | None = None,
+    ) -> None:
+        for name, bound in {"max_bytes": max_bytes, "keep_seconds": keep_seconds}.items():
+            if bound is not None and bound <= 0:
+                raise QuotaError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
+        if keep_bytes < 0:
+            raise QuotaError(f"Got keep_bytes={keep_bytes}; expected a number of bytes, or 0 to keep nothing.")
         self.blobs: Blobs = FolderBlobs(place) if isinstance(place, str | os.PathLike) else place
         self.max_bytes = max_bytes
         self._files, self._uses = PackFiles(self.blobs), LastUse(self.blobs)
+        self.kept = KeptEntries(self._files, self._uses, keep_bytes, keep_seconds)
+        """What was computed behind other packs and is kept (see the option `keep` of a request)."""
         # Threads that make room take turns, so that together they keep to the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
         weakref.finalize(self, self._uses.flush)
@@ -136,7 +150,7 @@ class PackStore:
             slot, pack = "", self._files.read(handle)
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
-        self._uses.note(f"{handle}{slot}")
+        self._uses.note(f"{handle}{slot}", hit=True)
         return pack
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
@@ -148,7 +162,11 @@ class PackStore:
                 yield found
 
     def remove(self, handle: Handle) -> None:
-        """Remove the pack, its text and its files in quarantine; raises `PackNotFoundError` when there are none."""
+        """Remove the pack, its text, its files in quarantine and all that was kept behind it.
+
+        Raises `PackNotFoundError` when there are none.
+        """
+        self.kept.drop(pack=handle)
         aside = [key for key, _ in self.blobs.list(f"quarantine/{handle.namespace}.{handle.id}.")]
         # Text first: a text alone would come back as a pack.
         found = [self.blobs.delete(text_key(handle))]
@@ -156,7 +174,13 @@ class PackStore:
         found += map(self.blobs.delete, (*files, *aside))
         if not any(found):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
+        self.kept.unpin(handle)
+        self.kept.drop(pack=handle)  # What was kept since.
         self.blobs.write("changes", [])
+
+    def forget(self, namespace: str) -> int:
+        """Delete all KV that was kept in `namespace` or behind it; returns how many entries. Packs stay."""
+        return self.kept.drop(namespace=check_namespace(namespace))
 
     def handles(self, namespace: str | None = None) -> Iterator[Handle]:
         """The handles of all packs, or of one namespace, sorted."""
