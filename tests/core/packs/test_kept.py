@@ -55,7 +55,7 @@ def test_what_was_written_is_read_bit_for_bit(three):
 
 
 def test_every_part_of_the_key_counts(three):
-    store, handles, (key, *_) = three
+    store, _, (key, *_) = three
     others = [
         replace(key, at=7),
         replace(key, before="1" * 32),
