@@ -8,7 +8,8 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
@@ -27,6 +28,7 @@ __all__ = ["EntryKey", "KeptEntries", "KeptEntry"]
 logger = logging.getLogger(__name__)
 
 _ROOT = "kept"
+_SEEN = 1 << 16  # Entries whose packs are remembered, so that deleting a pack reads no file twice.
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,13 @@ class KeptEntry:
     hits: int
 
 
+class _About(NamedTuple):
+    packs: tuple[str, ...]
+    namespaces: frozenset[str]
+    tokens: int
+    model: str
+
+
 class KeptEntries:
     """Entries within `max_bytes`: the least recently used go first, and those unused for `max_age` seconds.
 
@@ -87,17 +96,16 @@ class KeptEntries:
     def __init__(self, files: PackFiles, uses: LastUse, max_bytes: int, max_age: float | None) -> None:
         self._files, self._uses, self._blobs = files, uses, files.blobs
         self.max_bytes, self.max_age = max_bytes, max_age
+        self._seen = lru_cache(_SEEN)(self._read_about)
 
     def __iter__(self) -> Iterator[KeptEntry]:
         times, hits = self._uses.times(), self._uses.hits()
         for handle, found in sorted(self._listed().items()):
-            if (about := self._about(handle)) is not None:
-                pack, packs, words = about
-                spaces = {Handle.parse(each).namespace for each in packs} | ({words} if words else set())
+            if (about := self._about(handle, found)) is not None:
                 name = _name(handle)
-                last = max(times.get(name, 0), found.modified)
-                made = (pack.fingerprint.id, found.size, last, hits.get(name, 0))
-                yield KeptEntry(handle.id, frozenset(spaces), tuple(packs), len(pack.token_ids), *made)
+                last, packs = max(times.get(name, 0), found.modified), about.packs
+                made = (about.model, found.size, last, hits[name])
+                yield KeptEntry(handle.id, about.namespaces, packs, about.tokens, *made)
 
     @property
     def nbytes(self) -> int:
@@ -144,14 +152,10 @@ class KeptEntries:
     def drop(self, *, pack: Handle | None = None, namespace: str | None = None) -> int:
         """Delete every entry that has `pack`, or anything of `namespace`, in it or before it; returns how many."""
         count = 0
-        for handle in self._listed():
-            about = self._about(handle)
-            if about is not None:
-                _, packs, words = about
-                spaces = {Handle.parse(each).namespace for each in packs} | {words}
-                if str(pack) not in packs and (namespace is None or namespace not in spaces):
-                    continue
-            count += self._blobs.delete(_path(handle))
+        for handle, found in self._listed().items():
+            about = self._about(handle, found)
+            if about is None or str(pack) in about.packs or namespace in about.namespaces:
+                count += self._blobs.delete(_path(handle))
         return count
 
     def pin(self, pack: Handle) -> None:
@@ -172,8 +176,8 @@ class KeptEntries:
         for handle in sorted(listed, key=lambda each: max(times.get(_name(each), 0), listed[each].modified)):
             if used <= self.max_bytes and not self._is_old(handle, listed[handle]):
                 break
-            about = self._about(handle) if pinned else None
-            if about is None or pinned.isdisjoint(about[1]):
+            about = self._about(handle, listed[handle]) if pinned else None
+            if about is None or pinned.isdisjoint(about.packs):
                 self._blobs.delete(_path(handle))
                 used -= listed[handle].size
         return used <= self.max_bytes
@@ -182,9 +186,9 @@ class KeptEntries:
         if self.max_age is None or time.time() - found.modified <= self.max_age:
             return False
         last = max(self._uses.times().get(_name(handle), 0), found.modified)
-        about = self._about(handle)
-        is_pinned = about is not None and any(self._blobs.stat(f"pins/{each.removeprefix('kp:')}") for each in about[1])
-        return time.time() - last > self.max_age and not is_pinned
+        about = self._about(handle, found)
+        pins = (f"pins/{each.removeprefix('kp:')}" for each in about.packs) if about else ()
+        return time.time() - last > self.max_age and not any(map(self._blobs.stat, pins))
 
     def _are_stored(self, packs: Collection[str]) -> bool:
         return all(self._blobs.stat(text_key(Handle.parse(each))) for each in packs)
@@ -193,13 +197,18 @@ class KeptEntries:
         found = ((handle_of("packs" + key.removeprefix(_ROOT)), stat) for key, stat in self._blobs.list(f"{_ROOT}/"))
         return {entry[0]: stat for entry, stat in found if entry and not entry[1]}
 
-    def _about(self, handle: Handle) -> tuple[KnowledgePack, list[str], str | None] | None:
-        """The entry without its KV, its packs and its conversation; `None` when it cannot be read."""
+    def _about(self, handle: Handle, found: BlobStat) -> _About | None:
+        """What an entry says of itself; `None` when it cannot be read."""
         with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-            if pack := self._files.look(handle, root=_ROOT):
-                about = json.loads(pack.text)
-                return pack, about["packs"], about["words"]
+            return self._seen(handle, found.version)
         return None
+
+    def _read_about(self, handle: Handle, _version: str) -> _About:
+        pack = self._files.header(handle, root=_ROOT).pack
+        about = json.loads(pack.text)
+        packs = tuple(about["packs"])
+        namespaces = {Handle.parse(each).namespace for each in packs} | {about["words"]} - {None}
+        return _About(packs, frozenset(namespaces), len(pack.token_ids), pack.fingerprint.id)
 
 
 def _path(handle: Handle) -> str:
