@@ -13,6 +13,7 @@ from kp_core.engines.session import Session
 from kp_core.errors import BankError, ShortTextError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
+from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
@@ -33,6 +34,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     unit: Unit = "fact",
     compiled_for: CompiledFor = "user",
     lazy: bool = False,
+    compress: Compression = "none",
     progress: bool = True,
 ) -> list[Handle | None]:
     """The handles of the packs of `facts`, compiled into `store` for the position `compiled_for`.
@@ -66,7 +68,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         made |= {(space, text): store.handle(text, space) for text in done}
         missing = [text for text in wanted if text not in done]
         about = [_provenance(wanted[text], unit) for text in missing]
-        for pack in build(missing, lazy=lazy, provenance=about, progress=progress):
+        for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
             made[space, pack.text] = store.put(pack)
     return [made.get((fact.namespace, fact.text)) for fact in facts]
 

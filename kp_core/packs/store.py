@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -85,6 +85,11 @@ class PackStore:
     def nbytes(self) -> int:
         """Bytes of all files under `packs/`, which is what `max_bytes` bounds."""
         return sum(found.size for _, found in self.blobs.list("packs/"))
+
+    @property
+    def hits(self) -> Mapping[str, int]:
+        """How often KV was read: of each pack by its handle, of what is kept by its name; written once a minute."""
+        return self._uses.hits()
 
     def handle(self, text: str, namespace: str) -> Handle:
         """The handle `text` has here, stored or not; raises `HandleError` for bad names and non-Unicode text."""

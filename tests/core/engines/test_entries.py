@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kp_core import load_engine
+from kp_core import Fact, load_engine
+from kp_core.compiling import compile_facts
 from kp_core.packs.store import PackStore
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
@@ -56,3 +57,21 @@ def test_an_entry_that_comes_later_moves_no_cut(tmp_path):
     after = engine.prefill(message, view=store.view("veyl"))
     assert after.usage.computed_tokens == 0
     assert torch.equal(before.logits, after.logits)
+
+
+def test_facts_compiled_for_two_positions_are_built_once_for_each(tmp_path):
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    facts = [Fact(TEXT, namespace="veyl"), Fact("The bell of Tarn was cast in 1811.", namespace="veyl")]
+    for place in PLACES:
+        compile_facts(facts, engine, store, compiled_for=place, compress="lossless", progress=False)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "packs").rglob("*.safetensors")}
+    assert len(files) == 4
+    for place in PLACES:
+        handles = compile_facts(facts, engine, store, compiled_for=place, progress=False)
+    assert {path: path.stat().st_mtime_ns for path in files} == files, "nothing is made again"
+    for handle, fact in zip(handles, facts, strict=True):
+        for place in PLACES:
+            built = engine.build_pack(fact.text, namespace="veyl", compiled_for=place)
+            found = store.get(handle, built.key)
+            assert (found.key, found.compression) == (built.key, "lossless")
+            assert found.kv.equal(built.kv)
