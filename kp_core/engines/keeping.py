@@ -14,7 +14,7 @@ from hashlib import blake2b
 
 from kp_core.engines.idle import Job
 from kp_core.engines.request import CompiledFor, Request
-from kp_core.errors import BusyError, OptionError
+from kp_core.errors import BusyError, KnowledgePackError, OptionError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
@@ -152,7 +152,10 @@ class Keeper:
         found = []
         places: tuple[CompiledFor, ...] = ("user", "system")
         for place in places:
-            made = self._template.tokenise_pack(_PROBE, place)
+            try:
+                made = self._template.tokenise_pack(_PROBE, place)
+            except KnowledgePackError:  # Not every template has a system message.
+                continue
             found.append(made.prompt.token_ids[: made.prompt.spans[0].start])
         return found
 

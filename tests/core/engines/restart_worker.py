@@ -14,7 +14,9 @@ def main(store_path: str, messages_path: str, mode: str) -> None:
     messages = json.loads(path.read_text(encoding="utf-8"))
     if mode == "run":
         for at in range(10):
-            text = f"Note {at}. Keeper {at * 7} of the lighthouse counted {at * 31 + 2} ships in the year {1800 + at}.\n"
+            text = (
+                f"Note {at}. Keeper {at * 7} of the lighthouse counted {at * 31 + 2} ships in the year {1800 + at}.\n"
+            )
             handle = str(store.put(engine.build_pack(text, namespace="notes")))
             call = {"id": f"call{at}", "type": "function",
                     "function": {"name": "search", "arguments": json.dumps({"query": f"keeper {at}"})}}  # fmt: skip
