@@ -13,6 +13,7 @@ from kp_core.engines.session import Session
 from kp_core.errors import BankError, ShortTextError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
+from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
@@ -33,6 +34,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     unit: Unit = "fact",
     compiled_for: CompiledFor = "user",
     lazy: bool = False,
+    compress: Compression = "none",
     progress: bool = True,
 ) -> list[Handle | None]:
     """The handles of the packs of `facts`, compiled into `store` for the position `compiled_for`.
@@ -54,17 +56,19 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
         build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
-        held = {text: pack for text in wanted if (pack := store.peek(store.handle(text, space))) is not None}
+        stored = {text: handle for text in wanted if store.peek(handle := store.handle(text, space)) is not None}
         # What stands before a pack is the same for all of them, or nearly; the others are planned anew.
-        first = next(iter(build(list(held)[:1], lazy=True, progress=False)), None)
-        done = {text for text, pack in held.items() if first and _is_stored(store, pack, first, lazy=lazy)}
-        for plan in build([text for text in held if text not in done], lazy=True, progress=progress):
-            if held[plan.text].token_ids == plan.token_ids and _is_stored(store, held[plan.text], plan, lazy=lazy):
+        first = next(iter(build(list(stored)[:1], lazy=True, progress=False)), None)
+        held = {text: store.peek(handle, first.key) for text, handle in stored.items()} if first else {}
+        done = {text for text, pack in held.items() if first and pack and _is_stored(store, pack, first, lazy=lazy)}
+        for plan in build([text for text in stored if text not in done], lazy=True, progress=progress):
+            pack = store.peek(stored[plan.text], plan.key)
+            if pack and pack.token_ids == plan.token_ids and _is_stored(store, pack, plan, lazy=lazy):
                 done.add(plan.text)
         made |= {(space, text): store.handle(text, space) for text in done}
         missing = [text for text in wanted if text not in done]
         about = [_provenance(wanted[text], unit) for text in missing]
-        for pack in build(missing, lazy=lazy, provenance=about, progress=progress):
+        for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
             made[space, pack.text] = store.put(pack)
     return [made.get((fact.namespace, fact.text)) for fact in facts]
 
@@ -79,7 +83,7 @@ def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: 
     """Whether a stored pack is of the model and position of `plan`, and has its KV unless `lazy`."""
     if (pack.fingerprint, pack.prefix) != (plan.fingerprint, plan.prefix):
         return False
-    return lazy or pack.stored_bytes > 0 or not store.get(store.handle(pack.text, pack.namespace)).is_lazy
+    return lazy or pack.stored_bytes > 0 or not store.get(store.handle(pack.text, pack.namespace), pack.key).is_lazy
 
 
 def open_facts(

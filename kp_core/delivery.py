@@ -207,6 +207,7 @@ class Delivery:
             unit=self.unit,
             compiled_for=self.compiled_for,
             lazy=not self.stores,
+            compress=self.rates.compression if self.rates else "none",
             progress=progress,
         )
 

@@ -8,16 +8,17 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 from kp_core.compose import Composer
 from kp_core.errors import SamplingError
+from kp_core.kv import KVTensors
 from kp_core.packs.view import PackSource
 from kp_core.prompt.cuts import Cuts
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Block
 
-__all__ = ["Limit", "Plan", "Region", "Sampling", "Source", "plan_regions"]
+__all__ = ["KeptKV", "Limit", "Plan", "Region", "Sampling", "Source", "plan_regions"]
 
 Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
 """Where the KV of a region comes from when the prefix tree lacks it."""
@@ -112,6 +113,23 @@ class Region:
         return ((self.start, self.stop),) if self.label else self.chunks
 
 
+class KeptKV(Protocol):
+    """What earlier requests left in the store for the chunks of a prompt, and what this one shall leave."""
+
+    @property
+    def wanted(self) -> Collection[tuple[int, int]]:
+        """The chunks whose KV is to be kept."""
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether the KV of the chunk `start:stop` is kept."""
+
+    def read(self, start: int, stop: int) -> KVTensors | None:
+        """The KV of the chunk `start:stop` where it is kept: per layer `(kv_heads, tokens, head_dim)`, on the CPU."""
+
+    def take(self, start: int, stop: int, kv: KVTensors) -> None:
+        """Keep the KV of a wanted chunk."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything an engine needs to answer one request; made once, and printable (`Session.explain`)."""
@@ -128,6 +146,8 @@ class Plan:
     """The answer itself, where its likelihood is asked for and not an answer."""
     packs: PackSource | None = None
     """Where the KV of packs is read."""
+    kept: KeptKV | None = field(default=None, compare=False)
+    """Where the KV of chunks with packs is read that was computed before, and kept for later."""
     below: Plan | None = None
     """For a steered prompt: the plain one up to the end of its first block, as that stands behind plain KV."""
     wanted: tuple[int, int] = (0, 0)

@@ -9,12 +9,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kp_core.engines.session import Session
+from kp_core.packs.codec import Compression
+from kp_core.packs.file import encode_pack, read_pack
+from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["Rates", "measure_rates"]
 
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 _READ_BYTES = 64 * 2**20
+_READS = 7
+_LONGEST = 1.5  # How much longer a compressed pack may take to read.
 
 
 @dataclass(frozen=True)
@@ -28,11 +35,24 @@ class Rates:
     prefill_tokens_per_s: float
     read_bytes_per_s: float
     bytes_per_token: float
+    lossless_bytes: float = 1.0
+    """Bytes of a losslessly compressed pack, over those of a plain one."""
+    lossless_time: float = 1.0
+    """Seconds to read it, over those for a plain one, digests checked; from memory where the system keeps files."""
 
     @property
     def read_tokens_per_s(self) -> float:
         """Tokens whose KV the disk gives in a second."""
         return self.read_bytes_per_s / self.bytes_per_token
+
+    @property
+    def compression(self) -> Compression:
+        """How packs are best stored: without loss where reading takes at most half as long again, and beats computing.
+
+        Where the disk is slower than `zstd`, compressed packs are read sooner as well.
+        """
+        saves = self.lossless_bytes < 1 and self.lossless_time <= _LONGEST
+        return "lossless" if saves and self.read_tokens_per_s > self.prefill_tokens_per_s * _LONGEST else "none"
 
     @property
     def stores(self) -> bool:
@@ -41,12 +61,32 @@ class Rates:
 
 
 def measure_rates(engine: Session, folder: Path) -> Rates:
-    """Build a pack of about 500 tokens twice and time the second; write 64 MiB to `folder`, read them, remove them."""
+    """Build a pack of about 500 tokens twice and time the second; store and read it plain and compressed.
+
+    Writes 64 MiB to `folder` and reads them; removes all that it wrote.
+    """
     engine.build_pack(_PROBE_TEXT)
     began = time.perf_counter()
     pack = engine.build_pack(_PROBE_TEXT)
     prefill = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)
-    return Rates(prefill, _read_bandwidth(folder), pack.nbytes / len(pack.token_ids))
+    sizes, times = zip(*(_measure(pack.compressed(each), folder) for each in ("none", "lossless")), strict=True)
+    compressed = sizes[1] / sizes[0], times[1] / times[0]
+    return Rates(prefill, _read_bandwidth(folder), pack.nbytes / len(pack.token_ids), *compressed)
+
+
+def _measure(pack: KnowledgePack, folder: Path) -> tuple[int, float]:
+    """Bytes of a pack file, and the least seconds of several to read it."""
+    path = folder / f"probe-{secrets.token_hex(8)}.tmp"
+    try:
+        path.write_bytes(b"".join(encode_pack(pack).chunks()))
+        took = []
+        for _ in range(_READS):
+            began = time.perf_counter()
+            read_pack(np.fromfile(path, np.uint8).data)
+            took.append(time.perf_counter() - began)
+        return path.stat().st_size, min(took)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _read_bandwidth(folder: Path) -> float:

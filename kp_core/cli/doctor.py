@@ -97,6 +97,9 @@ def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
         "prefill_tokens_per_s": round(rates.prefill_tokens_per_s),
         "read_mb_per_s": round(rates.read_bytes_per_s / 1e6),
         "read_tokens_per_s": round(rates.read_tokens_per_s),
+        "lossless_bytes": round(rates.lossless_bytes, 2),
+        "lossless_read_time": round(rates.lossless_time, 2),
+        "compress": rates.compression,
         "advice": f"store KV: reading it is {faster:.1f} times as fast as computing it"
         if rates.stores
         else f"keep packs lazy: computing KV is {1 / faster:.1f} times as fast as reading it",

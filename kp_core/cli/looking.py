@@ -26,6 +26,8 @@ from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["inspect"]
 
+_SHOWN = 5  # Entries that were used most.
+
 
 def inspect(path: TargetPath, *, as_json: JsonFlag = False) -> None:
     """Sizes, calibration, fingerprints: what is in there."""
@@ -76,15 +78,28 @@ def _spread(sizes: list[int]) -> list[int]:
 
 def _store(path: Path) -> dict[str, Any]:
     store = PackStore(path)
-    packs = [pack for pack in map(store.peek, store) if pack is not None]
-    prints = Counter(pack.fingerprint.id for pack in packs)
+    entries = [entry for handle in store for entry in store.entries(handle)]
+    kept, hits = list(store.kept), store.hits
+    used = sorted(kept, key=lambda entry: -entry.hits)[:_SHOWN]
     return {
         "store": str(path),
-        "packs": len(packs),
-        "with_kv": sum(pack.stored_bytes > 0 for pack in packs),
-        "tokens": sum(len(pack.token_ids) for pack in packs),
+        "packs": len(store),
+        "entries": len(entries),
+        "with_kv": sum(entry.stored_bytes > 0 for entry in entries),
+        "tokens": sum(len(entry.token_ids) for entry in entries),
         "bytes": store.nbytes,
-        "fingerprints": dict(prints),
+        "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
+        "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
+        "hits": sum(count for name, count in hits.items() if name.startswith("kp:")),
+        "kept": {
+            "entries": len(kept),
+            "tokens": sum(entry.tokens for entry in kept),
+            "bytes": store.kept.nbytes,
+            "hits": sum(entry.hits for entry in kept),
+            "most_used": [
+                {"hits": each.hits, "tokens": each.tokens, "behind": list(each.packs)} for each in used if each.hits
+            ],
+        },
     }
 
 
@@ -95,6 +110,7 @@ def _pack(pack: KnowledgePack) -> dict[str, Any]:
         "tokens": len(pack.token_ids),
         "prefix_tokens": len(pack.prefix.token_ids),
         "kv_bytes": pack.nbytes,
+        "compression": pack.compression,
         "fingerprint": pack.fingerprint.to_dict(),
         "provenance": dict(pack.provenance),
     }

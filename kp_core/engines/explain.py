@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ __all__ = ["Explanation", "Row", "explain"]
 class Row:
     """The tokens `start:stop` of a prompt: what they are, and the source of their KV.
 
-    `source` is `tree` (at hand in memory), `pack` (read from the store), `composed` (by `method`), `steered` or
-    `computed`. `seconds` is an estimate from what the engine did before, or from a probe; `None` without either.
+    `source` is `tree` (at hand in memory), `pack` (read from the store), `kept` (read from the store, where an earlier
+    request left it), `composed` (by `method`), `steered` or `computed`. `seconds` is an estimate from what the engine
+    did before, or from a probe; `None` without either.
     """
 
     start: int
@@ -74,13 +75,24 @@ def explain(plan: Plan, found: int, seconds_per_token: float) -> Explanation:
     rows: list[Row] = []
     for region in plan.regions:
         known = min(max(found, region.start), region.stop)
-        for start, stop, source in ((region.start, known, "tree"), (known, region.stop, _source(region))):
+        parts = [(region.start, known, "tree"), *_parts(plan, region, known)]
+        for start, stop, source in parts:
             if start < stop:
                 cost = seconds_per_token * (stop - start) if source in ("computed", "steered") else 0.0
                 method = region.composer.key if region.composer and source == "composed" else ""
                 what = _what(plan, start, stop)
                 rows.append(Row(start, stop, what, source, method, None if math.isnan(cost) else cost))
     return Explanation(tuple(rows), plan.token_budget)
+
+
+def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
+    """Where the tokens of a region from `known` on would come from."""
+    source, done = _source(region), known
+    for start, stop in region.chunks if source == "computed" and plan.kept else ():
+        if start >= known and plan.kept and plan.kept.has(start, stop):
+            yield from ((done, start, source), (start, stop, "kept"))
+            done = stop
+    yield done, region.stop, source
 
 
 def _source(region: Region) -> str:

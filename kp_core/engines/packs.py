@@ -11,7 +11,7 @@ from kp_core.engines.request import Mismatch
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.view import PackRef, PackSource, PackView
 
 __all__ = ["CheckedSource", "checked_view", "explicit_packs"]
@@ -32,16 +32,16 @@ class CheckedSource:
     fingerprint: ModelFingerprint
     mismatch: Mismatch
 
-    def peek(self, handle: Handle) -> KnowledgePack | None:
-        """The pack without its KV, checked."""
-        pack = None if self.source is None else self.source.peek(handle)
+    def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
+        """The pack without its KV, checked; by default as it was first compiled for this model."""
+        pack = None if self.source is None else self.source.peek(handle, key or PackKey(self.fingerprint))
         return None if pack is None else self.check(pack, str(handle))
 
-    def get(self, handle: Handle) -> KnowledgePack:
+    def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
         """The pack with its KV, checked."""
         if self.source is None:
             raise PackNotFoundError(f"There is no store to look for {handle} in; pass `view=store.view(...)`.")
-        return self.check(self.source.get(handle), str(handle))
+        return self.check(self.source.get(handle, key or PackKey(self.fingerprint)), str(handle))
 
     def check(self, pack: KnowledgePack, name: str) -> KnowledgePack:
         """`pack`, or its text alone; raises when another model made it and it may not be rebuilt."""

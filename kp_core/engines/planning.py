@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 
 from kp_core.compose import Composer, NaiveComposer
+from kp_core.engines.keeping import Keeper
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.handle import Handle, find_handles
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
+from kp_core.packs.view import PackSource
 from kp_core.plan import Limit, Plan, plan_regions
 from kp_core.prompt.cuts import Cuts, cut, is_home
 from kp_core.prompt.prompt import Prompt, Span
@@ -55,6 +58,7 @@ class Planner:
     def __init__(self, template: ChatTemplate, identity: ModelFingerprint, max_positions: int) -> None:
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._chunk_tokens = int(identity.chunk_tokens)
+        self._keeper = Keeper(template, identity)
         self._met: Counter[tuple[str, int]] = Counter()
         self._counting = Lock()
 
@@ -87,7 +91,7 @@ class Planner:
             shape=request.shape,
             thinking=request.thinking,
         )
-        cuts, sourced = self._cut(prompt, request, learn=learn)
+        cuts, sourced = self._cut(prompt, request, checked, learn=learn)
         prompt = cuts.prompt
         blocks = self.blocks(prompt, cuts, request)
         budget = self._budget(prompt, request, tokens)
@@ -98,14 +102,15 @@ class Planner:
             budget,
             packs=checked,
             reuse=request.reuse,
-            deterministic=request.deterministic,
+            # What is behind decoded KV could not be read again bit for bit.
+            deterministic=request.deterministic or (request.keep == "always" and view is not None),
             limit=limit,
         )
         if blocks:
-            start, below = self._cut(prompt.until(blocks[0].stop), request)
+            start, below = self._cut(prompt.until(blocks[0].stop), request, checked)
             regions = plan_regions(start, below.packs, below.composed)
             plan = replace(plan, below=replace(plan, prompt=start.prompt, regions=regions))
-        return plan, sourced.learned
+        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), sourced.learned
 
     def blocks(self, prompt: Prompt, cuts: Cuts, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""
@@ -134,27 +139,29 @@ class Planner:
         regions = plan_regions(cut(before, self._chunk_tokens))
         return Plan(replace(before, token_ids=ids), regions, wanted=(len(prefix), len(ids)), deterministic=True)
 
-    def _cut(self, prompt: Prompt, request: Request, *, learn: bool = False) -> tuple[Cuts, _Sourced]:
-        """The canonical chunks of `prompt`, and where the KV of its packs comes from."""
+    def _cut(
+        self, prompt: Prompt, request: Request, source: PackSource | None = None, *, learn: bool = False
+    ) -> tuple[Cuts, _Sourced]:
+        """The canonical chunks of `prompt`, and where the KV of its packs comes from.
+
+        Entries of a pack for other prefixes than its first one are read where they fit, and move no cut.
+        """
         sourced = _Sourced(set(), {}, [])
+        entries: dict[Span, KnowledgePack] = {}
         wanted = set(request.composer.regions(prompt))
 
         def stands(span: Span, prefix: Callable[[], Prefix]) -> bool | None:
             pack, home = span.pack, is_home(span, prefix)
             fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
             own = pack.fingerprint == self._identity
+            if own and not home and (entry := self._entry(span, prompt, prefix(), source)):
+                entries[span] = entry
             if span.recognised:
-                usable = home and fits and own and (pack.kv is not None or pack.stored_bytes > 0)
+                usable = span in entries or (home and fits and own and (pack.kv is not None or pack.stored_bytes > 0))
                 plain = pack.steering is None and request.steering is None
                 if len(span) < _RECOGNISED_TOKENS or not plain:
                     return None
-                if usable:
-                    sourced.packs.add(span)
-                elif self._again(span, prefix(), learn=learn):
-                    sourced.learned.append(Learned(span, prompt.token_ids[span.start : span.stop], prefix()))
-                else:
-                    return None
-                return True
+                return self._recognise(span, prompt, prefix(), sourced, usable=usable, learn=learn)
             if home and fits and own:
                 sourced.packs.add(span)
             elif own and fits and span in wanted and not home:
@@ -163,7 +170,29 @@ class Planner:
                 sourced.composed[span] = NaiveComposer("accept")
             return home or span in sourced.composed
 
-        return cut(prompt, self._chunk_tokens, stands), sourced
+        cuts = cut(prompt, self._chunk_tokens, stands)
+        return _with_entries(cuts, sourced, entries), sourced
+
+    def _entry(self, span: Span, prompt: Prompt, prefix: Prefix, source: PackSource | None) -> KnowledgePack | None:
+        """The entry of a pack for this very prefix, where its source has one."""
+        if source is None or span.pack.steering is not None or not find_handles(span.handle):
+            return None
+        key = PackKey(self._identity, prefix)
+        found = source.peek(Handle.parse(span.handle), key)
+        fits = found is not None and key.fits(found) and found.token_ids == prompt.token_ids[span.start : span.stop]
+        return found if fits and found is not None and found.stored_bytes else None
+
+    def _recognise(  # noqa: PLR0913 - what is known of one span
+        self, span: Span, prompt: Prompt, prefix: Prefix, sourced: _Sourced, *, usable: bool, learn: bool
+    ) -> bool | None:
+        """Whether a recognised pack is read, or compiled for where it stands; `None` leaves it text."""
+        if usable:
+            sourced.packs.add(span)
+        elif self._again(span, prefix, learn=learn):
+            sourced.learned.append(Learned(span, prompt.token_ids[span.start : span.stop], prefix))
+        else:
+            return None
+        return True
 
     def _again(self, span: Span, prefix: Prefix, *, learn: bool) -> bool:
         """Whether a pack that was recognised by its text was met behind this prefix before."""
@@ -183,3 +212,14 @@ class Planner:
         if wanted > left:
             raise ContextOverflowError(len(prompt), wanted, self._max_positions)
         return wanted
+
+
+def _with_entries(cuts: Cuts, sourced: _Sourced, entries: Mapping[Span, KnowledgePack]) -> Cuts:
+    """`cuts` with the spans that are cut off from what stands before them read from the entries found for them."""
+    starts = {start for start, _ in cuts.chunks}
+    spans = list(cuts.prompt.spans)
+    for at, span in enumerate(spans):
+        if span in entries and span.start in starts and span not in sourced.composed:
+            spans[at] = replace(span, reference=replace(span.reference, pack=entries[span]))
+            sourced.packs.add(span)
+    return replace(cuts, prompt=replace(cuts.prompt, spans=tuple(spans)))

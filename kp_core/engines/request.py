@@ -30,6 +30,7 @@ __all__ = [
     "OPTIONS",
     "CompiledFor",
     "Generation",
+    "Keep",
     "Mismatch",
     "Option",
     "Prefill",
@@ -40,6 +41,7 @@ __all__ = [
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
+Keep: TypeAlias = Literal["used_twice", "always", "never"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 
 _EXACT = ExactComposer()
@@ -65,6 +67,15 @@ _ABOUT: Mapping[str, str] = {
     ),
     "recognise": ("Exact texts of packs of at least 64 tokens, in messages of trusted roles, are read from their KV."),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
+    "keep": (
+        "Whether KV that was computed behind other packs is kept in the store of the view, so that it survives a "
+        "restart: `used_twice` (from the second time on, in the background), `always` (before the call returns; "
+        "answers are then prefilled again in the next turn, as with `deterministic`), or `never`."
+    ),
+    "keep_in": (
+        "The namespace of this conversation: where KV behind its own words is kept. By default that of the view, when "
+        "it has one alone; with several, such KV is not kept."
+    ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
         "of the same model in other numerics as an approximation."
@@ -106,6 +117,8 @@ class Request(Sampling):
     compact: bool = False
     recognise: bool = True
     composer: Composer = _EXACT
+    keep: Keep = "used_twice"
+    keep_in: str | None = None
     mismatch: Mismatch = "error"
     steering: AskedSteering | None = None
     scope: Scope | None = None
@@ -128,6 +141,8 @@ class Request(Sampling):
             raise SamplingError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
         if self.mismatch not in ("error", "rebuild", "accept"):
             raise OptionError(f"Got mismatch={self.mismatch!r}; expected 'error', 'rebuild' or 'accept'.")
+        if self.keep not in ("used_twice", "always", "never"):
+            raise OptionError(f"Got keep={self.keep!r}; expected 'used_twice', 'always' or 'never'.")
         if not isinstance(self.composer, Composer) or isinstance(self.composer, type):
             raise OptionError(
                 f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "

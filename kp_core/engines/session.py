@@ -22,11 +22,13 @@ from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStrea
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
+from kp_core.engines.keeping import write_kept
 from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.errors import BusyError, ShortTextError, UnsupportedRequestError
+from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef
@@ -114,6 +116,7 @@ class Session:
         self._need("logits", "a prefill alone")
         plan, _ = self._plan(messages, Request.of(options), tokens=0)
         stream = self._run(plan)
+        write_kept(plan.kept, self.when_idle)
         check_time(plan.limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
@@ -139,7 +142,7 @@ class Session:
         return math.exp(fmean(self._run(plan).losses))
 
     @renamed(inside="compiled_for")
-    def build_pack(
+    def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
         text: str,
         *,
@@ -147,16 +150,16 @@ class Session:
         compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Mapping[str, str] | None = None,
+        compress: Compression = "none",
     ) -> KnowledgePack:
         """`text` compiled for the position that `compiled_for` says (see `ChatTemplate.tokenise_pack`).
 
         A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`,
-        ...) travels with the pack.
+        ...) travels with the pack; `compress` says how it is stored (see `KnowledgePack.compressed`).
         """
         about = [provenance or {}]
-        return next(
-            self.build_packs([text], namespace=namespace, compiled_for=compiled_for, lazy=lazy, provenance=about)
-        )
+        options: dict[str, Any] = {"lazy": lazy, "provenance": about, "compress": compress}
+        return next(self.build_packs([text], namespace=namespace, compiled_for=compiled_for, **options))
 
     @renamed(inside="compiled_for")
     def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
@@ -168,6 +171,7 @@ class Session:
         lazy: bool = False,
         provenance: Sequence[Mapping[str, str]] | None = None,
         on_short: Callable[[str, ShortTextError], object] | None = None,
+        compress: Compression = "none",
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
         """The packs of `texts`, in order and one at a time, so that any number fits in memory.
@@ -195,7 +199,8 @@ class Session:
         found = (None for _ in plans()) if lazy else self.engine.kv(plans())
         for kv in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):
             job, prefix, about = waiting.popleft()
-            yield KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
+            pack = KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
+            yield pack.compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
         """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
@@ -268,6 +273,7 @@ class Session:
     def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
         with self._idle.request():
             generation = yield from reading.read(plan, tokens)
+        write_kept(plan.kept, self.when_idle)
         usage = generation.usage
         if usage.computed_tokens:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kp_core.errors import PackError
+from kp_core.packs.codec import Buffer
 from kp_core.packs.durable import discard_stale, make_dirs, publish, stage, sync_dir
-from kp_core.packs.file import Buffer
 
 __all__ = ["BlobStat", "Blobs", "FolderBlobs"]
 

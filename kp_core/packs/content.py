@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from kp_core.errors import KnowledgePackError, PackCorruptError
+from kp_core.packs.codec import COMPRESSIONS
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 
@@ -24,18 +25,29 @@ class PackContent:
     """A pack without KV, and what its tensors are: dtype name, then shapes `(kv_heads, tokens, head_dim)` and digests.
 
     Tensors come in file order: `layers.0.key`, `layers.0.value`, `layers.1.key`, …; a lazy pack has none, and no dtype.
+    Where the pack is compressed, `stored` are the bytes that the file holds of each.
     """
 
     pack: KnowledgePack
     dtype: str | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
     digests: tuple[str, ...] = ()
+    stored: tuple[int, ...] = ()
+
+    @property
+    def version(self) -> str:
+        """The version of the format that holds it: what an early release computed stays what that release wrote."""
+        return "1" if self.pack.fingerprint.is_legacy else "3" if self.stored else "2"
 
     def to_json(self, version: str) -> str:
         """The canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold."""
         self._check()
         pack, prefix = self.pack, self.pack.prefix
-        tensors = zip(tensor_names(len(self.shapes)), self.digests, self.shapes, strict=True)
+        names = tensor_names(len(self.shapes))
+        tensors: dict[str, dict[str, object]] = {
+            name: {"digest": digest, "shape": shape}
+            for name, digest, shape in zip(names, self.digests, self.shapes, strict=True)
+        }
         content = {
             "dtype": self.dtype,
             "fingerprint": pack.fingerprint.to_dict(version),
@@ -43,11 +55,15 @@ class PackContent:
             "layers": len(self.shapes) // 2,
             "namespace": pack.namespace,
             "provenance": dict(pack.provenance),
-            "tensors": {name: {"digest": digest, "shape": shape} for name, digest, shape in tensors},
+            "tensors": tensors,
             "text": pack.text,
             "token_ids": pack.token_ids,
             "tokens": len(pack.token_ids),
         }
+        if self.stored:
+            content["compression"] = pack.compression
+            for name, stored in zip(names, self.stored, strict=True):
+                tensors[name]["stored"] = stored
         return to_json(content, sort_keys=True)
 
     @classmethod
@@ -63,10 +79,12 @@ class PackContent:
                 Prefix(tuple(prefix["token_ids"]), tuple(prefix["cuts"])),
                 ModelFingerprint.from_dict(data["fingerprint"]),
                 provenance=data["provenance"],
+                compression=data["compression"] if version == "3" else "none",
             )
             tensors = [data["tensors"][name] for name in tensor_names(len(data["tensors"]))]
             shapes = tuple(tuple(tensor["shape"]) for tensor in tensors)
-            content = cls(pack, data["dtype"], shapes, tuple(tensor["digest"] for tensor in tensors))
+            stored = tuple(tensor["stored"] for tensor in tensors) if version == "3" else ()
+            content = cls(pack, data["dtype"], shapes, tuple(tensor["digest"] for tensor in tensors), stored)
             # Names too many, repeated or out of order, and counts that disagree, are all seen so.
             if content.to_json(version) != text:
                 raise PackCorruptError("It is not in canonical form.")
@@ -80,9 +98,11 @@ class PackContent:
         for text in (pack.text, *about, *self.digests):
             string(text, "pack")
         # `type(...) is int`, as `isinstance` takes JSON's true for an integer.
-        for number in chain(pack.token_ids, pack.prefix.token_ids, pack.prefix.cuts, *shapes):
+        for number in chain(pack.token_ids, pack.prefix.token_ids, pack.prefix.cuts, *shapes, self.stored):
             if type(number) is not int or not 0 <= number <= _LARGEST_INT:
                 raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
+        if (pack.compression not in COMPRESSIONS) or (bool(self.stored) and pack.compression == "none"):
+            raise PackCorruptError(f"Got the compression {pack.compression!r}; expected lossless or int8.")
         if (self.dtype not in DTYPES) if shapes else (self.dtype is not None):
             raise PackCorruptError(f"Got {len(shapes)} tensors of dtype {self.dtype!r}; expected one of {set(DTYPES)}.")
         if any(len(shape) != 3 or shape[1] != tokens for shape in shapes):

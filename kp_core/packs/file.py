@@ -6,25 +6,23 @@ for writing, and reads no header without a file.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import accumulate, pairwise
 from math import prod
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kp_core.errors import PackCorruptError, PackError, PackVersionError
 from kp_core.kv import KVTensors
+from kp_core.packs.codec import Buffer, decode, digest, encode, in_threads
 from kp_core.packs.content import DTYPES, PackContent, from_json, mapping, string, tensor_names, to_json
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = [
     "FORMAT",
-    "VERSION",
     "Buffer",
     "EncodedPack",
     "PackHeader",
@@ -34,35 +32,32 @@ __all__ = [
     "read_pack",
 ]
 
-FORMAT, VERSION = "knowledge-pack", "2"
-_READABLE = ("1", "2")
+FORMAT = "knowledge-pack"
+_READABLE = ("1", "2", "3")
 _LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
 _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
-_POOL_FROM = 4_000_000  # Bytes from which hashing in threads pays for starting them.
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPack:
-    """The bytes of a pack file: `head` (length field, JSON, padding), then each of `tensors`, nothing between.
+    """The bytes of a pack file: `head` (length field, JSON, padding), then the bytes of each tensor, nothing between.
 
-    `tensors` are flat, contiguous `uint8` tensors on the CPU. `metadata` is the JSON that identifies the content.
+    `metadata` is the JSON that identifies the content.
     """
 
     head: bytes
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Buffer, ...]
     metadata: str
 
     @property
     def nbytes(self) -> int:
         """Size of the file."""
-        return len(self.head) + sum(tensor.numel() for tensor in self.tensors)
+        return len(self.head) + sum(map(len, self.tensors))
 
-    def chunks(self) -> Iterator[bytes | memoryview]:
+    def chunks(self) -> Iterator[Buffer]:
         """The bytes of the file, in order, without copying tensors."""
         yield self.head
-        yield from (_bytes_of(tensor) for tensor in self.tensors)
+        yield from self.tensors
 
 
 @dataclass(frozen=True)
@@ -96,16 +91,21 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
             f"The pack {pack.text[:40]!r} is steered, and a pack file holds plain packs only. Store the pack it was "
             "made from, keep the steering with `save_steering`, and steer again after loading."
         )
-    # What an earlier release computed stays a file that this release can read.
-    version = "1" if pack.fingerprint.is_legacy else VERSION
-    kv = (
-        ()
-        if pack.kv is None
-        else tuple(half for pair in zip(pack.kv.keys, pack.kv.values, strict=True) for half in pair)
-    )
-    flat = tuple(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in kv)
+    kv = () if pack.kv is None else (half for pair in zip(pack.kv.keys, pack.kv.values, strict=True) for half in pair)
+    tensors = [tensor.detach().cpu().contiguous() for tensor in kv]
+    names, nbytes = tensor_names(len(tensors)), pack.nbytes
+    parts: list[Buffer] = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors]
+    stored: tuple[int, ...] = ()
     dtype = None if pack.kv is None else str(pack.kv.dtype).removeprefix("torch.")
-    content = PackContent(pack.without_kv(), dtype, tuple(tuple(tensor.shape) for tensor in kv), _digests(flat))
+    # What has another dtype is refused below.
+    if pack.compression != "none" and dtype in DTYPES and not pack.fingerprint.is_legacy:
+        pairs = list(zip(tensors, names, strict=True))
+        parts = in_threads(lambda each: encode(each[0], pack.compression, each[1]), pairs, nbytes)
+        stored = tuple(map(len, parts))
+    shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+    digests = tuple(in_threads(digest, tensors, nbytes))
+    content = PackContent(replace(pack, kv=None), dtype, shapes, digests, stored)
+    version = content.version
     try:
         metadata = content.to_json(version)
     except (TypeError, ValueError, PackCorruptError) as error:
@@ -116,7 +116,7 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     described = {"format": FORMAT, "version": version, "digest": _digest_metadata(version, metadata), "pack": metadata}
     header = to_json({"__metadata__": described, **_header_entries(content)}).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    return EncodedPack(len(header).to_bytes(8, "little") + header, flat, metadata)
+    return EncodedPack(len(header).to_bytes(8, "little") + header, tuple(parts), metadata)
 
 
 def header_stop(data: Buffer, size: int) -> int:
@@ -168,18 +168,33 @@ def read_pack(data: Buffer) -> KnowledgePack:
         raise PackCorruptError(header.damage)
     if content.dtype is None:
         return content.pack
-    own = bytearray(data) if memoryview(data).readonly else data
-    flat = torch.split(torch.frombuffer(own, dtype=torch.uint8), [header.start, *_sizes(content)])[1:]
-    for name, found, expected in zip(tensor_names(len(flat)), _digests(flat), content.digests, strict=True):
-        if found != expected:
-            raise PackCorruptError(f"The bytes of {name} have the digest {found}; expected {expected}.")
     dtype: torch.dtype = getattr(torch, content.dtype)
-    tensors = [part.view(dtype).view(shape) for part, shape in zip(flat, content.shapes, strict=True)]
+    own = bytearray(data) if memoryview(data).readonly and not content.stored else data
+    edges = list(pairwise(accumulate(_sizes(content), initial=header.start)))
+    names = tensor_names(len(content.shapes))
+
+    def read(index: int) -> Tensor:
+        shape, part = content.shapes[index], memoryview(own)[slice(*edges[index])]
+        if content.stored:
+            found = decode(part, content.pack.compression, dtype, shape, names[index])
+        elif len(part):
+            found = torch.frombuffer(part, dtype=dtype).view(shape)
+        else:
+            found = torch.empty(shape, dtype=dtype)
+        if (seen := digest(found)) != content.digests[index]:
+            raise PackCorruptError(
+                f"The bytes of {names[index]} have the digest {seen}; expected {content.digests[index]}."
+            )
+        return found
+
+    tensors = in_threads(read, range(len(names)), header.nbytes)
     return replace(content.pack, kv=KVTensors(tuple(tensors[::2]), tuple(tensors[1::2])))
 
 
 def _sizes(content: PackContent) -> list[int]:
-    """Bytes of each tensor."""
+    """Bytes of each tensor in the file."""
+    if content.stored:
+        return list(content.stored)
     return [prod(shape) * getattr(torch, str(content.dtype)).itemsize for shape in content.shapes]
 
 
@@ -189,25 +204,10 @@ def _header_entries(content: PackContent) -> dict[str, object]:
     stop = 0
     for name, shape, size in zip(tensor_names(len(content.shapes)), content.shapes, _sizes(content), strict=True):
         start, stop = stop, stop + size
-        entries[name] = {"dtype": DTYPES[str(content.dtype)], "shape": [*shape], "data_offsets": [start, stop]}
+        kind, sizes = ("U8", [size]) if content.stored else (DTYPES[str(content.dtype)], [*shape])
+        entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": [start, stop]}
     return entries
 
 
 def _digest_metadata(version: str, text: str) -> str:
     return blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
-
-
-def _bytes_of(flat: Tensor) -> memoryview:
-    return flat.numpy().data
-
-
-def _digests(flat: Sequence[Tensor]) -> tuple[str, ...]:
-    """The digest of each tensor, in threads when that pays: hashing releases the interpreter's lock."""
-
-    def digest(tensor: Tensor) -> str:
-        return blake2b(_bytes_of(tensor), digest_size=16).hexdigest()
-
-    if sum(tensor.numel() for tensor in flat) < _POOL_FROM:
-        return tuple(map(digest, flat))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return tuple(pool.map(digest, flat))

@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import re
 import secrets
+import struct
 from contextlib import suppress
+from hashlib import blake2b
 
 from kp_core.errors import HandleError, PackError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.file import EncodedPack, PackHeader
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 
-__all__ = ["displaces", "handle_of", "load_secret", "pack_key", "text_key"]
+__all__ = ["displaces", "handle_of", "is_spare", "load_secret", "pack_key", "slots", "text_key"]
 
-_FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/]+)\.(?:safetensors|txt)")
+_FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
 _SECRET_BYTES = 32
 
 
-def pack_key(handle: Handle) -> str:
-    """Where the pack lies."""
-    return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.safetensors"
+def pack_key(handle: Handle, slot: str = "", root: str = "packs") -> str:
+    """Where the pack lies, or another entry of its text, whose `slot` is its name."""
+    return f"{root}/{handle.namespace}/{handle.id[:2]}/{handle.id}{slot}.safetensors"
+
+
+def slots(key: PackKey) -> tuple[str, str]:
+    """Where an entry may lie beside the first one of its text: the first of its model, and one behind its prefix."""
+    of_model = f".{blake2b(key.model.id.encode(), digest_size=8).hexdigest()}"
+    prefix = key.prefix or Prefix()
+    numbers = (len(prefix), *prefix.token_ids, *prefix.cuts)
+    behind = blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8)
+    return of_model, f"{of_model}.{behind.hexdigest()}"
 
 
 def text_key(handle: Handle) -> str:
@@ -29,11 +40,11 @@ def text_key(handle: Handle) -> str:
     return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.txt"
 
 
-def handle_of(key: str) -> Handle | None:
-    """The handle whose pack or text lies under `key`; `None` for what is not ours."""
+def handle_of(key: str) -> tuple[Handle, str] | None:
+    """The handle and the slot whose pack or text lies under `key`; `None` for what is not ours."""
     match = _FILE.fullmatch(key)
     with suppress(HandleError):
-        return Handle(match[1], match[2]) if match else None
+        return (Handle(match[1], match[2]), match[3]) if match else None
     return None
 
 
@@ -58,11 +69,14 @@ def load_secret(blobs: Blobs) -> bytes:
 
 
 def displaces(pack: KnowledgePack, encoded: EncodedPack, stored: PackHeader | None) -> bool:
-    """Whether `pack` belongs in the place of what is stored."""
+    """Whether `pack` belongs in the place of the entry that is stored there."""
     if stored is None:
         return True
     if stored.metadata == encoded.metadata or (pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()):
         return False
-    if not pack.is_lazy or stored.content.dtype is None:
-        return True
-    return (pack.fingerprint, pack.prefix) != (stored.pack.fingerprint, stored.pack.prefix)
+    return not pack.is_lazy or stored.content.dtype is None or is_spare(stored.pack)
+
+
+def is_spare(pack: KnowledgePack) -> bool:
+    """Whether no model of today can use what is stored: it was recovered from its text, or an early release made it."""
+    return pack.fingerprint == ModelFingerprint.unknown() or pack.fingerprint.is_legacy

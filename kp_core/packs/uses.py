@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 
 from kp_core.errors import PackCorruptError
@@ -26,11 +27,13 @@ class LastUse:
     def __init__(self, blobs: Blobs) -> None:
         self._blobs, self._lock = blobs, threading.Lock()
         self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
+        self._hits = Counter[str]()
 
-    def note(self, name: str) -> None:
-        """`name` is used now."""
+    def note(self, name: str, *, hit: bool = False) -> None:
+        """`name` is used now; a `hit` is counted."""
         with self._lock:
             self._times[name], self._noted = time.time(), True
+            self._hits[name] += hit
         if time.monotonic() > self._flushed + _FLUSH_SECONDS:
             self.flush()
 
@@ -45,6 +48,19 @@ class LastUse:
                 self._times = dict(sorted(self._times.items(), key=lambda item: item[1])[-_MOST_NAMES:])
             return dict(self._times)
 
+    def hits(self) -> Counter[str]:
+        """The hits of each name by anyone, as far as they were written."""
+        with self._lock:
+            return self._hits + self._written_hits()
+
+    def _written_hits(self) -> Counter[str]:
+        found = Counter[str]()
+        with suppress(FileNotFoundError, PackCorruptError):
+            for name, count in mapping(from_json(bytes(self._blobs.read("hits"))), "hits").items():
+                if type(count) is int:
+                    found[name] = count
+        return found
+
     def flush(self) -> None:
         """Write what was noted; nothing where nobody can write, or where the store is gone."""
         self._flushed = time.monotonic()
@@ -52,3 +68,8 @@ class LastUse:
             if self._noted and self._blobs.stat("secret"):
                 self._noted = False
                 self._blobs.write("used", [to_json(self.times()).encode()])
+                with self._lock:
+                    new, self._hits = +self._hits, Counter()
+                if new:
+                    total = (self._written_hits() + new).most_common(_MOST_NAMES)
+                    self._blobs.write("hits", [to_json(dict(total)).encode()])

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from kp_core.errors import KnowledgePackError, PromptError
 from kp_core.packs.handle import Handle, check_namespace, find_handles
-from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.recognise import PackTexts, TextIndex
 
 __all__ = ["TRUSTED_ROLES", "PackRef", "PackSource", "PackView", "Packs", "Segment"]
@@ -44,11 +44,14 @@ Segment: TypeAlias = str | PackRef
 class PackSource(Protocol):
     """Where packs come from, e.g. `PackStore`."""
 
-    def peek(self, handle: Handle) -> KnowledgePack | None:
-        """The pack without its KV, or `None` when there is none under this handle; cheap, asked at every turn."""
+    def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
+        """The pack without its KV, or `None` when there is none under this handle; cheap, asked at every turn.
 
-    def get(self, handle: Handle) -> KnowledgePack:
-        """The pack, with its KV where that is stored and intact."""
+        Of several entries the one that fits `key`, else the first one of that model, else any.
+        """
+
+    def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
+        """The pack, with its KV where that is stored and intact; the entry that `peek` tells."""
 
 
 @runtime_checkable

@@ -38,6 +38,8 @@ VALUES = {
     "compact": lambda _: True,
     "recognise": lambda _: False,
     "composer": lambda _: NaiveComposer(),
+    "keep": lambda _: "always",
+    "keep_in": lambda _: "open",
     "mismatch": lambda _: "rebuild",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),
     "scope": lambda _: "system",

@@ -71,10 +71,10 @@ class ListStore:
     def handle(self, text, namespace):
         return PackStore.handle(self.names, text, namespace)
 
-    def peek(self, handle):
+    def peek(self, handle, key=None):
         return self.packs.get(str(handle))
 
-    def get(self, handle):
+    def get(self, handle, key=None):
         return self.packs[str(handle)]
 
     def put(self, pack):

@@ -146,10 +146,18 @@ class Filler:
                 if is_composed and kv is not None:
                     self._keep(run, plan.prompt, region, kv)
                 self._chunks(run, plan, region, kv, logits=logits)
+            self._leave(run, plan)
         except BaseException:
             self.finish(run)
             raise
         return run
+
+    def _leave(self, run: Filled, plan: Plan) -> None:
+        """Give what is to be kept to the store: canonical KV alone, which a cold run would compute bit for bit."""
+        until = len(plan.prompt) if run.path.is_canonical else run.path.canonical_tokens
+        for start, stop in plan.kept.wanted if plan.kept else ():
+            if plan.kept and stop <= until:
+                plan.kept.take(start, stop, run.buffer.read(start, stop).to("cpu"))
 
     def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
         if plan.below is None:
@@ -198,8 +206,12 @@ class Filler:
                 # chunks: behind decoded tokens their KV is not exact.
                 is_last = logits and stop == len(plan.prompt)
                 kv = None
-                if ready is not None and run.path.is_canonical and not is_last:
-                    kv = ready.slice(start - region.start, stop - region.start)
+                if run.path.is_canonical and not is_last:
+                    if ready is not None:
+                        kv = ready.slice(start - region.start, stop - region.start)
+                    elif plan.kept is not None and (read := plan.kept.read(start, stop)):
+                        kv = self._placed(read)
+                if kv is not None:
                     run.buffer.append(kv)
                 else:
                     run.logits = self.forward(ids, run.buffer, logits=is_last)
@@ -237,7 +249,7 @@ class Filler:
         """The KV that a pack or a composer brings for a region, on the device of the cache."""
         if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
             return None
-        span, shape = region.span, self.model.shape
+        span = region.span
         pack = self._read(span, plan)
         if pack is None or pack.kv is None:
             logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
@@ -248,6 +260,11 @@ class Filler:
                 f"The composer {region.composer and region.composer.key!r} made KV of {kv.tokens} tokens; expected "
                 f"{len(region)}, as the pack {span.handle} has at its position."
             )
+        return self._placed(kv)
+
+    def _placed(self, kv: KVTensors) -> KVTensors:
+        """`kv` on the device and in the dtype of the cache."""
+        shape = self.model.shape
         return KVTensors(*(tuple(t.to(shape.device, shape.dtype) for t in side) for side in (kv.keys, kv.values)))
 
     def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
@@ -255,7 +272,7 @@ class Filler:
         planned = pack = span.pack
         if pack.kv is None and plan.packs is not None and find_handles(span.handle):
             try:
-                pack = plan.packs.get(Handle.parse(span.handle))
+                pack = plan.packs.get(Handle.parse(span.handle), planned.key)
             except PackNotFoundError:
                 return None
         same = ("token_ids", "prefix", "fingerprint")

@@ -65,6 +65,8 @@ class Path:
         self.tokens = 0
         self.is_canonical = True
         """Whether every node is a canonical chunk, none of it decoded."""
+        self.canonical_tokens = 0
+        """Tokens of the nodes before the first that is decoded."""
         root.users += 1
 
     def extend(
@@ -98,6 +100,8 @@ class Path:
         if node.kv is not None:
             self.runs.append(Run(node.serial, node.kv))
             self.tokens += node.kv.tokens
+        if self.is_canonical:
+            self.canonical_tokens = self.tokens
 
 
 class PrefixTree:

@@ -64,6 +64,55 @@ def test_round_trip(dtype, tokens):
     assert encode(read_pack(data)) == data
 
 
+@pytest.mark.parametrize("compression", ["lossless", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("tokens", [0, 1, 5, 700])
+def test_compressed_round_trip(dtype, tokens, compression):
+    """What is decoded is what was given, bit for bit: int8 rounds before, and says so in the fingerprint."""
+    plain = make_pack(tokens, dtype=dtype)
+    pack = plain.compressed(compression)
+    assert (pack.fingerprint == plain.fingerprint) == (compression == "lossless")
+    assert pack.kv.equal(plain.kv) == (compression == "lossless" or not tokens)
+    data = encode(pack)
+    assert json.loads(encode_pack(pack).metadata)["compression"] == compression
+    assert same(read_pack(data), pack)
+    assert same(read_header(data).pack, pack.without_kv())
+    assert encode(read_pack(data)) == data
+    assert same(pack.compressed(compression), pack), "rounding twice changes nothing"
+    if tokens == 700:
+        assert len(data) < len(encode(plain))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), compression=st.sampled_from(["lossless", "int8"]))
+def test_any_finite_numbers_survive_compression(data, compression):
+    """Zeros of both signs, subnormal numbers, the largest ones: what `compressed` gave is read back."""
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    width = {torch.bfloat16: 16, torch.float32: 32}[dtype]
+    floats = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**126), max_value=2.0**126)
+    numbers = torch.tensor(data.draw(st.lists(floats, min_size=24, max_size=24)), dtype=torch.float32).to(dtype)
+    assert numbers.element_size() * 8 == width
+    kv = KVTensors((numbers.view(2, 3, 4),), (numbers.flip(0).view(2, 3, 4),))
+    pack = replace(make_pack(3), kv=kv).compressed(compression)
+    found = read_pack(encode(pack)).kv
+    for one, other in zip((*found.keys, *found.values), (*pack.kv.keys, *pack.kv.values), strict=True):
+        assert torch.equal(one.view(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    if compression == "int8":
+        step = numbers.float().abs().max() / 64
+        assert all((a.float() - b.float()).abs().max() <= step for a, b in zip(kv.keys, found.keys, strict=True))
+
+
+def test_int8_takes_only_what_was_rounded_and_finite():
+    with pytest.raises(PackError, match=r"compressed\('int8'\)"):
+        encode_pack(replace(make_pack(), compression="int8"))
+    kv = make_kv(5)
+    kv.keys[0][0, 0, 0] = float("inf")
+    with pytest.raises(PackError, match="not finite"):
+        replace(make_pack(), kv=kv).compressed("int8")
+    with pytest.raises(PackError, match="zip"):
+        make_pack().compressed("zip")
+
+
 def test_lazy_round_trip():
     pack = make_pack(kv=False)
     assert same(read_pack(encode(pack)), pack)
@@ -123,10 +172,10 @@ def test_metadata_follow_the_schema():
     jsonschema = pytest.importorskip("jsonschema")
     schema = json.loads((Path(__file__).parents[3] / "docs" / "pack.schema.json").read_text())
     jsonschema.Draft202012Validator.check_schema(schema)
-    for pack in (make_pack(), make_pack(kv=False), make_pack(0)):
+    for pack in (make_pack(), make_pack(kv=False), make_pack(0), *PACKS):
         content = json.loads(encode_pack(pack).metadata)
         jsonschema.validate(content, schema)
-        for name in content:
+        for name in content.keys() - {"compression"}:
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate({key: value for key, value in content.items() if key != name}, schema)
         with pytest.raises(jsonschema.ValidationError):
@@ -166,8 +215,8 @@ def rebuild(content: object, *, version: str = "2", data: bytes = b"", entries: 
 
 
 def test_a_later_version_is_named():
-    with pytest.raises(PackVersionError, match="'3'"):
-        read_header(rebuild({"anything": 1}, version="3"))
+    with pytest.raises(PackVersionError, match="'4'"):
+        read_header(rebuild({"anything": 1}, version="4"))
 
 
 CONTENT = json.loads(encode_pack(make_pack()).metadata)
@@ -263,6 +312,18 @@ def test_malformed_heads_are_corrupt(data):
         read_header(data)
 
 
+@pytest.mark.parametrize("which", [2, 3])
+def test_a_huge_compressed_shape_allocates_nothing(which):
+    content = json.loads(encode_pack(PACKS[which]).metadata)
+    entries = {f"layers.{i // 2}.{'value' if i % 2 else 'key'}": 0 for i in range(4)}
+    for name in entries:
+        content["tensors"][name] = {"digest": "0" * 32, "shape": [2**40, 5, 2**40], "stored": 64}
+        entries[name] = {"dtype": "U8", "shape": [64], "data_offsets": [64 * list(entries).index(name)] * 2}
+        entries[name]["data_offsets"][1] += 64
+    with pytest.raises(PackCorruptError):
+        read_pack(rebuild(content, entries=entries, data=bytes(256), version="3"))
+
+
 def test_a_huge_shape_allocates_nothing():
     tensors = {name: {"digest": "", "shape": [2**40, 5, 2**40]} for name in CONTENT["tensors"]}
     header = read_header(rebuild({**CONTENT, "tensors": tensors}))
@@ -271,14 +332,15 @@ def test_a_huge_shape_allocates_nothing():
         read_pack(rebuild({**CONTENT, "tensors": tensors}))
 
 
-DATA = {kv: encode(make_pack(kv=kv)) for kv in (True, False)}
+PACKS = [make_pack(kv=False), make_pack(), make_pack().compressed("lossless"), make_pack().compressed("int8")]
+DATA = list(map(encode, PACKS))
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(kv=st.booleans(), data=st.data())
-def test_no_damage_goes_unnoticed(kv, data):
+@given(which=st.sampled_from(range(4)), data=st.data())
+def test_no_damage_goes_unnoticed(which, data):
     """Any flipped byte, cut, or inserted run: an error that is ours, or the very same pack."""
-    intact = DATA[kv]
+    intact = DATA[which]
     kind = data.draw(st.sampled_from(["flip", "cut", "insert", "garbage"]))
     # Half of the positions are drawn from the head, which would else be missed where tensors are large.
     at = data.draw(st.integers(0, 15) | st.integers(0, len(intact) - 1))
@@ -294,12 +356,13 @@ def test_no_damage_goes_unnoticed(kv, data):
         found = read_pack(broken)
     except (PackCorruptError, PackVersionError):
         return
-    assert same(found, make_pack(kv=kv))
+    assert same(found, PACKS[which])
 
 
-def test_every_single_bit_of_a_small_file():
+@pytest.mark.parametrize("which", [1, 2])
+def test_every_single_bit_of_a_small_file(which):
     """All positions, one bit each: the head's checks alone decide, as tensors are covered by digests."""
-    intact, expected = DATA[True], make_pack()
+    intact, expected = DATA[which], PACKS[which]
     unnoticed = 0
     for at in range(len(intact)):
         broken = intact[:at] + bytes([intact[at] ^ (1 << at % 8)]) + intact[at + 1 :]

@@ -10,9 +10,11 @@ from kp_core import Packs
 from kp_core.errors import HandleError, PackError, PackNotFoundError
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import Prefix
+from kp_core.packs.pack import PackKey, Prefix
 from kp_core.packs.store import PackCorruptWarning, PackStore
 from tests.core.packs.made import FINGERPRINT, UNKNOWN, Watched, files_of, flip, make_pack, same, snapshot
+
+OTHER_MODEL = replace(FINGERPRINT, weights="b")
 
 
 def test_put_get_peek(store):
@@ -127,14 +129,16 @@ def test_putting_again_writes_nothing(store):
     ("stored", "new", "wins"),
     [
         (make_pack(), make_pack(kv=None), "stored"),
-        (make_pack(), make_pack(kv=None, prefix=Prefix((1,), (1,))), "new"),
-        (make_pack(), make_pack(kv=None, fingerprint=replace(FINGERPRINT, weights="b")), "new"),
+        (make_pack(), make_pack(kv=None, prefix=Prefix((1,), (1,))), "both"),
+        (make_pack(), make_pack(kv=None, fingerprint=OTHER_MODEL), "both"),
         (make_pack(), make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), "stored"),
         (make_pack(kv=None), make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), "stored"),
         (make_pack(kv=None), make_pack(), "new"),
         (make_pack(kv=None), make_pack(kv=None, provenance={"title": "new"}), "new"),
         (make_pack(), make_pack(seed=1), "new"),
-        (make_pack(), make_pack(fingerprint=replace(FINGERPRINT, weights="b")), "new"),
+        (make_pack(), make_pack(fingerprint=OTHER_MODEL), "both"),
+        (make_pack(fingerprint=OTHER_MODEL), make_pack(kv=None), "both"),
+        (make_pack(fingerprint=OTHER_MODEL), make_pack(prefix=Prefix((1,), (1,)), seed=1), "both"),
         (make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), make_pack(kv=None), "new"),
     ],
 )
@@ -142,9 +146,76 @@ def test_what_displaces_what(store, stored, new, wins):
     handle = store.put(stored)
     store.peek(handle)
     assert store.put(new) == handle
-    expected = stored if wins == "stored" else new
+    expected = new if wins == "new" else stored
     assert same(store.get(handle), expected)
     assert same(store.peek(handle), expected.without_kv())
+    assert same(store.get(handle, new.key), stored if wins == "stored" else new)
+    both = [stored.key, new.key] if wins == "both" else [expected.key]
+    assert [entry.key for entry in store.entries(handle)] == both
+
+
+# Several entries of one text.
+
+
+def test_models_and_prefixes_do_not_displace_one_another(store):
+    models = [FINGERPRINT, OTHER_MODEL]
+    prefixes = [Prefix((9, 8), (2,)), Prefix((9,), (1,)), Prefix((9, 8), (1, 2))]
+    packs = [make_pack(fingerprint=model, prefix=prefix, seed=len(model.weights) + len(prefix.cuts) + len(prefix))
+             for model in models for prefix in prefixes]  # fmt: skip
+    (handle,) = set(map(store.put, packs))
+    again = PackStore(store.path)
+    for pack in packs:
+        assert same(again.get(handle, pack.key), pack)
+        assert same(again.peek(handle, pack.key), pack.without_kv())
+    assert [again.peek(handle, PackKey(model)).prefix for model in models] == [prefixes[0]] * 2, "the first one"
+    assert again.peek(handle, PackKey(FINGERPRINT, Prefix((7,), (1,)))).prefix == prefixes[0]
+    assert again.peek(handle, PackKey(replace(FINGERPRINT, weights="c"))).fingerprint == FINGERPRINT
+    assert len(list(again.entries(handle))) == 6
+    assert list(again) == [handle]
+    before = snapshot(store)
+    assert set(map(store.put, packs)) == {handle}
+    assert snapshot(store) == before, "nothing is written twice"
+    store.remove(handle)
+    assert not list((store.path / "packs").rglob("*.*")), "and all of it goes with the pack"
+
+
+def test_a_damaged_entry_is_set_aside_and_the_pack_stays(store):
+    first, second = make_pack(), make_pack(fingerprint=OTHER_MODEL, seed=1)
+    handle = store.put(first)
+    store.put(second)
+    (beside,) = set(files_of(store, handle)[0].parent.glob("*.safetensors")) - {files_of(store, handle)[0]}
+    flip(beside, -1)
+    assert [which for which, _ in store.verify()] == [handle]
+    with pytest.warns(PackCorruptWarning, match="An entry of the pack"):
+        assert same(store.get(handle, second.key), first)
+    assert list(store.verify()) == []
+    assert same(store.get(store.put(second), second.key), second)
+
+
+def test_a_lost_first_entry_is_mended_beside_the_others(store):
+    first, second = make_pack(), make_pack(fingerprint=OTHER_MODEL, seed=1)
+    handle = store.put(first)
+    store.put(second)
+    files_of(store, handle)[0].unlink()
+    assert same(store.get(handle, second.key), second)
+    with pytest.warns(PackCorruptWarning, match="missing"):
+        assert store.get(handle).fingerprint == UNKNOWN
+    store.put(first)
+    assert same(store.get(handle), first)
+    assert same(store.get(handle, second.key), second)
+
+
+def test_entries_of_one_text_lose_their_kv_alone(tmp_path):
+    first, second = make_pack(tokens=50), make_pack(tokens=50, fingerprint=OTHER_MODEL, seed=1)
+    store = PackStore(tmp_path)
+    handle = store.put(first)
+    store.put(second)
+    bound = PackStore(tmp_path, max_bytes=store.nbytes + 600)
+    bound.get(handle)  # So the other one was not used for longest.
+    bound.put(make_pack("new", tokens=20))
+    assert same(bound.get(handle, first.key), first)
+    assert bound.peek(handle, second.key).fingerprint == FINGERPRINT, "what is left is the first entry"
+    assert bound.nbytes <= bound.max_bytes
 
 
 def test_peek_reads_a_file_once_and_sees_every_change(tmp_path):
@@ -155,8 +226,8 @@ def test_peek_reads_a_file_once_and_sees_every_change(tmp_path):
     blobs.done.clear()
     store.peek(handle)
     assert blobs.done == ["stat"]
-    PackStore(store.path).put(make_pack(seed=1, prefix=Prefix((7, 7), (2,))))  # Another process; the size is the same.
-    assert store.peek(handle).prefix == Prefix((7, 7), (2,))
+    PackStore(store.path).put(make_pack(seed=1, provenance={"title": "Pisa.!"}))  # Another process; the same size.
+    assert store.peek(handle).provenance == {"title": "Pisa.!"}
     assert blobs.done.count("read") == 1
 
 

@@ -45,7 +45,7 @@ class Shelf:
         del self.packs[removed]
         self.changes += 1
 
-    def peek(self, found):
+    def peek(self, found, key=None):
         return self.packs.get(found)
 
     get = peek
@@ -190,7 +190,7 @@ def test_handles_inside_recognised_texts_are_inert():
 
 def test_what_cannot_be_used_is_text():
     class Strict(Shelf):
-        def peek(self, found):
+        def peek(self, found, key=None):
             if found == handle(OIL):
                 raise FingerprintMismatchError("The pack", {"weights": ("one", "another")})
             return super().peek(found)

@@ -68,7 +68,7 @@ class Packs:
     def __init__(self, **texts):
         self.texts = {HANDLE: "Orla Venn keeps the light.", OTHER: "It burns blue oil.\n", FOREIGN: "no", **texts}
 
-    def peek(self, handle):
+    def peek(self, handle, key=None):
         text = self.texts.get(str(handle))
         return text and KnowledgePack(text, "a", (), Prefix(), ModelFingerprint.unknown())
 

@@ -97,7 +97,7 @@ def test_packs_of_several_messages_are_steered_one_after_the_other(architecture)
         def __init__(self, packs):
             self.packs = packs
 
-        def peek(self, handle):
+        def peek(self, handle, key=None):
             return self.packs.get(handle.id[0])
 
         get = peek

@@ -1,0 +1,178 @@
+"""What of a request's KV is kept in the store, and read from it: the prefix tree at rest."""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+
+from kp_core.engines.idle import Job
+from kp_core.engines.request import CompiledFor, Request
+from kp_core.errors import BusyError, KnowledgePackError, OptionError
+from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import find_handles
+from kp_core.packs.kept import EntryKey, KeptEntries
+from kp_core.packs.view import PackView
+from kp_core.plan import KeptKV, Plan
+from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.template import ChatTemplate
+
+__all__ = ["Keeper", "Kept", "write_kept"]
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 4096  # Keys that were met and not kept, counted.
+_PROBE = "The lighthouse keeper counts ships, and writes each of them into a long book."
+
+
+@dataclass
+class Kept:
+    """The entries that may exist for one prompt, by the chunk they belong to. Keeps `plan.KeptKV`."""
+
+    entries: KeptEntries
+    namespaces: frozenset[str]
+    keys: dict[tuple[int, int], EntryKey]
+    is_urgent: bool = False
+    """Whether it is written before the call returns."""
+    wanted: frozenset[tuple[int, int]] = frozenset()
+    taken: list[tuple[EntryKey, KVTensors]] = field(default_factory=list)
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether the KV of this chunk is kept, for who may read it."""
+        key = self.keys.get((start, stop))
+        return key is not None and self.entries.has(key, self.namespaces)
+
+    def read(self, start: int, stop: int) -> KVTensors | None:
+        """The KV of this chunk, on the CPU, where it is kept."""
+        key = self.keys.get((start, stop))
+        return None if key is None else self.entries.read(key, self.namespaces)
+
+    def take(self, start: int, stop: int, kv: KVTensors) -> None:
+        """Keep `kv` when the answer is done."""
+        self.taken.append((self.keys[start, stop], kv))
+
+    def write(self) -> Iterator[None]:
+        """Write what was taken, an entry at each step; what the medium refuses is not kept."""
+        while self.taken:
+            key, kv = self.taken.pop(0)
+            try:
+                self.entries.write(key, kv)
+            except OSError as error:
+                logger.warning("KV behind %s could not be kept: %s", ", ".join(key.packs), error)
+            yield
+
+
+class Keeper:
+    """Decides what is kept, for one model: by policy, and by how often it was met."""
+
+    def __init__(self, template: ChatTemplate, identity: ModelFingerprint) -> None:
+        self._template, self._identity = template, identity
+        self._met = Counter[EntryKey]()
+        self._counting = threading.Lock()
+
+    def of(self, plan: Plan, request: Request, *, learn: bool) -> Kept | None:
+        """What is kept for `plan`, and with `learn` what is to be.
+
+        `None` where nothing can be: without a store that keeps, without reuse, or for a steered prompt. Raises
+        `OptionError` for a `keep_in` that the view may not read.
+        """
+        view = request.view
+        entries = getattr(view and view.source, "kept", None)
+        if view is None or not isinstance(entries, KeptEntries):
+            return None
+        if request.keep_in is not None and request.keep_in not in view.namespaces:
+            raise OptionError(f"Got keep_in={request.keep_in!r}; expected one of the view: {sorted(view.namespaces)}.")
+        if not plan.reuse or plan.below is not None or request.keep == "never" or not entries.max_bytes:
+            return None
+        kept = Kept(
+            entries, frozenset(view.namespaces), dict(self._keys(plan, request, view)), request.keep == "always"
+        )
+        if learn:
+            missing = (edge for edge in kept.keys if not kept.has(*edge))
+            kept.wanted = frozenset(edge for edge in missing if self._again(kept.keys[edge], request.keep))
+        return kept if kept.keys else None
+
+    def _again(self, key: EntryKey, keep: str) -> bool:
+        if keep == "always":
+            return True
+        with self._counting:
+            if key not in self._met and len(self._met) >= _REMEMBERED:
+                del self._met[next(iter(self._met))]
+            self._met[key] += 1
+            return self._met[key] > 1
+
+    def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], EntryKey]]:
+        """The key of each chunk with tokens of a pack that is not read from its own entry."""
+        prompt, own = plan.prompt, _own_words(request, view)
+        before, spoken = blake2b(digest_size=16), self._behind_words(prompt)
+        packs: list[str] = []
+        for region in plan.regions:
+            span = region.span if region.source == "pack" else None
+            # What is computed by choice, and not read, is kept by choice alone.
+            has_own = span is not None and bool(span.pack.kv or span.pack.stored_bytes or request.keep != "always")
+            for start, stop in region.edges:
+                inside = [each for each in prompt.spans if each.start < stop and start < each.stop]
+                packs += [each.handle for each in inside if each.handle not in packs and find_handles(each.handle)]
+                ids = prompt.token_ids[start:stop]
+                has_words = any(spoken[each] for each in inside) or any(each.stop < stop for each in inside[-1:])
+                if inside and packs and not region.label and not has_own and (own or not has_words):
+                    words = own if has_words else None
+                    yield (start, stop), EntryKey(self._identity, start, before.hexdigest(), ids, tuple(packs), words)
+                numbers = (stop, len(ids), *ids)
+                before.update(struct.pack(f"<{len(numbers)}Q", *numbers) + f"{region.label}\n".encode())
+
+    def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
+        """Whether words of the conversation stand before each pack: more than the template, other packs and blanks."""
+        found, words = dict[Span, bool](), False
+        for at, span in enumerate(prompt.spans):
+            if at:
+                words = words or bool(prompt.rendered[prompt.spans[at - 1].chars[1] : span.chars[0]].strip())
+            else:
+                words = self._known(prompt) < span.start
+            # A pack that is not in the store cannot be asked for.
+            words = words or not find_handles(span.handle)
+            found[span] = words
+        return found
+
+    def _known(self, prompt: Prompt) -> int:
+        """How many of the first tokens are the template's, or those that a pack of this prompt was compiled behind."""
+        prefixes = [*self._heads, *(span.pack.prefix.token_ids for span in prompt.spans)]
+        return max((len(each) for each in prefixes if prompt.token_ids[: len(each)] == each), default=0)
+
+    @cached_property
+    def _heads(self) -> list[tuple[int, ...]]:
+        """What stands before the first pack of a user message and of the system message."""
+        found = []
+        places: tuple[CompiledFor, ...] = ("user", "system")
+        for place in places:
+            try:
+                made = self._template.tokenise_pack(_PROBE, place)
+            except KnowledgePackError:  # Not every template has a system message.
+                continue
+            found.append(made.prompt.token_ids[: made.prompt.spans[0].start])
+        return found
+
+
+def write_kept(kept: KeptKV | None, when_idle: Callable[[Job], object]) -> None:
+    """Write the KV that was taken for the store: now, or when nobody waits."""
+    if not isinstance(kept, Kept) or not kept.taken:
+        return
+    if kept.is_urgent:
+        deque(kept.write(), maxlen=0)
+        return
+    with suppress(BusyError):  # It will be met again.
+        when_idle(kept.write)
+
+
+def _own_words(request: Request, view: PackView) -> str | None:
+    """The namespace in which KV behind words of the conversation is kept; `None` keeps none."""
+    if request.keep_in is None and len(view.namespaces) == 1:
+        return next(iter(view.namespaces))
+    return request.keep_in

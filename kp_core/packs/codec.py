@@ -1,0 +1,140 @@
+"""The bytes of tensors in a pack file: as they are, compressed without loss, or rounded to eight bits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from math import prod
+from typing import Literal, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from kp_core.errors import PackCorruptError, PackError
+from kp_core.kv import KVTensors
+
+__all__ = ["COMPRESSIONS", "Buffer", "Compression", "decode", "digest", "encode", "in_threads", "rounded"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Compression: TypeAlias = Literal["none", "lossless", "int8"]
+"""How the KV of a pack is stored. `lossless`: the most significant byte of each number, which holds its sign and
+exponent and repeats, goes through zstd; the others do not shrink. `int8`: eight bits a number, with a scale for each
+channel of the keys and each token of the values (KIVI, arXiv 2402.02750, section 3)."""
+
+COMPRESSIONS: tuple[Compression, ...] = ("none", "lossless", "int8")
+
+# Exponents repeat by chance for three bytes or four: shorter matches cost room and time, and help nobody.
+_PARAMETERS = zstandard.ZstdCompressionParameters.from_level(3, min_match=7)
+_own = threading.local()
+_POOL_FROM = 1_000_000  # Bytes from which threads pay for being started.
+_LEAST_EXPONENT = {torch.float16: -24}  # A smaller scale has no number in that dtype; elsewhere it is that of float32.
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+def encode(tensor: Tensor, compression: Compression, name: str) -> bytes:
+    """What a file holds of `tensor`, `(kv_heads, tokens, head_dim)`, whose name says whether it holds keys or values.
+
+    Raises `PackError` for a tensor that int8 would change: it takes what `rounded` gave.
+    """
+    if compression == "int8":
+        scales, numbers = _quantised(tensor, name)
+        if digest(_dequantised(scales, numbers, tensor.dtype)) != digest(tensor):
+            raise PackError(f"{name} is not of eight bits yet; store `pack.compressed('int8')`, which says so.")
+        return scales.numpy().tobytes() + _compressed(numbers.numpy())
+    flat = tensor.contiguous().view(-1).view(torch.uint8).numpy().reshape(-1, tensor.element_size())
+    return flat[:, :-1].T.tobytes() + _compressed(np.ascontiguousarray(flat[:, -1]))
+
+
+def decode(data: Buffer, compression: Compression, dtype: torch.dtype, shape: Sequence[int], name: str) -> Tensor:
+    """The tensor that `encode` was given; raises `PackCorruptError` for bytes that are none."""
+    count = prod(shape)
+    if compression == "int8":
+        places = (shape[0], 1, shape[2]) if name.endswith("key") else (shape[0], shape[1], 1)
+        cut = prod(places)
+        _need(data, cut, name)
+        scales = torch.from_numpy(np.frombuffer(data[:cut], np.int8).reshape(places).copy())
+        numbers = np.frombuffer(_decompressed(data[cut:], count, name), np.int8).reshape(shape)
+        return _dequantised(scales, torch.from_numpy(numbers.copy()), dtype)
+    width = dtype.itemsize
+    cut = count * (width - 1)
+    _need(data, cut, name)
+    planes = np.frombuffer(data[:cut], np.uint8).reshape(width - 1, count)
+    found = np.frombuffer(_decompressed(data[cut:], count, name), np.uint8).astype(f"<u{width}")
+    # Twice as fast as to write every other byte.
+    for plane in planes[::-1]:
+        found <<= 8
+        found |= plane
+    return torch.from_numpy(found.view(np.uint8)).view(dtype).view(*shape)
+
+
+def rounded(kv: KVTensors) -> KVTensors:
+    """The nearest KV of eight bits a number, in the same dtype: what is read back of KV stored as int8.
+
+    Scales are powers of two, so every number has an exact value in the dtype, and rounding twice changes nothing.
+    Raises `PackError` for KV that is not finite.
+    """
+
+    def side(tensors: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
+        return tuple(_dequantised(*_quantised(tensor, name), tensor.dtype) for tensor in tensors)
+
+    return KVTensors(side(kv.keys, "key"), side(kv.values, "value"))
+
+
+def digest(tensor: Tensor) -> str:
+    """BLAKE2b of the bytes of a tensor, 16 bytes long."""
+    return blake2b(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+
+
+def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) -> list[_Out]:
+    """`act` on each item, in threads where `nbytes` of them pay: hashing and zstd release the interpreter's lock."""
+    if nbytes < _POOL_FROM:
+        return list(map(act, items))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(act, items))
+
+
+def _quantised(tensor: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Exponents of the scales and numbers from -127 to 127, both int8."""
+    plain = tensor.detach().cpu().to(torch.float32)
+    if not bool(torch.isfinite(plain).all()):
+        raise PackError(f"{name} holds numbers that are not finite; they cannot be stored as int8.")
+    axis = 1 if name.endswith("key") else 2
+    # Of no tokens there is no largest number.
+    largest = plain.abs().amax(dim=axis, keepdim=True) if plain.shape[axis] else plain.sum(dim=axis, keepdim=True)
+    mantissa, exponent = torch.frexp(largest)
+    # The least power of two that takes the largest number to at most 127.
+    scales = torch.where(mantissa <= 127 / 128, exponent - 7, exponent - 6)
+    scales = scales.clamp(_LEAST_EXPONENT.get(tensor.dtype, -126), 127).to(torch.int8)
+    return scales, torch.ldexp(plain, -scales.to(torch.int32)).round().to(torch.int8)
+
+
+def _dequantised(scales: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ldexp(numbers.to(torch.float32), scales.to(torch.int32)).to(dtype)
+
+
+def _compressed(plane: np.ndarray) -> bytes:
+    return zstandard.ZstdCompressor(compression_params=_PARAMETERS).compress(plane.tobytes())
+
+
+def _decompressed(data: Buffer, size: int, name: str) -> bytes:
+    try:
+        if zstandard.frame_content_size(data) == size:
+            # One for each thread, as it may not be shared and takes longer to make than to use.
+            decompressor = _own.__dict__.setdefault("decompressor", None) or zstandard.ZstdDecompressor()
+            _own.decompressor = decompressor
+            return decompressor.decompress(data, allow_extra_data=False)
+    except (zstandard.ZstdError, MemoryError, OverflowError) as error:
+        raise PackCorruptError(f"The bytes of {name} cannot be decompressed: {error}.") from error
+    raise PackCorruptError(f"The bytes of {name} do not hold {size} numbers.")
+
+
+def _need(data: Buffer, size: int, name: str) -> None:
+    if len(data) < size:
+        raise PackCorruptError(f"There are {len(data)} bytes of {name}; expected more than {size}.")

@@ -1,0 +1,179 @@
+"""The files of packs: read, checked, and mended where they are damaged. The rules are in `docs/format.md`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from contextlib import suppress
+from dataclasses import replace
+from functools import lru_cache
+
+from kp_core.errors import HandleError, PackCorruptError
+from kp_core.packs.blobs import Blobs, BlobStat
+from kp_core.packs.codec import Buffer
+from kp_core.packs.file import EncodedPack, PackHeader, encode_pack, header_stop, read_header, read_pack
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import Handle, mint
+from kp_core.packs.layout import load_secret, pack_key, text_key
+from kp_core.packs.pack import KnowledgePack, Prefix
+
+__all__ = ["PackCorruptWarning", "PackFiles"]
+
+logger = logging.getLogger(__name__)
+
+_HEAD_BYTES = 1 << 16  # What is read of a file at first to see its head.
+_PEEKED_PACKS = 1024  # Some 50 MB of token ids when they are banks of facts.
+
+
+class PackCorruptWarning(RuntimeWarning):
+    """A damaged pack file was set aside; the pack lives on without its KV, which is computed anew on use."""
+
+
+class PackFiles:
+    """What lies under `packs/`: for each handle a text, the first entry of its KV, and others beside it.
+
+    `slot` is `""` for the first entry, else what `layout.slots` names. Only the first entry carries the pack, and is
+    mended; others can be lost without harm.
+    """
+
+    def __init__(self, blobs: Blobs) -> None:
+        self.blobs, self.secret = blobs, load_secret(blobs)
+        self._peeked = lru_cache(_PEEKED_PACKS)(self._peek)
+
+    def handle(self, text: str, namespace: str) -> Handle:
+        """The handle `text` has here; raises `HandleError` for bad names and non-Unicode text."""
+        try:
+            return mint(self.secret, namespace, text)
+        except UnicodeEncodeError as error:
+            raise HandleError(f"Got text that is not Unicode: {error}. Decode it with errors='replace'.") from error
+
+    def look(self, handle: Handle, slot: str = "", root: str = "packs") -> KnowledgePack | None:
+        """The entry without its KV; `None` for one that is absent or shows damage. Remembers what it saw."""
+        with suppress(FileNotFoundError, PackCorruptError):
+            if found := self.blobs.stat(pack_key(handle, slot, root)):
+                return self._peeked(handle, slot, root, found.version)
+        return None
+
+    def header(self, handle: Handle, slot: str = "", root: str = "packs") -> PackHeader:
+        """The head of the stored file; raises `FileNotFoundError`, and `PackCorruptError` for any damage it shows."""
+        key = pack_key(handle, slot, root)
+        while True:
+            found = self.blobs.stat(key)
+            if found is None:
+                raise FileNotFoundError(key)
+            try:
+                data = self.blobs.read(key, 0, _HEAD_BYTES)
+                stop = header_stop(data, found.size)
+                header = read_header(data if stop <= len(data) else self.blobs.read(key, 0, stop), found.size)
+                self.own(handle, header.pack, header.damage)
+            except PackCorruptError:
+                if self.blobs.stat(key) == found:  # Else it was replaced between two looks.
+                    raise
+            else:
+                return header
+
+    def own(self, handle: Handle, pack: KnowledgePack, damage: str | None = None) -> KnowledgePack:
+        """`pack`, when it is that of the handle and has no damage."""
+        if self.handle(pack.text, pack.namespace) != handle:
+            raise PackCorruptError(f"The file holds another text than that of {handle}, or comes from another store.")
+        if damage is not None:
+            raise PackCorruptError(damage)
+        return pack
+
+    def text(self, handle: Handle) -> str | None:
+        """The text beside the pack, when there is one and it is that of the handle."""
+        with suppress(FileNotFoundError, UnicodeDecodeError):
+            text = str(self.blobs.read(text_key(handle)), "utf-8")
+            return text if self.handle(text, handle.namespace) == handle else None
+        return None
+
+    def write_text(self, handle: Handle, text: str) -> bool:
+        """Write the text unless it is there; returns whether there was none."""
+        absent = self.blobs.stat(text_key(handle)) is None
+        if absent or self.text(handle) is None:
+            self.blobs.write(text_key(handle), [text.encode()])
+        return absent
+
+    def read_beside(self, handle: Handle, slot: str) -> KnowledgePack | None:
+        """An entry beside the first one, with its KV; set aside and `None` when it is damaged."""
+        data: Buffer = b""
+        try:
+            data = self.blobs.read(pack_key(handle, slot))
+            return self.own(handle, read_pack(data))
+        except FileNotFoundError:
+            return None
+        except PackCorruptError as error:
+            aside = self._set_aside(handle, "safetensors", data)
+            self.blobs.delete(pack_key(handle, slot))
+            _warn(f"An entry of the pack {handle} is damaged: {error} Its KV is lost. Set aside: {aside}.")
+            return None
+
+    def read(self, handle: Handle) -> KnowledgePack | None:
+        """The pack with its KV, from one read, so that versions never mix; mended when it is damaged."""
+        data, seen = None, self.blobs.stat(pack_key(handle))
+        try:
+            data = self.blobs.read(pack_key(handle))
+            return self.own(handle, read_pack(data))
+        except FileNotFoundError:
+            damage = "The file is missing."
+        except PackCorruptError as error:
+            damage = str(error)
+        pack = self._salvage(handle, data)
+        aside = [] if data is None else [self._set_aside(handle, "safetensors", data)]
+        if pack is None:
+            with suppress(FileNotFoundError):
+                aside.append(self._set_aside(handle, "txt", self.blobs.read(text_key(handle))))
+            if not aside:
+                return None
+            for key in (text_key(handle), pack_key(handle)):
+                self.blobs.delete(key)
+            self.blobs.write("changes", [])
+            raise PackCorruptError(
+                f"The pack {handle} is damaged, and so is its text: {damage} Set aside: {', '.join(aside)}. "
+                "Store it anew from its source; the handle stays the same."
+            )
+        self.write_text(handle, pack.text)
+        if not self.replace(handle, encode_pack(pack), seen):
+            return self.read(handle)  # Somebody else was faster.
+        known = "text and token ids" if pack.fingerprint != ModelFingerprint.unknown() else "text"
+        message = (
+            f"The pack {handle} is damaged: {damage} Its {known} are intact; its KV is lost. "
+            f"Set aside: {', '.join(aside) or 'nothing'}."
+        )
+        _warn(message)
+        return pack
+
+    def _salvage(self, handle: Handle, data: Buffer | None) -> KnowledgePack | None:
+        """What can be trusted of a damaged pack: all but the KV, or the text alone, or nothing (`None`)."""
+        if data is not None:
+            with suppress(PackCorruptError):
+                return self.own(handle, read_header(data).pack)
+        text = self.text(handle)
+        if text is None:
+            return None
+        return KnowledgePack(text, handle.namespace, (), Prefix(), ModelFingerprint.unknown())
+
+    def _set_aside(self, handle: Handle, kind: str, data: Buffer) -> str:
+        """Keep damaged bytes in quarantine under a new name; returns that."""
+        names = (f"quarantine/{handle.namespace}.{handle.id}.{number}.{kind}" for number in itertools.count(1))
+        return f"{self.blobs}/{next(key for key in names if self.blobs.write(key, [data], if_absent=True))}"
+
+    def replace(self, handle: Handle, lazy: EncodedPack, seen: BlobStat | None) -> bool:
+        """Write `lazy` where the file is still as it was `seen`; what is removed meanwhile stays removed."""
+        if self.blobs.stat(pack_key(handle)) != seen:
+            return False
+        done = self.blobs.write(pack_key(handle), lazy.chunks(), if_absent=seen is None)
+        if self.blobs.stat(text_key(handle)) is None:  # `remove` takes the text first.
+            self.blobs.delete(pack_key(handle))
+        return done
+
+    def _peek(self, handle: Handle, slot: str, root: str, _version: str) -> KnowledgePack:
+        header = self.header(handle, slot, root)
+        return replace(header.pack, stored_bytes=header.nbytes - header.start)
+
+
+def _warn(message: str) -> None:
+    logger.warning(message)
+    # Last, as a filter may turn the warning into an error.
+    warnings.warn(message, PackCorruptWarning, stacklevel=4)

@@ -1,0 +1,219 @@
+"""What was computed behind other packs, kept at rest: the prefix tree of a store. Specified in `docs/format.md`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from kp_core.errors import PackCorruptError, PackError
+from kp_core.kv import KVTensors
+from kp_core.packs.blobs import BlobStat
+from kp_core.packs.content import to_json
+from kp_core.packs.file import encode_pack, read_pack
+from kp_core.packs.files import PackFiles
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import Handle, check_namespace
+from kp_core.packs.layout import handle_of, pack_key, text_key
+from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.uses import LastUse
+
+__all__ = ["EntryKey", "KeptEntries", "KeptEntry"]
+
+logger = logging.getLogger(__name__)
+
+_ROOT = "kept"
+_SEEN = 1 << 16  # Entries whose packs are remembered, so that deleting a pack reads no file twice.
+
+
+@dataclass(frozen=True)
+class EntryKey:
+    """What the KV of `token_ids` was computed from: a model, at position `at`, behind what `before` digests.
+
+    `before` covers all tokens that stand before, where their prefill was cut, and how it was altered or composed.
+    `packs` are the handles of all packs in it and before it, `words` the namespace of the conversation whose words
+    stand there; `None` where packs and the template are all there is.
+    """
+
+    model: ModelFingerprint
+    at: int
+    before: str
+    token_ids: tuple[int, ...]
+    packs: tuple[str, ...]
+    words: str | None = None
+
+    @cached_property
+    def namespaces(self) -> frozenset[str]:
+        """All that a view must be allowed to read it."""
+        found = {Handle.parse(handle).namespace for handle in self.packs}
+        return frozenset(found if self.words is None else {*found, self.words})
+
+    @cached_property
+    def home(self) -> str:
+        """The namespace that it lies in: that of the conversation, else of its last pack."""
+        return check_namespace(self.words or Handle.parse(self.packs[-1]).namespace)
+
+    @cached_property
+    def text(self) -> str:
+        """The key as canonical JSON; the id of an entry is the keyed digest of it, as a handle is of a text."""
+        model, packs = self.model.id, sorted(set(self.packs))
+        about = {"at": self.at, "before": self.before, "model": model, "packs": packs, "token_ids": self.token_ids}
+        return to_json({**about, "words": self.words}, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class KeptEntry:
+    """One entry as `PackStore.kept` lists it; `last_use` in seconds since 1970, `hits` since it was kept."""
+
+    id: str
+    namespaces: frozenset[str]
+    packs: tuple[str, ...]
+    tokens: int
+    model: str
+    nbytes: int
+    last_use: float
+    hits: int
+
+
+class _About(NamedTuple):
+    packs: tuple[str, ...]
+    namespaces: frozenset[str]
+    tokens: int
+    model: str
+
+
+class KeptEntries:
+    """Entries within `max_bytes`: the least recently used go first, and those unused for `max_age` seconds.
+
+    Entries with a pinned pack stay. Nothing here is needed: what is lost or damaged is computed again.
+    """
+
+    def __init__(self, files: PackFiles, uses: LastUse, max_bytes: int, max_age: float | None) -> None:
+        self._files, self._uses, self._blobs = files, uses, files.blobs
+        self.max_bytes, self.max_age = max_bytes, max_age
+        self._seen = lru_cache(_SEEN)(self._read_about)
+
+    def __iter__(self) -> Iterator[KeptEntry]:
+        times, hits = self._uses.times(), self._uses.hits()
+        for handle, found in sorted(self._listed().items()):
+            if (about := self._about(handle, found)) is not None:
+                name = _name(handle)
+                last, packs = max(times.get(name, 0), found.modified), about.packs
+                made = (about.model, found.size, last, hits[name])
+                yield KeptEntry(handle.id, about.namespaces, packs, about.tokens, *made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(found.size for found in self._listed().values())
+
+    def has(self, key: EntryKey, namespaces: Collection[str]) -> bool:
+        """Whether there is KV for `key` that a view of these `namespaces` may read."""
+        if not key.namespaces <= set(namespaces):
+            return False
+        handle = self._files.handle(key.text, key.home)
+        found = self._blobs.stat(_path(handle))
+        return found is not None and not self._is_old(handle, found)
+
+    def read(self, key: EntryKey, namespaces: Collection[str]) -> KVTensors | None:
+        """The KV for `key`, per layer `(kv_heads, tokens, head_dim)` on the CPU, for whom `has` says so."""
+        if not self.has(key, namespaces):
+            return None
+        handle = self._files.handle(key.text, key.home)
+        try:
+            pack = self._files.own(handle, read_pack(self._blobs.read(_path(handle))))
+        except FileNotFoundError:
+            return None
+        except PackError as error:
+            logger.warning("An entry kept behind %s is dropped: %s", ", ".join(key.packs), error)
+            self._blobs.delete(_path(handle))
+            return None
+        self._uses.note(_name(handle), hit=True)
+        return pack.kv
+
+    def write(self, key: EntryKey, kv: KVTensors) -> bool:
+        """Keep `kv` for `key`; `False` where the budget has no room, or one of its packs is not stored (any more)."""
+        pack = KnowledgePack(key.text, key.home, key.token_ids, Prefix(), key.model, kv).compressed("lossless")
+        handle, encoded = self._files.handle(pack.text, pack.namespace), encode_pack(pack)
+        if not self._are_stored(key.packs) or not self._make_room(handle, encoded.nbytes):
+            return False
+        self._blobs.write(_path(handle), encoded.chunks())
+        self._uses.note(_name(handle))
+        if not self._are_stored(key.packs):  # Removed in between, and so is what stood behind it.
+            self._blobs.delete(_path(handle))
+            return False
+        return True
+
+    def drop(self, *, pack: Handle | None = None, namespace: str | None = None) -> int:
+        """Delete every entry that has `pack`, or anything of `namespace`, in it or before it; returns how many."""
+        count = 0
+        for handle, found in self._listed().items():
+            about = self._about(handle, found)
+            if about is None or str(pack) in about.packs or namespace in about.namespaces:
+                count += self._blobs.delete(_path(handle))
+        return count
+
+    def pin(self, pack: Handle) -> None:
+        """Keep the entries with `pack`, whatever the budget and their age."""
+        self._blobs.write(f"pins/{pack.namespace}/{pack.id}", [])
+
+    def unpin(self, pack: Handle) -> bool:
+        """Undo `pin`; returns whether it was pinned."""
+        return self._blobs.delete(f"pins/{pack.namespace}/{pack.id}")
+
+    def _make_room(self, own: Handle, size: int) -> bool:
+        """Drop what is too old, then the least recently used entries, until `size` bytes fit beside the others."""
+        listed = self._listed()
+        listed.pop(own, None)
+        times = self._uses.times()
+        used = size + sum(found.size for found in listed.values())
+        pinned = {"kp:" + key.removeprefix("pins/") for key, _ in self._blobs.list("pins/")}
+        for handle in sorted(listed, key=lambda each: max(times.get(_name(each), 0), listed[each].modified)):
+            if used <= self.max_bytes and not self._is_old(handle, listed[handle]):
+                break
+            about = self._about(handle, listed[handle]) if pinned else None
+            if about is None or pinned.isdisjoint(about.packs):
+                self._blobs.delete(_path(handle))
+                used -= listed[handle].size
+        return used <= self.max_bytes
+
+    def _is_old(self, handle: Handle, found: BlobStat) -> bool:
+        if self.max_age is None or time.time() - found.modified <= self.max_age:
+            return False
+        last = max(self._uses.times().get(_name(handle), 0), found.modified)
+        about = self._about(handle, found)
+        pins = (f"pins/{each.removeprefix('kp:')}" for each in about.packs) if about else ()
+        return time.time() - last > self.max_age and not any(map(self._blobs.stat, pins))
+
+    def _are_stored(self, packs: Collection[str]) -> bool:
+        return all(self._blobs.stat(text_key(Handle.parse(each))) for each in packs)
+
+    def _listed(self) -> dict[Handle, BlobStat]:
+        found = ((handle_of("packs" + key.removeprefix(_ROOT)), stat) for key, stat in self._blobs.list(f"{_ROOT}/"))
+        return {entry[0]: stat for entry, stat in found if entry and not entry[1]}
+
+    def _about(self, handle: Handle, found: BlobStat) -> _About | None:
+        """What an entry says of itself; `None` when it cannot be read."""
+        with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
+            return self._seen(handle, found.version)
+        return None
+
+    def _read_about(self, handle: Handle, _version: str) -> _About:
+        pack = self._files.header(handle, root=_ROOT).pack
+        about = json.loads(pack.text)
+        packs = tuple(about["packs"])
+        namespaces = {Handle.parse(each).namespace for each in packs} | {about["words"]} - {None}
+        return _About(packs, frozenset(namespaces), len(pack.token_ids), pack.fingerprint.id)
+
+
+def _path(handle: Handle) -> str:
+    return pack_key(handle, root=_ROOT)
+
+
+def _name(handle: Handle) -> str:
+    return f"{_ROOT}:{handle.namespace}/{handle.id}"

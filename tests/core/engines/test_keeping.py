@@ -1,0 +1,165 @@
+"""What was computed behind other packs is kept, read again after a restart, and read by nobody else."""
+
+import pytest
+import torch
+
+from kp_core import load_engine
+from kp_core.errors import OptionError
+from kp_core.packs.kept import EntryKey
+from kp_core.packs.store import PackStore
+from kp_core.testing import tiny_model, tiny_tokenizer
+
+TEXTS = [
+    "The lamp of Veyl burns kelp oil, and its keeper counts ships.",
+    "The bell of Tarn was cast in 1811 from a sunken cannon.",
+    "The ferry to Ostra leaves when the fog lifts, never before.",
+]
+QUESTION = "\n\nWhich of them was cast?"
+
+
+def fresh_engine(chunk_tokens=128):
+    """An engine as a new process has it: with nothing in its tree."""
+    model = tiny_model("llama", torch.bfloat16)
+    return load_engine(model, tokenizer=tiny_tokenizer(merges=7), chunk_tokens=chunk_tokens, cache_bytes=50_000_000)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    engine, store = fresh_engine(), PackStore(tmp_path)
+    handles = [str(store.put(engine.build_pack(text, namespace="veyl"))) for text in TEXTS]
+    return engine, store, handles
+
+
+def ask(engine, store, message, *namespaces, **options):
+    return engine.prefill(message, view=store.view(*(namespaces or ("veyl",))), **options)
+
+
+def computed_of_packs(found):
+    """Tokens of packs that were computed: all that was computed but what stands outside packs."""
+    return found.usage.computed_tokens - found.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("placement", ["in_place", "system"])
+def test_a_combination_survives_a_restart_bit_for_bit(stored, placement):
+    engine, store, handles = stored
+    message = "\n\n".join(handles) + QUESTION
+    first = ask(engine, store, message, keep="always", placement=placement)
+    assert first.usage.computed_tokens > first.usage.prompt_tokens, "the second and third pack were computed"
+    again = fresh_engine()
+    explained = again.explain(message, view=store.view("veyl"), placement=placement)
+    found = ask(again, PackStore(store.path), message, placement=placement)
+    assert computed_of_packs(found) <= 0
+    assert explained.counts["kept"] >= 100
+    oracle = ask(fresh_engine(), store, message, placement=placement, reuse=False)
+    assert torch.equal(found.logits, oracle.logits)
+    assert torch.equal(first.logits, oracle.logits)
+
+
+def test_by_default_it_is_kept_when_it_is_met_twice(stored):
+    engine, store, handles = stored
+    message = "\n\n".join(handles) + QUESTION
+    for times in (1, 2, 3):
+        ask(engine, store, message)
+        engine.when_idle(lambda: None).result()
+        assert len(list(store.kept)) == (0 if times == 1 else 2)
+    assert computed_of_packs(ask(fresh_engine(), store, message)) <= 0
+    hits = {entry.hits for entry in PackStore(store.path).kept}
+    assert hits == {0}, "hits are written when the store is let go of"
+    assert {entry.hits for entry in store.kept} == {1}
+
+
+def test_never_keeps_nothing_and_reads_nothing(stored):
+    engine, store, handles = stored
+    message = "\n\n".join(handles) + QUESTION
+    for _ in range(3):
+        ask(engine, store, message, keep="never")
+    engine.when_idle(lambda: None).result()
+    assert list(store.kept) == []
+    ask(engine, store, message, keep="always")
+    assert computed_of_packs(ask(fresh_engine(), store, message, keep="never")) > 0
+
+
+def test_an_agent_of_ten_searches_computes_no_knowledge_after_a_restart(tmp_path):
+    """Each search brings a pack, behind the words of the conversation and the answers of the model."""
+    store = PackStore(tmp_path)
+    engine = fresh_engine()
+    handles = [str(store.put(engine.build_pack(f"Note {at}: {TEXTS[at % 3]}", namespace="veyl"))) for at in range(10)]
+    view = store.view("veyl")
+    messages = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "What burns?"}]
+    for handle in handles:
+        answer = engine.generate(messages, view=view, keep="always", max_tokens=4)
+        messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": handle}]
+    engine.generate(messages, view=view, keep="always", max_tokens=4)
+    messages += [{"role": "user", "content": "And now?"}]
+    found = ask(fresh_engine(), PackStore(tmp_path), messages, keep="always")
+    assert found.usage.pack_tokens > 500
+    assert found.usage.reused_tokens == found.usage.pack_tokens
+    assert torch.equal(found.logits, ask(fresh_engine(), store, messages, reuse=False).logits)
+
+
+def test_only_a_view_of_all_that_stands_before_reads_it(tmp_path):
+    engine, store = fresh_engine(), PackStore(tmp_path)
+    ours = str(store.put(engine.build_pack(TEXTS[0], namespace="ours")))
+    theirs = str(store.put(engine.build_pack(TEXTS[1], namespace="theirs")))
+    message = f"{theirs}\n\n{ours}{QUESTION}"
+    ask(engine, store, message, "ours", "theirs", keep="always")
+    (entry,) = store.kept
+    assert entry.namespaces == {"ours", "theirs"}
+    assert computed_of_packs(ask(fresh_engine(), store, message, "ours", "theirs")) <= 0
+    # The same tokens, one of the packs as text: the KV is there, and not for this view.
+    text = f"{TEXTS[1]}\n\n{ours}{QUESTION}"
+    found = ask(fresh_engine(), store, text, "ours")
+    assert found.prompt.token_ids == ask(fresh_engine(), store, message, "ours", "theirs").prompt.token_ids
+    assert found.usage.reused_tokens == 0
+
+
+def test_words_of_a_conversation_stay_in_its_namespace(stored):
+    engine, store, handles = stored
+    message = f"My secret is 17. {handles[0]}{QUESTION}"
+    with pytest.raises(OptionError, match="keep_in='elsewhere'"):
+        ask(engine, store, message, keep_in="elsewhere")
+    ask(engine, store, message, "veyl", "mine", keep="always")
+    assert list(store.kept) == [], "nobody said which namespace is that of the conversation"
+    ask(engine, store, message, "veyl", "mine", keep="always", keep_in="mine")
+    (entry,) = store.kept
+    assert entry.namespaces == {"veyl", "mine"}
+    for namespaces, is_read in [(("veyl",), False), (("veyl", "mine"), True)]:
+        options = {"keep_in": "mine"} if is_read else {}
+        assert (computed_of_packs(ask(fresh_engine(), store, message, *namespaces, **options)) <= 0) == is_read
+    assert store.forget("mine") == 1
+    assert list(store.kept) == []
+
+
+def test_what_stands_behind_a_pack_is_deleted_with_it(stored):
+    engine, store, handles = stored
+    ask(engine, store, "\n\n".join(handles) + QUESTION, keep="always")
+    ask(engine, store, "\n\n".join(handles[1:]) + QUESTION, keep="always")
+    assert len(list(store.kept)) == 3
+    (first,) = [handle for handle in store if str(handle) == handles[0]]
+    store.remove(first)
+    assert [set(entry.packs) for entry in store.kept] == [set(handles[1:])]
+
+
+def test_a_removed_pack_keeps_nothing_behind_it(stored):
+    engine, store, handles = stored
+    key = EntryKey(engine.fingerprint, 3, "0" * 32, (1, 2), (handles[0],))
+    kv = engine.build_pack(TEXTS[0]).kv.slice(0, 2)
+    assert store.kept.write(key, kv)
+    assert store.kept.read(key, ("veyl",)).equal(kv)
+    assert store.kept.read(key, ("other",)) is None
+    (first,) = [handle for handle in store if str(handle) == handles[0]]
+    store.remove(first)
+    assert not store.kept.write(key, kv)
+    assert store.kept.nbytes == 0
+
+
+def test_steered_and_composed_prompts_share_nothing_with_plain_ones(stored):
+    engine, store, handles = stored
+    from kp_core import NaiveComposer
+
+    message = "\n\n".join(handles) + QUESTION
+    plain = ask(engine, store, message, keep="always")
+    composed = ask(fresh_engine(), store, message, composer=NaiveComposer(), keep="always")
+    assert composed.usage.approximate_tokens > 0
+    assert not torch.equal(plain.logits, composed.logits)
+    assert torch.equal(ask(fresh_engine(), store, message).logits, plain.logits)

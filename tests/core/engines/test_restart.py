@@ -1,0 +1,64 @@
+"""An agent whose process ended goes on in another one; run as a module, this file is that agent."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kp_core import PackStore, load_engine
+
+ROOT = Path(__file__).parents[3]
+MESSAGES = [
+    {"role": "system", "content": "Answer with a few words."},
+    {"role": "user", "content": "Which keeper counted most ships?"},
+]
+
+
+def step(*arguments: str) -> dict:
+    command = [sys.executable, "-m", "tests.core.engines.test_restart", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=True)  # noqa: S603
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.mark.slow  # Loads the real model twice; `test_keeping.py` does the same in one process with a tiny one.
+def test_an_agent_of_ten_searches_goes_on_in_another_process(tmp_path):
+    """It reads all knowledge from the store, computes none of it, and sees what a cold run would compute."""
+    messages = tmp_path / "messages.json"
+    messages.write_text(json.dumps(MESSAGES), encoding="utf-8")
+    before = step(str(tmp_path / "store"), str(messages), "search")
+    assert before["pack_tokens"] > 250
+    after = step(str(tmp_path / "store"), str(messages), "go on")
+    assert after["reused_tokens"] == after["pack_tokens"] == before["pack_tokens"]
+    assert after["computed_tokens"] == after["prompt_tokens"]
+    assert after["same"]
+
+
+def searched(engine, store, messages: list) -> dict:
+    """Ten searches, each of them answered; what the last answer cost."""
+    for at in range(10):
+        text = f"Note {at}. Keeper {at * 7} of the light counted {at * 31 + 2} ships in the year {1800 + at}.\n"
+        handle = str(store.put(engine.build_pack(text, namespace="notes")))
+        function = {"name": "search", "arguments": json.dumps({"query": f"keeper {at}"})}
+        calls = [{"id": f"call{at}", "type": "function", "function": function}]
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+        messages.append({"role": "tool", "tool_call_id": f"call{at}", "content": handle})
+        answer = engine.generate(messages, view=store.view("notes"), keep="always", compact=True, max_tokens=4)
+    return answer.usage.to_dict()
+
+
+def gone_on(engine, store, messages: list) -> dict:
+    """What the next step alone costs, and whether it is that of a cold run."""
+    found = engine.prefill(messages, view=store.view("notes"), keep="always", compact=True)
+    oracle = engine.prefill(messages, view=store.view("notes"), compact=True, reuse=False)
+    return {**found.usage.to_dict(), "same": bool((found.logits == oracle.logits).all())}
+
+
+if __name__ == "__main__":
+    place, path, mode = sys.argv[1:]
+    asked = json.loads(Path(path).read_text(encoding="utf-8"))
+    act = searched if mode == "search" else gone_on
+    cost = act(load_engine(dtype="bfloat16", device="cpu"), PackStore(place), asked)
+    Path(path).write_text(json.dumps(asked), encoding="utf-8")
+    sys.stdout.write(json.dumps(cost) + "\n")

@@ -1,0 +1,194 @@
+"""Kept entries: budget, age, pins, damage, and writers that are killed."""
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kp_core.errors import QuotaError
+from kp_core.kv import KVTensors
+from kp_core.packs.kept import EntryKey
+from kp_core.packs.store import PackStore
+from tests.core.packs.made import FINGERPRINT, Watched, make_pack
+
+TOKENS = 40
+
+
+def kv_of(seed: int = 0, tokens: int = TOKENS) -> KVTensors:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [torch.randn(2, tokens, 4, generator=generator).bfloat16() for _ in range(4)]
+    return KVTensors(tuple(tensors[:2]), tuple(tensors[2:]))
+
+
+def key_of(*handles, at: int = 0, before: str = "0" * 32, words: str | None = None) -> EntryKey:
+    return EntryKey(FINGERPRINT, at, before, tuple(range(TOKENS)), tuple(map(str, handles)), words)
+
+
+def files(store: PackStore):
+    return sorted((store.path / "kept").rglob("*.safetensors"))
+
+
+@pytest.fixture
+def three(tmp_path):
+    """A store of two packs and three entries behind both, the first used longest ago."""
+    store = PackStore(tmp_path)
+    handles = [store.put(make_pack(text)) for text in ("one", "two")]
+    keys = [key_of(*handles, at=at) for at in range(3)]
+    for seed, key in enumerate(keys):
+        assert store.kept.write(key, kv_of(seed))
+        time.sleep(0.01)
+    return store, handles, keys
+
+
+def read(store, key):
+    return store.kept.read(key, ("geo",))
+
+
+def test_what_was_written_is_read_bit_for_bit(three):
+    store, _, keys = three
+    again = PackStore(store.path)
+    assert [read(again, key).equal(kv_of(seed)) for seed, key in enumerate(keys)] == [True] * 3
+    assert len(list(again)) == 2, "entries are no packs"
+    assert again.kept.nbytes == sum(path.stat().st_size for path in files(store))
+
+
+def test_every_part_of_the_key_counts(three):
+    store, _, (key, *_) = three
+    others = [
+        replace(key, at=7),
+        replace(key, before="1" * 32),
+        replace(key, token_ids=key.token_ids[1:]),
+        replace(key, model=replace(FINGERPRINT, dtype="float16")),
+        replace(key, packs=key.packs[:1]),
+        replace(key, words="geo"),
+    ]
+    assert read(store, key) is not None
+    assert [read(store, other) for other in others] == [None] * 6
+    assert read(store, replace(key, packs=key.packs[::-1])) is not None, "a set of packs; their order is in `before`"
+    assert store.kept.read(key, ("art",)) is None
+
+
+def test_the_least_recently_used_goes_first_and_pins_stay(three):
+    store, handles, keys = three
+    size = store.kept.nbytes
+    read(store, keys[0])
+    bound = PackStore(store.path, keep_bytes=size + 10)
+    bound._uses.note("kept:geo/" + store.handle(keys[0].text, "geo").id)
+    assert bound.kept.write(key_of(*handles, at=3), kv_of(3))
+    assert [read(bound, key) is None for key in keys] == [False, True, False]
+    assert bound.kept.nbytes <= size + 10
+    bound.kept.pin(handles[0])
+    other = bound.put(make_pack("three"))
+    assert not bound.kept.write(key_of(other), kv_of(4)), "all that is there is pinned"
+    bound.kept.unpin(handles[0])
+    assert bound.kept.write(key_of(other), kv_of(4))
+    assert not PackStore(store.path, keep_bytes=10).kept.write(key_of(other, at=9), kv_of(5))
+
+
+def test_what_was_not_used_for_long_is_gone(three):
+    store, handles, keys = three
+    for path in files(store):
+        os.utime(path, (0, time.time() - 100))
+    store._uses._times.clear()
+    late = PackStore(store.path, keep_seconds=50)
+    late._uses.note("kept:geo/" + store.handle(keys[1].text, "geo").id)
+    assert [read(late, key) is None for key in keys] == [True, False, True]
+    assert late.kept.write(key_of(*handles, at=9), kv_of(9))
+    assert len(files(store)) == 2
+    late.kept.pin(handles[0])
+    with pytest.raises(QuotaError, match="keep_seconds=0"):
+        PackStore(store.path, keep_seconds=0)
+    with pytest.raises(QuotaError, match="keep_bytes=-1"):
+        PackStore(store.path, keep_bytes=-1)
+
+
+def test_damage_is_a_miss(three, caplog):
+    store, _, keys = three
+    for path in files(store)[:2]:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+    found = [read(store, key) for key in keys]
+    assert found.count(None) == 2
+    assert "is dropped" in caplog.text
+    assert len(files(store)) == 1
+    files(store)[0].write_bytes(b"junk")
+    assert [read(store, key) for key in keys] == [None] * 3
+
+
+def test_deleting_what_cannot_be_read_errs_towards_deleting(three):
+    store, handles, _ = three
+    files(store)[0].write_bytes(b"junk")
+    store.remove(handles[0])
+    assert files(store) == []
+
+
+class KilledError(BaseException):
+    """Stands for a process that ends here."""
+
+
+@pytest.mark.parametrize("act", ["write", "make room", "remove", "forget"])
+def test_a_killed_process_leaves_whole_entries_and_all_texts(tmp_path, act):
+    """Each step is atomic: what stands in between is all that a kill can leave."""
+    step, killed = 0, True
+    while killed:
+        free = PackStore(tmp_path / str(step))
+        handles = [free.put(make_pack(text)) for text in ("one", "two")]
+        keys = [key_of(handles[0], at=0), key_of(*handles, at=1), key_of(handles[1], words="geo")]
+        for seed, key in enumerate(keys[:2]):
+            free.kept.write(key, kv_of(seed))
+        blobs = Watched(free.path)
+        store = PackStore(blobs, keep_bytes=free.kept.nbytes + 10 if act == "make room" else 2**30)
+        blobs.done.clear()
+
+        def kill(number, step=step):
+            if number == step:
+                raise KilledError
+
+        blobs.before = kill
+        try:
+            if act == "remove":
+                store.remove(handles[0])
+            elif act == "forget":
+                store.forget("geo")
+            else:
+                store.kept.write(keys[2], kv_of(2))
+            killed = False
+        except KilledError:
+            pass
+        blobs.before = lambda _: None
+        after = PackStore(tmp_path / str(step))
+        for seed, key in enumerate(keys):
+            found = read(after, key)
+            assert found is None or found.equal(kv_of(seed))
+        assert after.get(handles[1]).text == "two"
+        assert (handles[0] in after) or all(str(handles[0]) not in entry.packs for entry in after.kept)
+        assert list(after.verify()) == []
+        step += 1
+    assert step > 3
+
+
+def test_a_pack_removed_while_an_entry_is_written_takes_it_along(tmp_path):
+    step, steps = 0, 99
+    while step < steps:
+        free = PackStore(tmp_path / str(step))
+        handle = free.put(make_pack("one"))
+        blobs = Watched(free.path)
+        store = PackStore(blobs)
+        blobs.done.clear()
+
+        def act(number, step=step, blobs=blobs, free=free, handle=handle):
+            if number == step:
+                blobs.before = lambda _: None
+                free.remove(handle)
+
+        blobs.before = act
+        store.kept.write(key_of(handle), kv_of())
+        if len(blobs.done) <= step:
+            break
+        assert handle not in free
+        assert files(free) == []
+        step += 1
+    assert step > 2
