@@ -22,7 +22,7 @@ EMBEDDER = as_embedder(DeterministicFakeEmbedding(size=32))
 @pytest.fixture(params=["memory", "chroma"])
 def facts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FactStore]:
     if request.param == "memory":
-        yield MemoryFactStore(EMBEDDER, bank_size=3)
+        yield MemoryFactStore(DeterministicFakeEmbedding(size=32), bank_size=3)
     else:
         with ChromaFactStore(tmp_path / "facts", EMBEDDER, bank_size=3) as store:
             yield store
