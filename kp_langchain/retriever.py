@@ -146,7 +146,7 @@ class KnowledgePackRetriever(PackRetriever):
 
         A document without an id has that of its text. Blank ones are left out, with a warning.
         """
-        refuse_unknown(kwargs, (), "upsert")
+        refuse_unknown(kwargs, ("items",), "upsert")
         kept = self._add(items, progress=False)
         blank = [item.id or "" for item in items if not item.page_content.strip()]
         return UpsertResponse(succeeded=kept, failed=blank)
@@ -160,13 +160,13 @@ class KnowledgePackRetriever(PackRetriever):
         **kwargs: Any,  # noqa: ANN401
     ) -> DeleteResponse:
         """Delete facts by id, by filter or by the document they are from, and the packs that no fact uses any more."""
-        refuse_unknown(kwargs, (), "delete")
+        refuse_unknown(kwargs, ("where", "source"), "delete")
         gone = [fact.id for fact in self._delivery().delete(ids, where=where, source=source)]
         return DeleteResponse(num_deleted=len(gone), succeeded=gone, num_failed=0, failed=[])
 
     def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:  # noqa: ANN401
         """The documents with these ids, as they were put; those that there are."""
-        refuse_unknown(kwargs, (), "get")
+        refuse_unknown(kwargs, ("ids",), "get")
         return [_document(fact) for fact in self.fact_store.facts(ids=list(ids), namespace=self.namespace)]
 
     def _delivery(self) -> Delivery:
