@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 from langchain_core.documents import BaseDocumentCompressor
-from langchain_core.embeddings import Embeddings
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from kp_core import Fact, Handle, MemoryFactStore, PackStore, PackView, Session, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, PackStore, PackView, Session, delivery, find_handles
 from kp_core.errors import BankError, OptionError
 from kp_core.packs.view import TRUSTED_ROLES
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
-from tests.conftest import tiny_engine
+from tests.conftest import tiny_engine, until
 
 
 @pytest.fixture
@@ -285,3 +285,37 @@ def test_any_store_that_keeps_the_protocol_will_do(facts, shelf, embedder):
     assert tool.invoke({"query": "flag"})
     with pytest.raises(ValidationError, match="Packs"):
         KnowledgePackRetriever(fact_store=retriever.fact_store, store=object())
+
+
+def test_the_keyword_of_the_release_before_works(facts, shelf, embedder):
+    store = MemoryFactStore(embedder)
+    settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "progress": False}
+    with pytest.warns(DeprecationWarning, match="`fact_store=`"):
+        made = KnowledgePackRetriever.from_facts(facts[:2], bank=store, **settings)
+    with pytest.warns(DeprecationWarning, match="`fact_store=`"):
+        again = KnowledgePackRetriever(bank=store, store=shelf)
+    assert made.fact_store is again.fact_store is store
+
+
+def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):
+    store = MemoryFactStore(DeterministicFakeEmbedding(size=32))
+    store.add(facts[:5])
+    engine = Counting(tiny_engine())
+    settings = {"fact_store": store, "store": shelf, "k": 2, "content": "handle"}
+    found = KnowledgePackRetriever(engine=engine, **settings).invoke("flag")
+    assert all(find_handles(document.page_content) for document in found)
+    assert sorted(engine.built) == sorted(document.metadata["text"] for document in found)
+    later = KnowledgePackRetriever(engine=engine, precompile="background", **settings | {"k": 5})
+    assert sum(document.metadata["kp"]["handle"] is None for document in later.invoke("flag")) == 3
+    until(lambda: all(document.metadata["kp"]["handle"] for document in later.invoke("flag")))
+
+
+def test_the_disk_is_measured_once(facts, shelf, embedder, monkeypatch):
+    measured = []
+    measure = delivery.measure_rates
+    monkeypatch.setattr(delivery, "measure_rates", lambda *given: measured.append(given) or measure(*given))
+    store = MemoryFactStore(embedder)
+    store.add(facts[:3])
+    retriever = KnowledgePackRetriever(fact_store=store, engine=tiny_engine(), store=shelf, kv="auto")
+    assert retriever.invoke("flag") == retriever.invoke("flag")
+    assert len(measured) == 1
