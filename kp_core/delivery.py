@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kp_core.compiling import Unit, compile_facts
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -97,20 +100,27 @@ class Delivery:
         )
         return self.rates.stores
 
-    def add(self, facts: Iterable[Fact], *, overwrite: bool = False, progress: bool = True) -> Added:
+    def add(
+        self,
+        facts: Iterable[Fact],
+        *,
+        overwrite: bool = False,
+        vectors: NDArray[np.float32] | None = None,
+        progress: bool = True,
+    ) -> Added:
         """Keep `facts`, those without a namespace of their own in this one, and compile their units.
 
         With units larger than facts, those that the new facts are in: facts that come regroup the others. With
-        `overwrite` (see `FactStore.add`) the packs of texts that are not there any more go.
+        `overwrite` (see `FactStore.add`, also of `vectors`) the packs of texts that are not there any more go.
         """
         self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
         texts = {(fact.namespace, fact.id): fact.text for fact in facts} if overwrite else {}
         held = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
         old = [fact for fact in held if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
-        report = self.facts.add(facts, overwrite=overwrite)
+        report = self.facts.add(facts, overwrite=overwrite, vectors=vectors)
         self._discard(old)
-        units = facts if self.unit == "fact" else self._units(facts)
+        units = facts if self.unit == "fact" else self._units(self._held(facts))
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
         self.compile(units, progress=progress)
         return report
@@ -258,6 +268,12 @@ class Delivery:
             members = "" if pack is None else str(pack.provenance.get("facts", ""))
             if any((handle.namespace, member) in ids for member in members.split()):
                 self.forget(handle)
+
+    def _held(self, facts: Sequence[Fact]) -> list[Fact]:
+        """Those of `facts` that are stored; the text of another one may be, under another id."""
+        ids = list(dict.fromkeys(fact.id for fact in facts))
+        held = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
+        return [fact for fact in facts if (fact.namespace, fact.id) in held]
 
     def _units(self, facts: Iterable[Fact]) -> list[Fact]:
         """The units that these facts are in, each once."""
