@@ -30,7 +30,7 @@ __all__ = ["KnowledgePackIndex"]
 
 logger = logging.getLogger(__name__)
 
-_SAMPLE, _SAME = 4, 0.98
+_SAMPLE, _SAME, _NAMED = 4, 0.98, 500
 
 
 class KnowledgePackIndex(PackIndex):
@@ -118,11 +118,15 @@ class KnowledgePackIndex(PackIndex):
         return PackedVectorIndex.over(vector_store, embed_model, **settings)
 
     def insert_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        """Add `nodes` to the fact store and compile their packs; blank ones are left out, known ones cost nothing."""
+        """Add `nodes` to the fact store and compile their packs; blank ones are left out, known ones cost nothing.
+
+        A node is known by its id, or when a document with the same text and metadata brought the same, as documents get
+        new ids whenever they are read.
+        """
         kept = [node for node in nodes if node.get_content().strip()]
         if len(kept) < len(nodes):
             logger.warning("%d of %d nodes are blank and were left out.", len(nodes) - len(kept), len(nodes))
-        facts = [to_fact(node) for node in kept]
+        facts = self._known([to_fact(node) for node in kept])
         # Documents may share a text, and each keeps it when the other goes.
         self.delivery.add(facts, overwrite=True, vectors=self._embeddings(kept, facts), progress=self.progress)
 
@@ -145,6 +149,16 @@ class KnowledgePackIndex(PackIndex):
     def delivery(self) -> Delivery:
         """What adds, removes and compiles."""
         return self.as_retriever().delivery
+
+    def _known(self, facts: Sequence[Fact]) -> list[Fact]:
+        """`facts`, each as it is stored where it is known."""
+        hashes = list({str(fact.metadata[REF_HASH]) for fact in facts})
+        held: dict[tuple[str, object], Fact] = {}
+        for at in range(0, len(hashes), _NAMED):
+            where = {REF_HASH: {"$in": hashes[at : at + _NAMED]}}
+            for fact in self.fact_store.facts(where=where, namespace=self.namespace):
+                held[fact.text, fact.metadata[REF_HASH]] = fact
+        return [held.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
 
     def _hash(self, ref_doc_id: str) -> str | None:
         for fact in self.fact_store.facts(where={REF_DOC: ref_doc_id}, namespace=self.namespace):

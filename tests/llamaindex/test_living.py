@@ -78,6 +78,14 @@ def test_another_process_knows_what_was_inserted(store, embedder, tmp_path):
             assert empty(facts, store).refresh_ref_docs([MILL, SHIP]) == changed
 
 
+def test_documents_that_are_read_again_are_known(index):
+    for _ in range(2):
+        read = [Document(text=each.text, metadata=each.metadata) for each in (MILL, SHIP)]
+        for each in read:
+            index.insert(each)
+        check(index, MILL, SHIP)
+
+
 def test_documents_that_are_not_cut_are_their_own(store, embedder):
     index = empty(MemoryFactStore(embedder), store, transformations=[])
     assert index.refresh_ref_docs([MILL, SHIP]) == [True, True]
