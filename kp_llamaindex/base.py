@@ -84,8 +84,8 @@ class PackIndex(ABC):
         """A retriever."""
 
     @abstractmethod
-    def _hash(self, ref_doc_id: str) -> str | None:
-        """The hash of a document as it was when its nodes were made."""
+    def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str | None]:
+        """The hashes of those documents that there are, as they were when their nodes were made."""
 
     def insert(self, document: Document) -> None:
         """Cut `document` into nodes, and add them."""
@@ -99,7 +99,8 @@ class PackIndex(ABC):
 
     def refresh_ref_docs(self, documents: Sequence[Document]) -> list[bool]:
         """Insert what is new, update what has changed; says which of `documents` those were."""
-        changed = [self._hash(document.id_) != document.hash for document in documents]
+        held = self._hashes([document.id_ for document in documents])
+        changed = [held.get(document.id_) != document.hash for document in documents]
         for document, differs in zip(documents, changed, strict=True):
             if differs:
                 self.update_ref_doc(document)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -12,6 +12,7 @@ from llama_index.core import Settings, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.ingestion import run_transformations
 from llama_index.core.schema import BaseNode, Document, TransformComponent
+from llama_index.core.utils import iter_batch
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from numpy.typing import NDArray
 
@@ -152,18 +153,18 @@ class KnowledgePackIndex(PackIndex):
 
     def _known(self, facts: Sequence[Fact]) -> list[Fact]:
         """`facts`, each as it is stored where it is known."""
-        hashes = list({str(fact.metadata[REF_HASH]) for fact in facts})
-        held: dict[tuple[str, object], Fact] = {}
-        for at in range(0, len(hashes), _NAMED):
-            where = {REF_HASH: {"$in": hashes[at : at + _NAMED]}}
-            for fact in self.fact_store.facts(where=where, namespace=self.namespace):
-                held[fact.text, fact.metadata[REF_HASH]] = fact
+        hashes = (fact.metadata[REF_HASH] for fact in facts)
+        held = {(fact.text, fact.metadata[REF_HASH]): fact for fact in self._held(REF_HASH, hashes)}
         return [held.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
 
-    def _hash(self, ref_doc_id: str) -> str | None:
-        for fact in self.fact_store.facts(where={REF_DOC: ref_doc_id}, namespace=self.namespace):
-            return str(fact.metadata.get(REF_HASH))
-        return None
+    def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str]:
+        held = self._held(REF_DOC, ref_doc_ids)
+        return {str(fact.metadata[REF_DOC]): str(fact.metadata.get(REF_HASH)) for fact in held}
+
+    def _held(self, field: str, values: Iterable[object]) -> Iterator[Fact]:
+        """The facts that have one of these values there."""
+        for batch in iter_batch(dict.fromkeys(values), _NAMED):
+            yield from self.fact_store.facts(where={field: {"$in": batch}}, namespace=self.namespace)
 
     def _embeddings(self, nodes: Sequence[BaseNode], facts: Sequence[Fact]) -> NDArray[np.float32] | None:
         """The embeddings that nodes bring, where they are those of the fact store's embedder."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 from llama_index.core import VectorStoreIndex
@@ -89,5 +89,5 @@ class PackedVectorIndex(PackIndex):
         found = self.vector_index.as_retriever(**settings)
         return found if content == "text" else PackedRetriever(found, self.packs)
 
-    def _hash(self, ref_doc_id: str) -> str | None:
-        return self.vector_index.docstore.get_document_hash(ref_doc_id)
+    def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str | None]:
+        return {ref: self.vector_index.docstore.get_document_hash(ref) for ref in ref_doc_ids}

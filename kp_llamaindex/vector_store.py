@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,22 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **_: Any) -> None:  # noqa: ANN401
         """Remove the nodes of a document, and their packs."""
         self.index.delete_ref_doc(ref_doc_id)
+
+    async def acall(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:  # noqa: ANN401
+        """As a call, on a thread of its own."""
+        return await asyncio.to_thread(self, nodes)
+
+    async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:  # noqa: ANN401
+        """As `add`, on a thread of its own."""
+        return await asyncio.to_thread(self.add, nodes)
+
+    async def adelete(self, ref_doc_id: str, **_: Any) -> None:  # noqa: ANN401
+        """As `delete`, on a thread of its own."""
+        await asyncio.to_thread(self.delete, ref_doc_id)
+
+    async def aquery(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:  # noqa: ANN401
+        """As `query`, on a thread of its own."""
+        return await asyncio.to_thread(self.query, query)
 
     def delete_nodes(
         self,

@@ -1,5 +1,7 @@
 """Documents that come, change and go: through `KnowledgePackIndex`, and through an `IngestionPipeline`."""
 
+import asyncio
+
 import pytest
 from llama_index.core import Document, MockEmbedding, Settings, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionPipeline
@@ -143,6 +145,24 @@ def test_what_a_pipeline_updates_leaves_nothing_stale(index, step):
     check(index, MILL, SHIP)
     run(pipeline, SHIP)
     check(index, SHIP)
+
+
+async def test_an_asynchronous_pipeline_leaves_the_loop_free(store, embedder):
+    index = empty(MemoryFactStore(embedder), store)
+    nodes, ticks = index.as_vector_store(), []
+    pipeline = IngestionPipeline(transformations=[*SPLIT, nodes], vector_store=nodes, docstore=SimpleDocumentStore())
+
+    async def tick():
+        while True:
+            ticks.append(None)
+            await asyncio.sleep(0.001)
+
+    ticking = asyncio.create_task(tick())
+    for each in (MILL, NEW_MILL):
+        await pipeline.arun(documents=[each.model_copy(deep=True)])
+    ticking.cancel()
+    check(index, NEW_MILL)
+    assert len(ticks) > 10
 
 
 def test_embeddings_of_the_same_model_are_not_made_again(store):
