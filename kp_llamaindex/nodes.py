@@ -133,7 +133,8 @@ def to_fact(node: BaseNode) -> Fact:
     kept = node if isinstance(node, PackNode) else PackNode.from_node(node)
     about = {key: _as_field(value) for key, value in kept.metadata.items() if key not in {_NODE, REF_HASH}}
     # A document that was not cut is its own, as in LlamaIndex's pipelines.
-    about |= {REF_DOC: node.ref_doc_id or node.node_id, REF_HASH: (node.source_node or node).hash}
+    source = node.source_node
+    about |= {REF_DOC: node.ref_doc_id or node.node_id, REF_HASH: (source and source.hash) or node.hash}
     record = kept.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
     return Fact(
         kept.llm_text(),

@@ -29,8 +29,8 @@ def found(*nodes):
 
 
 def test_text_metadata_scores_and_order_stay(packs, nodes, store):
-    nodes[1].relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="isles.md")
-    given = found(*nodes[:3])
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="isles.md")}
+    given = found(nodes[0], nodes[1].model_copy(update={"relationships": source}))
     made = packs.postprocess_nodes(given, query_str=QUESTION)
     for before, after in zip(given, made, strict=True):
         assert (after.node_id, after.score, after.text, after.metadata) == (
