@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kp_core.compiling import Unit, compile_facts
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, PackNotFoundError
+from kp_core.errors import BankError, BusyError, PackNotFoundError
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.handle import Handle, check_namespace
@@ -97,14 +100,27 @@ class Delivery:
         )
         return self.rates.stores
 
-    def add(self, facts: Iterable[Fact], *, progress: bool = True) -> Added:
+    def add(
+        self,
+        facts: Iterable[Fact],
+        *,
+        overwrite: bool = False,
+        vectors: NDArray[np.float32] | None = None,
+        progress: bool = True,
+    ) -> Added:
         """Keep `facts`, those without a namespace of their own in this one, and compile their units.
 
-        With units larger than facts, those that the new facts are in: facts that come regroup the others.
+        With units larger than facts, those that the new facts are in: facts that come regroup the others. With
+        `overwrite` (see `FactStore.add`, also of `vectors`) the packs of texts that are not there any more go.
         """
+        self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
-        report = self.facts.add(facts)
-        units = facts if self.unit == "fact" else self._units(facts)
+        texts = {(fact.namespace, fact.id): fact.text for fact in facts} if overwrite else {}
+        held = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
+        old = [fact for fact in held if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
+        report = self.facts.add(facts, overwrite=overwrite, vectors=vectors)
+        self._discard(old)
+        units = facts if self.unit == "fact" else self._units(self._held(facts))
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
         self.compile(units, progress=progress)
         return report
@@ -149,7 +165,7 @@ class Delivery:
             live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
         stale = [handle for handle, _ in made if handle not in live]
         for handle in stale:
-            self.store.remove(handle)
+            self.forget(handle)
         return stale
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
@@ -194,7 +210,8 @@ class Delivery:
             handles = [self.store.handle(unit.text, unit.namespace) for unit in units]
             missing = [unit for unit, h in zip(units, handles, strict=True) if h and self.store.peek(h) is None]
             if missing:
-                self.engine.when_idle(lambda: (self.compile([unit], progress=False) for unit in missing))
+                with suppress(BusyError):  # What finds no room now is found again.
+                    self.engine.when_idle(lambda: (self.compile([unit], progress=False) for unit in missing))
             handles = [None if unit in missing else handle for unit, handle in zip(units, handles, strict=True)]
         else:
             handles = self.compile(units, progress=False)
@@ -210,6 +227,11 @@ class Delivery:
             compress=self.rates.compression if self.rates else "none",
             progress=progress,
         )
+
+    def forget(self, handle: Handle) -> None:
+        """Remove a pack; nothing where there is none."""
+        with suppress(PackNotFoundError):
+            self.store.remove(handle)
 
     def all_units(self) -> list[Fact]:
         """All units in the namespace seen here."""
@@ -233,9 +255,12 @@ class Delivery:
 
     def _discard(self, gone: Sequence[Fact]) -> None:
         """Remove the packs of facts that are gone: their own, and those of units that they were in."""
+        digests = [fact.digest for fact in gone]
+        held = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
+        kept = {(fact.namespace, fact.text) for fact in held}  # Another fact may say the same.
         for fact in gone:
-            with suppress(PackNotFoundError):
-                self.store.remove(self.store.handle(fact.text, fact.namespace))
+            if (fact.namespace, fact.text) not in kept:
+                self.forget(self.store.handle(fact.text, fact.namespace))
         if self.unit == "fact" or not gone:
             return
         ids = {(fact.namespace, fact.id) for fact in gone}
@@ -243,7 +268,13 @@ class Delivery:
             pack = self.store.peek(handle)
             members = "" if pack is None else str(pack.provenance.get("facts", ""))
             if any((handle.namespace, member) in ids for member in members.split()):
-                self.store.remove(handle)
+                self.forget(handle)
+
+    def _held(self, facts: Sequence[Fact]) -> list[Fact]:
+        """Those of `facts` that are stored; the text of another one may be, under another id."""
+        ids = list(dict.fromkeys(fact.id for fact in facts))
+        held = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
+        return [fact for fact in facts if (fact.namespace, fact.id) in held]
 
     def _units(self, facts: Iterable[Fact]) -> list[Fact]:
         """The units that these facts are in, each once."""
@@ -258,7 +289,7 @@ class Delivery:
         if self.unit == "bank":
             return list(self.facts.bank_of(facts)) if facts else []
         by_source = self.unit == "document"
-        return [(fact.namespace, fact.source) if by_source and fact.source else fact.id for fact in facts]
+        return [(f.namespace, f.source, "") if by_source and f.source else (f.namespace, "", f.text) for f in facts]
 
     def _unit(self, fact: Fact) -> Fact:
         """What `fact` stands for."""

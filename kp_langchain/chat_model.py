@@ -109,6 +109,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
     ) -> int:
         """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
+        if not messages:  # as `trim_messages` asks
+            return 0
         shape = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ())
         asked = self._defaults()
         prompt = self._engine().template.render(

@@ -1,104 +1,188 @@
-"""`KnowledgePackRetriever`: a fact bank as a LangChain retriever whose documents have packs."""
+"""`KnowledgePackRetriever`: a fact store as a LangChain retriever whose documents have packs."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
-from collections.abc import Iterable
-from typing import Any, Literal, Self
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.indexing import DeleteResponse, UpsertResponse
 from langchain_core.retrievers import BaseRetriever
-from pydantic import ConfigDict, Field, model_validator
+from langchain_core.vectorstores import VectorStore
+from pydantic import Field, model_validator
 
-from kp_core import Embedder, Fact, FactBank, Session
-from kp_core.delivery import Delivery, Found, Unit, open_bank
-from kp_core.engines.request import CompiledFor, refuse_unknown
-from kp_core.facts import Reranker
+from kp_core import Embedder, Fact, FactStore, Session
+from kp_core.compiling import open_facts
+from kp_core.delivery import Delivery, Unit
+from kp_core.engines.request import refuse_unknown
+from kp_core.errors import BankError
+from kp_core.facts import Filter, Reranker
 from kp_core.packs.view import Packs
+from kp_core.renamed import renamed
+from kp_langchain.documents import PackRetriever, to_fact
+from kp_langchain.wrapped import WrappedRetriever
 
 __all__ = ["KnowledgePackRetriever"]
+
+logger = logging.getLogger(__name__)
 
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 
 
-class KnowledgePackRetriever(BaseRetriever):
-    """Finds facts of `namespace` in `bank` and returns each as a document, with the handle of its pack in `store`.
+class KnowledgePackRetriever(PackRetriever):
+    """Finds facts of `namespace` in `fact_store` and returns each as a document; for the rest see `PackRetriever`.
 
-    A document's `page_content` is its text, which everyone reads; with `content="handle"` it is the handle alone, for
-    models that resolve it. A fact whose pack is not in the store comes as text either way, with a logged warning. The
-    `id` is the fact's. The metadata is the fact's own, with `handle`, `score`, `bank`, `title`, `source` and `text`
-    added where it has no such field and ours is not empty; `kp` always holds `handle`, `score`, `bank` and `id`.
+    The `id` is the fact's. The metadata is the fact's own, with `handle`, `score`, `bank` (where banks were searched),
+    `title`, `source` and `text` added where it has no such field and ours is not empty; `kp` holds `handle`, `score`,
+    `id` and `bank`.
 
     With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
     with the best facts; with `unit="document"`, all facts of a source.
 
-    `probes` banks are searched; by default as many as the bank's calibration says. `where` keeps facts by metadata (see
+    All facts are searched, or with `probes` those of so many nearest banks. `where` keeps facts by metadata (see
     `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank`, e.g. `kp_core.facts.LexicalReranker()`, puts
     what was found into its order: the first `k` of it that `score_threshold` keeps are returned. Scores stay cosines.
     These five may also be given to `invoke`.
 
-    Raises `OptionError` for options that do not exist, `BankError` for a blank question and a bank that was not built.
+    Raises `OptionError` for options that do not exist, `BankError` for a blank question and a store without facts.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    bank: FactBank = Field(exclude=True)
-    store: Packs = Field(exclude=True)
-    namespace: str = "default"
+    fact_store: FactStore = Field(exclude=True)
     k: int = Field(default=4, ge=1)
     probes: int | None = Field(default=None, ge=1)
     where: dict[str, Any] | None = None
     score_threshold: float | None = None
     rerank: Reranker | None = Field(default=None, exclude=True)
-    content: Literal["text", "handle"] = "text"
     unit: Unit = "fact"
 
     @model_validator(mode="before")
     @classmethod
     def _check_given(cls, given: Any) -> Any:  # noqa: ANN401 - what a caller gave
-        refuse_unknown(given, cls.model_fields, cls.__name__)
-        if given.get("bank") is not None:
-            open_bank(given["bank"])
+        if "bank" in given:
+            warnings.warn("`bank=` is now called `fact_store=`.", DeprecationWarning, stacklevel=2)
+            given = {"fact_store" if name == "bank" else name: value for name, value in given.items()}
+        if given.get("fact_store") is not None:
+            open_facts(given["fact_store"])
         return given
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        self._delivery()  # It refuses what is no namespace.
-        return self
-
     @classmethod
+    @renamed(bank="fact_store")
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
         cls,
         facts: Iterable[Fact],
         *,
         engine: Session,
         store: Packs,
-        bank: FactBank | None = None,
-        embedder: Embedder | None = None,
+        fact_store: FactStore | None = None,
+        embedder: Embedder | Embeddings | None = None,
         path: str | os.PathLike[str] | None = None,
-        compiled_for: CompiledFor = "user",
         lazy: bool = False,
         progress: bool = True,
         **fields: Any,  # noqa: ANN401
     ) -> Self:
-        """A retriever over `facts`: adds them to the bank, and compiles their packs into `store`.
+        """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
 
-        Without `bank`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
-        Facts go into the retriever's namespace; one that has a namespace of its own stays there, where this retriever
-        does not see it. Packs are compiled for the position `compiled_for` (of a prompt: `pack_place(prompt)`), `lazy`
-        ones on first use (see `kp_core.delivery`). Facts that come regroup banks, whose packs are then compiled anew.
+        Without `fact_store`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in
+        memory. Facts go into the retriever's namespace; one that has a namespace of its own stays there, where this
+        retriever does not see it. `lazy` is `kv="lazy"`: packs are computed on first use. With `unit="bank"`, facts
+        that come regroup banks, whose packs are then compiled anew.
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
-        retriever = cls(bank=open_bank(bank, embedder, path), store=store, **fields)
-        kv = "lazy" if lazy else "stored"
-        retriever._delivery(engine, kv=kv, compiled_for=compiled_for).add(facts, progress=progress)
-        return retriever
+        fields |= {"kv": "lazy"} if lazy else {}
+        made = cls(fact_store=open_facts(fact_store, embedder, path), store=store, engine=engine, **fields)
+        made._delivery().add(facts, progress=progress)
+        return made
 
-    def _delivery(self, engine: Session | None = None, **options: Any) -> Delivery:  # noqa: ANN401
-        return Delivery(self.bank, engine, self.store, unit=self.unit, namespace=self.namespace, **options)
+    @classmethod
+    def from_documents(cls, documents: Iterable[Document], *, progress: bool = True, **settings: Any) -> Self:  # noqa: ANN401
+        """As `from_facts`, of documents: `settings` are its. What the fact store holds under their ids is replaced."""
+        made = cls.from_facts([], **settings)
+        made._add(documents, progress=progress)  # noqa: SLF001 - one of ours
+        return made
+
+    @classmethod
+    def from_retriever(
+        cls,
+        retriever: BaseRetriever,
+        *,
+        store: Packs,
+        engine: Session | None = None,
+        **fields: Any,  # noqa: ANN401
+    ) -> WrappedRetriever:
+        """What `retriever` finds, with packs; `fields` are those of `WrappedRetriever`."""
+        if not isinstance(retriever, BaseRetriever):
+            raise BankError(
+                f"Got {type(retriever)}; expected a LangChain retriever, e.g. `Chroma(...).as_retriever()`."
+            )
+        return WrappedRetriever(retriever=retriever, store=store, engine=engine, **fields)
+
+    @classmethod
+    def from_vectorstore(
+        cls,
+        vectorstore: VectorStore,
+        *,
+        search_type: str = "similarity",
+        search_kwargs: dict[str, Any] | None = None,
+        **settings: Any,  # noqa: ANN401
+    ) -> WrappedRetriever:
+        """What a search of `vectorstore` finds, with packs: nothing is copied or embedded again.
+
+        `search_type` and `search_kwargs` are those of `VectorStore.as_retriever`; `settings` those of `from_retriever`.
+        """
+        if not isinstance(vectorstore, VectorStore):
+            raise BankError(f"Got {type(vectorstore)}; expected a LangChain vector store, e.g. `Chroma(...)`.")
+        searched = vectorstore.as_retriever(search_type=search_type, search_kwargs=search_kwargs or {})
+        return cls.from_retriever(searched, **settings)
+
+    def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:  # noqa: ANN401
+        """Keep documents as facts and compile their packs; what is held under their ids goes, and its packs.
+
+        A document without an id has that of its text. Blank ones are left out, with a warning.
+        """
+        refuse_unknown(kwargs, ("items",), "upsert")
+        kept = self._add(items, progress=False)
+        blank = [item.id or "" for item in items if not item.page_content.strip()]
+        return UpsertResponse(succeeded=kept, failed=blank)
+
+    def delete(
+        self,
+        ids: list[str] | None = None,
+        *,
+        where: Filter | None = None,
+        source: str | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> DeleteResponse:
+        """Delete facts by id, by filter or by the document they are from, and the packs that no fact uses any more."""
+        refuse_unknown(kwargs, ("where", "source"), "delete")
+        gone = [fact.id for fact in self._delivery().delete(ids, where=where, source=source)]
+        return DeleteResponse(num_deleted=len(gone), succeeded=gone, num_failed=0, failed=[])
+
+    def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:  # noqa: ANN401
+        """The documents with these ids, as they were put; those that there are."""
+        refuse_unknown(kwargs, ("ids",), "get")
+        return [_document(fact) for fact in self.fact_store.facts(ids=list(ids), namespace=self.namespace)]
+
+    def _delivery(self) -> Delivery:
+        return self._deliver(self.fact_store, self.unit)
+
+    def _add(self, documents: Iterable[Document], *, progress: bool) -> list[str]:
+        documents = list(documents)
+        told = [each for each in documents if each.page_content.strip()]
+        if len(told) < len(documents):
+            logger.warning(
+                "%d of %d documents are blank and were left out.", len(documents) - len(told), len(documents)
+            )
+        made = [to_fact(each, id=each.id or "", metadata=each.metadata) for each in told]
+        facts = [fact.moved(self.namespace) for fact in made]
+        self._delivery().add(facts, overwrite=True, progress=progress)
+        return [fact.id for fact in facts]
 
     def _get_relevant_documents(
         self,
@@ -109,7 +193,10 @@ class KnowledgePackRetriever(BaseRetriever):
     ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
         asked = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        return [self._document(each) for each in self._delivery().search(query, **asked)]
+        delivery = self._delivery()
+        found = delivery.search(query, **asked)
+        self._rates = delivery.rates
+        return [self._packed(_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in found]
 
     async def _aget_relevant_documents(
         self,
@@ -120,10 +207,7 @@ class KnowledgePackRetriever(BaseRetriever):
     ) -> list[Document]:
         return await asyncio.to_thread(self._get_relevant_documents, query, **options)
 
-    def _document(self, found: Found) -> Document:
-        fact, handle = found.unit, None if found.handle is None else str(found.handle)
-        record = {"handle": handle, "score": found.hit.score, "bank": found.hit.bank}
-        ours = {**record, "title": fact.title, "source": fact.source, "text": fact.text}
-        kept = {name: value for name, value in ours.items() if value not in (None, "")}
-        content = found.content if self.content == "handle" else fact.text
-        return Document(content, id=fact.id, metadata={**kept, **fact.metadata, "kp": {**record, "id": fact.id}})
+
+def _document(fact: Fact) -> Document:
+    about = {name: said for name, said in (("title", fact.title), ("source", fact.source)) if said}
+    return Document(fact.text, id=fact.id, metadata=about | dict(fact.metadata))

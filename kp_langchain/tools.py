@@ -12,7 +12,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from kp_core import Handle, Session, find_handles
 from kp_core.packs.view import Packs
 
-__all__ = ["create_pack_search_tool", "create_remember_tool", "resolve_documents", "to_handles"]
+__all__ = ["create_pack_search_tool", "create_remember_tool", "own_handle", "resolve_documents", "to_handles"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def resolve_documents(
     documents: list[Document] = []
     for each in found:
         document = Document(each) if isinstance(each, str) else each
-        text, own = document.page_content, _own_handle(document)
+        text, own = document.page_content, own_handle(document)
         handles = [handle for _, _, handle in find_handles(text)] if own is None or str(own) == text else []
         packs = [(h, store.peek(h)) for h in handles if namespaces is None or h.namespace in namespaces]
         known = [(handle, pack) for handle, pack in packs if pack is not None]
@@ -96,7 +96,7 @@ def to_handles(documents: Iterable[Document], store: Packs) -> list[Document]:
     """
     made = []
     for document in documents:
-        handle, text = _own_handle(document), document.page_content
+        handle, text = own_handle(document), document.page_content
         if handle is None or text == str(handle):
             made.append(document)
             continue
@@ -109,7 +109,7 @@ def to_handles(documents: Iterable[Document], store: Packs) -> list[Document]:
     return made
 
 
-def _own_handle(document: Document) -> Handle | None:
+def own_handle(document: Document) -> Handle | None:
     """The handle that a retriever of ours gave to `document`."""
     record = document.metadata.get("kp", document.metadata)
     name = record.get("handle") if isinstance(record, dict) else None

@@ -1,23 +1,27 @@
 """Knowledge Packs for LlamaIndex: an LLM that resolves handles, and nodes, retrievers and memory that hand them out.
 
-Imports LlamaIndex's core and this project's, nothing else: models and banks load when they are first used.
+Imports LlamaIndex's core and this project's, nothing else: models and facts load when they are first used.
 """
 
 from __future__ import annotations
 
-from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackSink, pack_place
+from kp_llamaindex.index import KnowledgePackIndex
 from kp_llamaindex.llm import KnowledgePackLLM, use_in_settings
 from kp_llamaindex.memory import KnowledgePackMemoryBlock
 from kp_llamaindex.messages import to_messages
 from kp_llamaindex.nodes import NumberSources, PackNode
+from kp_llamaindex.place import pack_place
+from kp_llamaindex.postprocessor import KnowledgePackPostprocessor
 from kp_llamaindex.retriever import KnowledgePackRetriever
+from kp_llamaindex.vector_store import KnowledgePackVectorStore
 
 __all__ = [
     "KnowledgePackIndex",
     "KnowledgePackLLM",
     "KnowledgePackMemoryBlock",
+    "KnowledgePackPostprocessor",
     "KnowledgePackRetriever",
-    "KnowledgePackSink",
+    "KnowledgePackVectorStore",
     "NumberSources",
     "PackNode",
     "pack_place",

@@ -17,14 +17,19 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, Query
 from kp_core import Fact
 from kp_core.facts.base import Value
 
-__all__ = ["NumberSources", "PackNode", "to_fact", "to_node"]
+__all__ = ["REF_DOC", "REF_HASH", "NumberSources", "PackNode", "to_fact", "to_node"]
 
 logger = logging.getLogger(__name__)
 
-_NODE = "_llama_index_node"  # The metadata of a fact under which its node is kept.
+# Metadata of a fact: its node; the document that this was cut from, under LlamaIndex's own name, and what that was.
+_NODE, REF_DOC, REF_HASH = "_llama_index_node", "ref_doc_id", "_llama_index_hash"
 
 _KEPT = (
     "metadata",
+    "embedding",
+    "start_char_idx",
+    "end_char_idx",
+    "label",
     "excluded_embed_metadata_keys",
     "excluded_llm_metadata_keys",
     "relationships",
@@ -126,7 +131,10 @@ def to_fact(node: BaseNode) -> Fact:
     Beside it stand those of the node's own fields that filters can see: strings, numbers, booleans, and lists of them.
     """
     kept = node if isinstance(node, PackNode) else PackNode.from_node(node)
-    about = {key: _as_field(value) for key, value in kept.metadata.items() if key != _NODE}
+    about = {key: _as_field(value) for key, value in kept.metadata.items() if key not in {_NODE, REF_HASH}}
+    # A document that was not cut is its own, as in LlamaIndex's pipelines.
+    source = node.source_node
+    about |= {REF_DOC: node.ref_doc_id or node.node_id, REF_HASH: (source and source.hash) or node.hash}
     record = kept.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
     return Fact(
         kept.llm_text(),

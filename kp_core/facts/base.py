@@ -77,6 +77,11 @@ class Fact:
             return self
         return replace(self, namespace=namespace, id="" if self.id == content_id(self.text) else self.id)
 
+    @property
+    def digest(self) -> str:
+        """What tells texts apart: the BLAKE2b digest of this one."""
+        return content_id(self.text)
+
     def __reduce__(self) -> tuple[type[Fact], tuple[object, ...]]:
         # A mapping proxy cannot be pickled, and facts travel between processes.
         about = (self.text, self.title, self.source, dict(self.metadata), self.id, self.namespace)
@@ -150,13 +155,21 @@ class FactStore(Protocol):
         """Number of facts."""
 
     def add(
-        self, facts: Iterable[Fact], *, ttl: float | None = None, vectors: NDArray[np.float32] | None = None
+        self,
+        facts: Iterable[Fact],
+        *,
+        ttl: float | None = None,
+        vectors: NDArray[np.float32] | None = None,
+        overwrite: bool = False,
     ) -> Added:
         """Keep `facts`, in batches, so that any number may come; those of the batches before an error stay.
 
         A text that its namespace holds already is not stored again: its first fact stays. `ttl`: seconds until those
         expire that do not say it themselves. `vectors`, one normalised row per fact, spare the embedder. Raises
         `BankError` for an id that its namespace holds with another text.
+
+        With `overwrite` ids count, not texts: a fact takes the place of the one with its id, as the next version where
+        its text is another, and facts with other ids may say the same, as chunks of several documents do.
         """
 
     def update(self, fact: Fact) -> Fact:

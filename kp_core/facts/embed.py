@@ -164,7 +164,9 @@ class _AnyEmbedder:
     def __init__(self, model: object, documents: str, query: str) -> None:
         self._model, self._documents, self._query = model, documents, query
         names = (getattr(model, name, None) for name in ("model_name", "model", "model_id"))
-        self.name = next((name for name in names if isinstance(name, str) and name), type(model).__name__)
+        # LlamaIndex says "unknown" of a model that has no name.
+        named = (name for name in names if isinstance(name, str) and name not in {"", "unknown"})
+        self.name = next(named, type(model).__name__)
 
     def __repr__(self) -> str:
         return f"{type(self._model).__name__}({self.name!r})"

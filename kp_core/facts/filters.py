@@ -10,10 +10,10 @@
 
 Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`, `$exists` (`True` or `False`),
 `$contains`, `$icontains` (in any case), `$number`; between filters: `$and`, `$or`, `$not`. A field is one of the fact's
-metadata, else `id`, `title`, `source`, `namespace` or `version`; `kp:source` and its like are the fact's own, whatever
-its metadata say. A fact without the field matches `$ne`, `$nin` and `{"$exists": False}` alone. Numbers are ordered
-among numbers and strings among strings; across them nothing is ordered. A list, and a string that is a JSON array,
-contain their elements, any other string its parts. `$number` counts a boolean as 0 or 1.
+metadata, else `id`, `title`, `source`, `namespace`, `version` or `digest` (of its text); `kp:source` and its like are
+the fact's own, whatever its metadata say. A fact without the field matches `$ne`, `$nin` and `{"$exists": False}`
+alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered. A list, and a string
+that is a JSON array, contain their elements, any other string its parts. `$number` counts a boolean as 0 or 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Predicate", "predicate"]
 Predicate = Callable[[Fact], bool]
 _Test = Callable[[Value | None], bool]
 
-_OWN_FIELDS = ("id", "title", "source", "namespace", "version")
+_OWN_FIELDS = ("id", "title", "source", "namespace", "version", "digest")
 _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
     "$gte": operator.ge,

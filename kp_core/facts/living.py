@@ -17,7 +17,7 @@ from kp_core.facts.banking import Bank, Vectors, make_banks, split_bank
 from kp_core.facts.base import Added, Fact, NearDuplicate
 from kp_core.facts.embed import Embedder, checked_vectors
 from kp_core.facts.reading import SearchedFacts, pages
-from kp_core.facts.table import Row, Table
+from kp_core.facts.table import Row, Table, next_versions
 
 __all__ = ["LivingFacts"]
 
@@ -71,7 +71,14 @@ class LivingFacts(SearchedFacts):
             self.rebuild()
         return report
 
-    def add(self, facts: Iterable[Fact], *, ttl: float | None = None, vectors: Vectors | None = None) -> Added:
+    def add(
+        self,
+        facts: Iterable[Fact],
+        *,
+        ttl: float | None = None,
+        vectors: Vectors | None = None,
+        overwrite: bool = False,
+    ) -> Added:
         """See `FactStore.add`."""
         if ttl is not None and not ttl > 0:
             raise BankError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
@@ -83,7 +90,7 @@ class LivingFacts(SearchedFacts):
             if ttl is not None:
                 batch = [replace(fact, expires=time.time() + ttl) if fact.expires is None else fact for fact in batch]
             with self._writing:
-                report += self._add(batch, given)
+                report += self._add(batch, given, overwrite)
         return report
 
     def update(self, fact: Fact) -> Fact:
@@ -139,7 +146,7 @@ class LivingFacts(SearchedFacts):
                     self._make_banks(table)
         return found
 
-    def _add(self, batch: Sequence[Fact], vectors: Vectors | None) -> Added:
+    def _add(self, batch: Sequence[Fact], vectors: Vectors | None, overwrite: bool) -> Added:  # noqa: FBT001
         if wrong := next((each for each in batch if not isinstance(each, Fact)), None):
             raise BankError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
         report, todo = Added(), list[tuple[Table, list[Fact], Vectors]]()
@@ -148,7 +155,7 @@ class LivingFacts(SearchedFacts):
             table = self._opened.get(space) or self._opened.setdefault(space, self._open(space))
             self._remove(table, table.expired(time.time()))
             given = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
-            new = self._new(table, given)
+            new = next_versions(table, given) if overwrite else self._new(table, given)
             report += Added(len(new), len(given) - len(new))
             facts, rows = [fact for _, fact in new], [at for at, _ in new]
             todo.append((table, facts, self._embed(facts, None if vectors is None else vectors[rows])))
@@ -163,7 +170,9 @@ class LivingFacts(SearchedFacts):
             if len(facts) > before:  # Where most are new, banks are best made anew.
                 table.switch_banks(None)
             else:
-                self._join(table, [fact.id for fact in facts], made)
+                ids = [fact.id for fact in facts]
+                self._leave(table, ids if overwrite else [])
+                self._join(table, ids, made)
         return report
 
     def _new(self, table: Table, given: Sequence[tuple[int, Fact]]) -> list[tuple[int, Fact]]:

@@ -12,7 +12,7 @@ import numpy as np
 from kp_core.errors import BankError
 from kp_core.facts.banking import Bank, Vectors
 from kp_core.facts.base import Fact, Filter, Hit, Reranker
-from kp_core.facts.embed import Embedder, checked_vectors
+from kp_core.facts.embed import Embedder, as_embedder, checked_vectors
 from kp_core.facts.filters import predicate
 from kp_core.facts.rerank import hits_wanted, reranked
 from kp_core.facts.table import Row, Table, alive
@@ -26,7 +26,7 @@ class SearchedFacts(ABC):
     """The reading half of a `FactStore` over tables; see there."""
 
     def __init__(self, embedder: Embedder) -> None:
-        self.embedder = embedder
+        self.embedder = as_embedder(embedder)
         self._writing = threading.RLock()
 
     @abstractmethod

@@ -37,7 +37,7 @@ def to_record(fact: Fact) -> dict[str, Any]:
         "source": fact.source or None,
         "expires": fact.expires,
         "version": fact.version,
-        "digest": content_id(fact.text),
+        "digest": fact.digest,
         "more": json.dumps(more, ensure_ascii=False, default=dict) if more else None,
         "has_more": bool(more) or None,
     }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from kp_core.facts.banking import Bank, Vectors
 from kp_core.facts.base import Fact, Filter, Hit
 
-__all__ = ["Row", "Table", "alive"]
+__all__ = ["Row", "Table", "alive", "next_versions"]
 
 
 class Row(NamedTuple):
@@ -73,3 +74,14 @@ class Table(Protocol):
 def alive(fact: Fact) -> bool:
     """Whether the fact has not expired."""
     return fact.expires is None or fact.expires > time.time()
+
+
+def next_versions(table: Table, given: Sequence[tuple[int, Fact]]) -> list[tuple[int, Fact]]:
+    """The last of `given` under each id, as the version that it is, unless the table holds just that."""
+    new = {fact.id: (at, fact) for at, fact in given}
+    for row in table.rows(list(new)):
+        at, fact = new.pop(row.fact.id)
+        version = row.fact.version
+        if replace(fact, version=version) != row.fact:
+            new[fact.id] = at, replace(fact, version=version + (fact.text != row.fact.text))
+    return list(new.values())

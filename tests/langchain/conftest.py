@@ -8,7 +8,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnablePassthrough
 
-from kp_core import ChromaFactBank, Fact, PackStore, SentenceTransformerEmbedder
+from kp_core import ChromaFactStore, Fact, PackStore, SentenceTransformerEmbedder
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, pack_place
 
 DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
@@ -54,18 +54,18 @@ def store(tmp_path_factory, chat_engine):
 
 
 @pytest.fixture(scope="session")
-def bank(tmp_path_factory, embedder, chat_engine):
-    with ChromaFactBank(tmp_path_factory.mktemp("bank"), embedder) as bank:
-        yield bank
+def fact_store(tmp_path_factory, embedder, chat_engine):
+    with ChromaFactStore(tmp_path_factory.mktemp("facts"), embedder) as fact_store:
+        yield fact_store
 
 
 @pytest.fixture(scope="session")
-def isles(facts, chat_engine, store, bank):
+def isles(facts, chat_engine, store, fact_store):
     return KnowledgePackRetriever.from_facts(
         facts,
         engine=chat_engine,
         store=store,
-        bank=bank,
+        fact_store=fact_store,
         namespace="isles",
         compiled_for=pack_place(PROMPT),
         k=3,

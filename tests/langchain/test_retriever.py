@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 from langchain_core.documents import BaseDocumentCompressor
-from langchain_core.embeddings import Embeddings
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from kp_core import Fact, Handle, MemoryFactBank, PackStore, PackView, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, PackStore, PackView, Session, delivery, find_handles
 from kp_core.errors import BankError, OptionError
 from kp_core.packs.view import TRUSTED_ROLES
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
-from tests.conftest import tiny_engine
+from tests.conftest import tiny_engine, until
 
 
 @pytest.fixture
@@ -21,14 +21,15 @@ def shelf(tmp_path):
     return PackStore(tmp_path / "shelf")
 
 
-class Counting:
+class Counting(Session):
     """An engine that counts what it compiles, and may break off."""
 
     def __init__(self, engine, breaks_after=None):
-        self.engine, self.breaks_after, self.built = engine, breaks_after, []
+        self.__dict__ |= vars(engine)
+        self.breaks_after, self.built = breaks_after, []
 
     def build_packs(self, texts, *, lazy=False, **settings):
-        for pack in self.engine.build_packs(texts, lazy=lazy, **settings):
+        for pack in super().build_packs(texts, lazy=lazy, **settings):
             if not lazy:
                 if len(self.built) == self.breaks_after:
                     raise KeyboardInterrupt
@@ -39,7 +40,7 @@ class Counting:
 def made(facts, shelf, embedder, engine=None, **settings):
     settings = {"k": 2, "progress": False, "content": "handle", **settings}
     return KnowledgePackRetriever.from_facts(
-        facts, engine=engine or tiny_engine(), store=shelf, bank=MemoryFactBank(embedder), **settings
+        facts, engine=engine or tiny_engine(), store=shelf, fact_store=MemoryFactStore(embedder), **settings
     )
 
 
@@ -56,9 +57,8 @@ def test_a_document(facts, shelf, embedder):
         "handle": document.page_content,
         "title": "Mill",
         "source": "book",
-        "bank": 0,
         "page": "7",
-        "kp": {"handle": document.page_content, "score": document.metadata["score"], "bank": 0, "id": "f1"},
+        "kp": {"handle": document.page_content, "score": document.metadata["score"], "id": "f1"},
     }
     pack = shelf.get(handle)
     assert (pack.text, pack.provenance["title"], pack.provenance["source"]) == (fact.text, "Mill", "book")
@@ -101,7 +101,7 @@ def test_memory_packs_have_the_handle_of_their_text(facts, shelf, embedder):
 
 
 def test_a_fact_without_a_pack_comes_as_text(facts, shelf, embedder, caplog):
-    retriever = made(facts[:2], shelf, embedder)
+    retriever = made(facts[:2], shelf, embedder).model_copy(update={"engine": None})
     shelf.remove(shelf.handle(facts[0].text, "default"))
     with caplog.at_level(logging.WARNING, "kp_core"):
         documents = {document.id: document for document in retriever.invoke(facts[0].text)}
@@ -120,21 +120,23 @@ def test_a_text_twice_is_one_pack(facts, shelf, embedder):
 
 def test_whole_banks_as_packs(facts, shelf, embedder):
     retriever = made(facts, shelf, embedder, unit="bank", k=1, probes=1)
-    assert len(shelf) == retriever.bank.banks == 2
+    assert len(shelf) == len(retriever.fact_store.banks()) == 2
     for question in ("What bird is on the flag?", "Where do ships go?"):
         [document] = retriever.invoke(question)
-        bank = retriever.bank.bank_facts(document.metadata["bank"])
-        assert document.metadata["bank"] == retriever.bank.route(question)
+        bank = retriever.fact_store.bank_facts(document.metadata["bank"])
+        assert document.metadata["bank"] == retriever.fact_store.route(question)
         assert document.metadata["text"] == "\n".join(fact.text for fact in bank)
         assert document.metadata["facts"].split() == [fact.id for fact in bank]
         assert find_handles(document.page_content)
-    assert {document.metadata["bank"] for document in retriever.invoke("flag", k=5)} == {0, 1}
+    assert {document.metadata["bank"] for document in retriever.invoke("flag", k=5)} == {"default/0", "default/1"}
 
 
 def test_k_and_probes_of_one_call(facts, shelf, embedder):
     retriever = made(facts, shelf, embedder, lazy=True)
     asked = retriever.invoke("flag", k=5, probes=2)
-    assert [document.id for document in asked] == [hit.fact.id for hit in retriever.bank.search("flag", 5, probes=2)]
+    assert [document.id for document in asked] == [
+        hit.fact.id for hit in retriever.fact_store.search("flag", 5, probes=2)
+    ]
 
 
 async def test_async_equals_sync(retriever):
@@ -146,10 +148,10 @@ def test_in_chroma_by_path(facts, tmp_path, shelf, embedder):
     settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "k": 1, "content": "handle"}
     retriever = KnowledgePackRetriever.from_facts(facts[:3], embedder=embedder, path=tmp_path / "bank", **settings)
     first = retriever.invoke("flag")
-    retriever.bank.close()
+    retriever.fact_store.close()
     again = KnowledgePackRetriever.from_facts([], embedder=embedder, path=tmp_path / "bank", **settings)
     assert again.invoke("flag") == first
-    again.bank.close()
+    again.fact_store.close()
 
 
 def test_errors(facts, shelf, embedder, tmp_path):
@@ -160,7 +162,7 @@ def test_errors(facts, shelf, embedder, tmp_path):
         retriever.invoke("flag", k=0)
     with pytest.raises(BankError, match="brings its own"):
         KnowledgePackRetriever.from_facts(
-            facts, engine=tiny_engine(), store=shelf, bank=retriever.bank, path=tmp_path / "bank"
+            facts, engine=tiny_engine(), store=shelf, fact_store=retriever.fact_store, path=tmp_path / "bank"
         )
 
 
@@ -181,9 +183,9 @@ def test_text_to_everyone_and_the_users_own_fields_stay(facts, shelf, embedder):
     about = dict(documents[mill.text].metadata)
     record = about.pop("kp")
     assert about == own
-    assert set(record) == {"handle", "score", "bank", "id"}
+    assert set(record) == {"handle", "score", "id"}
     assert shelf.get(Handle.parse(record["handle"])).text == mill.text
-    assert (record["id"], record["bank"]) == ("f1", 0)
+    assert record["id"] == "f1"
     about = documents[plain.text].metadata
     assert not {"title", "source"} & set(about)
     assert (about["handle"], about["score"]) == (about["kp"]["handle"], about["kp"]["score"])
@@ -227,27 +229,36 @@ class Vectors(Embeddings):
 
 
 def test_misspelt_options_are_refused_before_anything_is_made(facts, shelf, embedder, tmp_path):
-    bank = MemoryFactBank(embedder)
+    fact_store = MemoryFactStore(embedder)
     settings = {"engine": tiny_engine(), "store": shelf}
     for ask, says in (
-        (lambda: KnowledgePackRetriever(bank=bank, store=shelf, search_kwargs={"k": 2}), "no option 'search_kwargs'"),
-        (lambda: KnowledgePackRetriever(bank=bank, store=shelf, namespce="a"), "Did you mean 'namespace'"),
-        (lambda: KnowledgePackRetriever.from_facts(facts, bank=bank, contents="text", **settings), "mean 'content'"),
+        (
+            lambda: KnowledgePackRetriever(fact_store=fact_store, store=shelf, search_kwargs={"k": 2}),
+            "no option 'search_kwargs'",
+        ),
+        (lambda: KnowledgePackRetriever(fact_store=fact_store, store=shelf, namespce="a"), "Did you mean 'namespace'"),
+        (
+            lambda: KnowledgePackRetriever.from_facts(facts, fact_store=fact_store, contents="text", **settings),
+            "mean 'content'",
+        ),
         (lambda: KnowledgePackRetriever.from_facts(facts, path=tmp_path / "b", progres=1, **settings), "'progress'"),
-        (lambda: KnowledgePackRetriever(bank=bank, store=shelf).invoke("flag", prob=1), "Did you mean 'probes'"),
+        (
+            lambda: KnowledgePackRetriever(fact_store=fact_store, store=shelf).invoke("flag", prob=1),
+            "Did you mean 'probes'",
+        ),
     ):
         with pytest.raises(OptionError, match=says):
             ask()
-    assert (len(bank), len(shelf), (tmp_path / "b").exists()) == (0, 0, False)
-    named = KnowledgePackRetriever(bank=bank, store=shelf, tags=["a"], metadata={"b": 1})
+    assert (len(fact_store), len(shelf), (tmp_path / "b").exists()) == (0, 0, False)
+    named = KnowledgePackRetriever(fact_store=fact_store, store=shelf, tags=["a"], metadata={"b": 1})
     assert named.tags == ["a"]
 
 
-def test_what_is_no_bank_is_named(shelf):
-    with pytest.raises(ValidationError, match=r"Got <class '.*Vectors'> as bank; expected a FactBank"):
-        KnowledgePackRetriever(bank=Vectors(None), store=shelf)
-    with pytest.raises(BankError, match=r"Vectors'> as embedder; expected an Embedder"):
-        KnowledgePackRetriever.from_facts([], engine=tiny_engine(), store=shelf, embedder=Vectors(None))
+def test_what_is_no_fact_store_is_named(shelf):
+    with pytest.raises(ValidationError, match=r"Got <class '.*Vectors'> as fact store; expected a FactStore"):
+        KnowledgePackRetriever(fact_store=Vectors(None), store=shelf)
+    with pytest.raises(BankError, match=r"object'> as embedder; expected an Embedder"):
+        KnowledgePackRetriever.from_facts([], engine=tiny_engine(), store=shelf, embedder=object())
 
 
 class Toy:
@@ -255,6 +266,10 @@ class Toy:
 
     def __init__(self, shelf):
         self.handle, self.peek, self.get, self.put = shelf.handle, shelf.peek, shelf.get, shelf.put
+        self.remove, self.handles = shelf.remove, shelf.handles
+
+    def __iter__(self):
+        return self.handles()
 
     def view(self, *namespaces, trusted_roles=TRUSTED_ROLES):
         return PackView(self, namespaces, trusted_roles)
@@ -269,4 +284,38 @@ def test_any_store_that_keeps_the_protocol_will_do(facts, shelf, embedder):
     tool = create_pack_search_tool(retriever, toy)
     assert tool.invoke({"query": "flag"})
     with pytest.raises(ValidationError, match="Packs"):
-        KnowledgePackRetriever(bank=retriever.bank, store=object())
+        KnowledgePackRetriever(fact_store=retriever.fact_store, store=object())
+
+
+def test_the_keyword_of_the_release_before_works(facts, shelf, embedder):
+    store = MemoryFactStore(embedder)
+    settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "progress": False}
+    with pytest.warns(DeprecationWarning, match="`fact_store=`"):
+        made = KnowledgePackRetriever.from_facts(facts[:2], bank=store, **settings)
+    with pytest.warns(DeprecationWarning, match="`fact_store=`"):
+        again = KnowledgePackRetriever(bank=store, store=shelf)
+    assert made.fact_store is again.fact_store is store
+
+
+def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):
+    store = MemoryFactStore(DeterministicFakeEmbedding(size=32))
+    store.add(facts[:5])
+    engine = Counting(tiny_engine())
+    settings = {"fact_store": store, "store": shelf, "k": 2, "content": "handle"}
+    found = KnowledgePackRetriever(engine=engine, **settings).invoke("flag")
+    assert all(find_handles(document.page_content) for document in found)
+    assert sorted(engine.built) == sorted(document.metadata["text"] for document in found)
+    later = KnowledgePackRetriever(engine=engine, precompile="background", **settings | {"k": 5})
+    assert sum(document.metadata["kp"]["handle"] is None for document in later.invoke("flag")) == 3
+    until(lambda: all(document.metadata["kp"]["handle"] for document in later.invoke("flag")))
+
+
+def test_the_disk_is_measured_once(facts, shelf, embedder, monkeypatch):
+    measured = []
+    measure = delivery.measure_rates
+    monkeypatch.setattr(delivery, "measure_rates", lambda *given: measured.append(given) or measure(*given))
+    store = MemoryFactStore(embedder)
+    store.add(facts[:3])
+    retriever = KnowledgePackRetriever(fact_store=store, engine=tiny_engine(), store=shelf, kv="auto")
+    assert retriever.invoke("flag") == retriever.invoke("flag")
+    assert len(measured) == 1

@@ -98,7 +98,7 @@ class TestChatModelBfloat16(TestChatModel):
 class TestRetriever(RetrieversIntegrationTests):
     @pytest.fixture(autouse=True)
     def _parts(self, isles):
-        self.parts = {"bank": isles.bank, "store": isles.store, "namespace": isles.namespace}
+        self.parts = {"fact_store": isles.fact_store, "store": isles.store, "namespace": isles.namespace}
 
     @property
     def retriever_constructor(self):

@@ -7,17 +7,40 @@ import llama_index.core
 import numpy as np
 import pytest
 from llama_index.core import Settings
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.llm import LLMChatEndEvent
 from llama_index.core.schema import TextNode
 
-from kp_core import MemoryFactBank, PackStore
+from kp_core import MemoryFactStore, PackStore
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
 from tests.conftest import tiny_engine
 
 DEMO = Path(__file__).parents[2] / "cookbooks" / "demo"
 QUESTION = "What bird is shown on the flag of the Orrelay Isles?"
+
+
+class CountingEmbedding(BaseEmbedding):
+    """LlamaIndex's face of `LetterEmbedder`, which keeps the texts that it embeds."""
+
+    model_name: str = "letters"
+    _texts: list = PrivateAttr(default_factory=list)
+
+    @property
+    def texts(self):
+        return self._texts
+
+    def _get_query_embedding(self, query):
+        return LetterEmbedder().embed_query(query).tolist()
+
+    async def _aget_query_embedding(self, query):
+        return self._get_query_embedding(query)
+
+    def _get_text_embedding(self, text):
+        self._texts.append(text)
+        return self._get_query_embedding(text)
 
 
 class LetterEmbedder:
@@ -64,7 +87,7 @@ def store(tmp_path):
 def tiny_index(nodes, store, embedder):
     """An index over the tiny engine; packs are lazy."""
     return KnowledgePackIndex.from_nodes(
-        nodes, engine=tiny_engine(), store=store, bank=MemoryFactBank(embedder), lazy=True, progress=False
+        nodes, engine=tiny_engine(), store=store, fact_store=MemoryFactStore(embedder), lazy=True, progress=False
     )
 
 
@@ -92,7 +115,7 @@ def usages():
 @pytest.fixture
 def clean_settings():
     """LlamaIndex's settings, put back as they were."""
-    kept = {name: getattr(Settings, name) for name in ("_llm", "_tokenizer")}
+    kept = {name: getattr(Settings, name) for name in ("_llm", "_tokenizer", "_embed_model")}
     tokenizer = llama_index.core.global_tokenizer
     yield
     for name, value in kept.items():

@@ -9,7 +9,7 @@ from llama_index.core.schema import TextNode
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
-from kp_core import Fact, MemoryFactBank
+from kp_core import Fact, MemoryFactStore
 from kp_core.errors import BankError
 from kp_core.facts.filters import predicate
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackRetriever
@@ -77,7 +77,7 @@ def test_numbers_that_banks_keep_as_strings(store, embedder):
         facts,
         engine=tiny_engine(),
         store=store,
-        bank=MemoryFactBank(embedder),
+        fact_store=MemoryFactStore(embedder),
         lazy=True,
         progress=False,
         filters=only(("year", FilterOperator.GTE, 1990)),
@@ -152,7 +152,7 @@ def test_lists_and_flags_of_nodes(store, embedder):
         for number, tags in enumerate((["sea", "red"], ["red"], ["seal"], []))
     ]
     index = KnowledgePackIndex.from_nodes(
-        nodes, engine=tiny_engine(), store=store, bank=MemoryFactBank(embedder), lazy=True, progress=False
+        nodes, engine=tiny_engine(), store=store, fact_store=MemoryFactStore(embedder), lazy=True, progress=False
     )
 
     def found(*filters, **options):

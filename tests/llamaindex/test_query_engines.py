@@ -10,7 +10,7 @@ from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import TextNode
 from llama_index.core.tools import QueryEngineTool, ToolMetadata
 
-from kp_core import MemoryFactBank, PackStore, find_handles, load_engine
+from kp_core import MemoryFactStore, PackStore, find_handles, load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM, use_in_settings
 from tests.llamaindex.conftest import QUESTION, LetterEmbedder
@@ -34,7 +34,7 @@ def isles(nodes, chat_engine, tmp_path_factory):
         nodes[:8],
         engine=chat_engine,
         store=store,
-        bank=MemoryFactBank(LetterEmbedder()),
+        fact_store=MemoryFactStore(LetterEmbedder()),
         namespace="isles",
         llm=llm,
         progress=False,
@@ -134,7 +134,7 @@ def test_sixty_nodes_in_one_call(usages, store, embedder):
     llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], max_tokens=8, pack_budget=6800)
     use_in_settings(llm)
     index = KnowledgePackIndex.from_nodes(
-        nodes, engine=engine, store=store, bank=MemoryFactBank(embedder), lazy=True, llm=llm, progress=False
+        nodes, engine=engine, store=store, fact_store=MemoryFactStore(embedder), lazy=True, llm=llm, progress=False
     )
     question = "Which room is painted 000000?"
     answer = index.as_query_engine(similarity_top_k=60).query(question)

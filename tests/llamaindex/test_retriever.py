@@ -2,13 +2,11 @@
 
 import asyncio
 import logging
-from types import SimpleNamespace
 
 import pytest
-from llama_index.core import Document, MockEmbedding, PromptTemplate, VectorStoreIndex
+from llama_index.core import Document, MockEmbedding, PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.chat_engine.types import ChatMode
-from llama_index.core.ingestion import IngestionPipeline
 from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.postprocessor import SimilarityPostprocessor
@@ -16,10 +14,10 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.tools import RetrieverTool
 
-from kp_core import Fact, Handle, MemoryFactBank, PackView, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, PackView, find_handles
 from kp_core.errors import BankError, OptionError, PromptError
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackMemoryBlock, KnowledgePackRetriever, pack_place
-from tests.conftest import tiny_engine
+from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION
 
 
@@ -59,12 +57,33 @@ def test_score_cutoff(tiny_index):
     assert len(kept) < 5
 
 
-def test_a_fact_without_a_pack_comes_as_text(tiny_index, nodes, store, caplog):
-    store.remove(store.handle(nodes[0].text, "default"))
+def test_a_fact_without_a_pack_is_compiled_when_it_is_found(tiny_index, nodes, store, caplog):
+    handle = store.handle(nodes[0].text, "default")
+    store.remove(handle)
+    plain = KnowledgePackRetriever(tiny_index.fact_store, store, similarity_top_k=1)
     with caplog.at_level(logging.WARNING, "kp_core"):
-        [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(nodes[0].text)
+        [hit] = plain.retrieve(nodes[0].text)
     assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
     assert f"no pack of fact {nodes[0].node_id}" in caplog.text
+    later = tiny_index.as_retriever(similarity_top_k=1, precompile="background")
+    [hit] = later.retrieve(nodes[0].text)
+    assert hit.node.get_content(MetadataMode.LLM) == nodes[0].text
+    until(lambda: store.peek(handle) is not None)
+    assert later.retrieve(nodes[0].text)[0].node.handle == str(handle)
+    store.remove(handle)
+    [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(nodes[0].text)
+    assert (hit.node.handle, store.get(handle).is_lazy) == (str(handle), True)
+
+
+def test_the_old_keyword_works_for_one_release(nodes, store, embedder):
+    settings = {"engine": tiny_engine(), "store": store, "lazy": True, "progress": False}
+    for make in (
+        lambda facts: KnowledgePackIndex.from_nodes(nodes[:2], bank=facts, **settings).as_retriever(),
+        lambda facts: KnowledgePackRetriever.from_facts([Fact("Four sails.")], bank=facts, **settings),
+        lambda facts: KnowledgePackRetriever(bank=facts, store=store),
+    ):
+        with pytest.warns(DeprecationWarning, match="`bank=` of .* is now called `fact_store=`"):
+            assert make(MemoryFactStore(embedder)).fact_store.embedder is embedder
 
 
 def test_errors(tiny_index, store, embedder, tmp_path):
@@ -74,14 +93,14 @@ def test_errors(tiny_index, store, embedder, tmp_path):
         tiny_index.as_retriever(similarity_top_k=0).retrieve(QUESTION)
     with pytest.raises(BankError, match="brings its own"):
         KnowledgePackIndex.from_nodes(
-            [], engine=tiny_engine(), store=store, bank=tiny_index.bank, path=tmp_path / "bank"
+            [], engine=tiny_engine(), store=store, fact_store=tiny_index.fact_store, path=tmp_path / "bank"
         )
 
 
 def test_metadata_that_the_model_sees_is_in_the_pack(store, embedder):
     node = TextNode(text="Four sails.", metadata={"title": "Mill", "page": 7}, excluded_llm_metadata_keys=["page"])
     index = KnowledgePackIndex.from_nodes(
-        [node], engine=tiny_engine(), store=store, bank=MemoryFactBank(embedder), lazy=True, progress=False
+        [node], engine=tiny_engine(), store=store, fact_store=MemoryFactStore(embedder), lazy=True, progress=False
     )
     [hit] = index.as_retriever().retrieve("sails")
     assert store.get(Handle.parse(hit.get_content(MetadataMode.LLM))).text == node.get_content(MetadataMode.LLM)
@@ -117,31 +136,13 @@ def test_documents_are_cut_as_asked(store, embedder):
         transformations=[SentenceSplitter(chunk_size=60, chunk_overlap=0)],
         engine=tiny_engine(),
         store=store,
-        bank=MemoryFactBank(embedder),
+        fact_store=MemoryFactStore(embedder),
         lazy=True,
         progress=False,
     )
-    facts = list(index.bank.facts())
+    facts = list(index.fact_store.facts())
     assert len(facts) == len(store) > 1
     assert all(fact.text.startswith("title: Count\n\nOne") for fact in facts)
-
-
-def test_from_an_existing_vector_index(nodes, store, embedder):
-    existing = VectorStoreIndex(nodes, embed_model=MockEmbedding(embed_dim=2))
-    index = KnowledgePackIndex.from_vector_index(
-        existing, engine=tiny_engine(), store=store, bank=MemoryFactBank(embedder), lazy=True, progress=False
-    )
-    assert {fact.id for fact in index.bank.facts()} == {node.node_id for node in nodes}
-
-
-def test_as_the_sink_of_a_pipeline(nodes, store, embedder):
-    index = KnowledgePackIndex(tiny_engine(), store, MemoryFactBank(embedder), lazy=True, progress=False)
-    pipeline = IngestionPipeline(transformations=[SentenceSplitter(chunk_size=512), index.as_sink()])
-    made = pipeline.run(documents=[Document(text=node.text, id_=node.node_id) for node in nodes[:5]])
-    assert {fact.text for fact in index.bank.facts()} == {node.text for node in nodes[:5]}
-    assert len(made) == len(store) == 5
-    index.insert_nodes(pipeline.run(documents=[Document(text=nodes[5].text)]))
-    assert len(store) == 6
 
 
 def test_a_retriever_tool_sends_handles_and_keeps_text(tiny_index):
@@ -194,10 +195,10 @@ def test_in_chroma_by_path(nodes, tmp_path, store, embedder):
     settings = {"engine": tiny_engine(), "store": store, "lazy": True, "progress": False}
     first = KnowledgePackIndex.from_nodes(nodes[:6], embedder=embedder, path=tmp_path / "bank", **settings)
     found = first.as_retriever().retrieve(QUESTION)
-    first.bank.close()
+    first.fact_store.close()
     again = KnowledgePackIndex.from_nodes([], embedder=embedder, path=tmp_path / "bank", **settings)
     assert again.as_retriever().retrieve(QUESTION) == found
-    again.bank.close()
+    again.fact_store.close()
 
 
 # Units and options
@@ -212,7 +213,7 @@ def test_nodes_of_whole_banks_and_documents(unit, store, embedder):
         nodes,
         engine=tiny_engine(),
         store=store,
-        bank=MemoryFactBank(embedder, bank_size=3),
+        fact_store=MemoryFactStore(embedder, bank_size=3),
         unit=unit,
         lazy=True,
         progress=False,
@@ -220,7 +221,7 @@ def test_nodes_of_whole_banks_and_documents(unit, store, embedder):
     found = index.as_retriever(similarity_top_k=9).retrieve("house")
     units = [hit.text.split("\n") for hit in found]
     assert sorted(line for unit in units for line in unit) == [node.text for node in nodes]
-    assert len(found) == len(store) == (2 if unit == "document" else index.bank.banks)
+    assert len(found) == len(store) == (2 if unit == "document" else len(index.fact_store.banks()))
     for hit in found:
         assert store.get(Handle.parse(hit.node.get_content(MetadataMode.LLM))).text == hit.text
     assert index.as_retriever(unit="fact", similarity_top_k=9, content="text").retrieve("house")[0].text in str(units)
@@ -228,7 +229,7 @@ def test_nodes_of_whole_banks_and_documents(unit, store, embedder):
 
 def test_misspelt_options_are_refused_before_anything_is_made(nodes, store, embedder, tiny_index, tmp_path):
     made = {"engine": tiny_engine(), "store": store}
-    bank = MemoryFactBank(embedder)
+    bank = MemoryFactStore(embedder)
     for ask, says in (
         (lambda: KnowledgePackRetriever(bank, store, similarity_topk=2), "Did you mean 'similarity_top_k'"),
         (lambda: KnowledgePackRetriever(bank, store, k=2), "has no option 'k'"),
@@ -243,24 +244,30 @@ def test_misspelt_options_are_refused_before_anything_is_made(nodes, store, embe
     assert (len(bank), (tmp_path / "b").exists()) == (0, False)
 
 
-def test_what_is_no_bank_is_named(store):
+def test_what_is_no_fact_store_is_named(store):
     for make in (
         lambda: KnowledgePackRetriever(MockEmbedding(embed_dim=2), store),
         lambda: KnowledgePackIndex(tiny_engine(), store, MockEmbedding(embed_dim=2)),
     ):
-        with pytest.raises(BankError, match=r"MockEmbedding'> as bank; expected a FactBank"):
+        with pytest.raises(BankError, match=r"MockEmbedding'> as fact store; expected a FactStore"):
             make()
-    with pytest.raises(BankError, match=r"MockEmbedding'> as embedder; expected an Embedder"):
-        KnowledgePackIndex.from_nodes(
-            [], engine=tiny_engine(), store=store, embedder=MockEmbedding(embed_dim=2), progress=False
-        )
+    with pytest.raises(BankError, match=r"MockLLM'> as embedder; expected an Embedder"):
+        KnowledgePackIndex.from_nodes([], engine=tiny_engine(), store=store, embedder=MockLLM(), progress=False)
 
 
 def test_any_store_that_keeps_the_protocol_will_do(nodes, store, embedder, usages):
-    toy = SimpleNamespace(handle=store.handle, peek=store.peek, get=store.get, put=store.put)
-    toy.view = lambda *namespaces, **roles: PackView(toy, namespaces, **roles)
+    class Toy:
+        handle, peek, get, put, remove = store.handle, store.peek, store.get, store.put, store.remove
+
+        def __iter__(self):
+            return iter(store)
+
+        def view(self, *namespaces, **roles):
+            return PackView(self, namespaces, **roles)
+
+    toy = Toy()
     index = KnowledgePackIndex.from_nodes(
-        nodes[:3], engine=tiny_engine(), store=toy, bank=MemoryFactBank(embedder), lazy=True, progress=False
+        nodes[:3], engine=tiny_engine(), store=toy, fact_store=MemoryFactStore(embedder), lazy=True, progress=False
     )
     index.as_query_engine(index.llm.model_copy(update={"max_tokens": 1})).query(QUESTION)
     assert usages[-1]["pack_tokens"] > 0

@@ -1,0 +1,85 @@
+"""What our retrievers share: documents with the handles of their packs, and the settings of delivery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+from langchain_core.documents import Document
+from langchain_core.indexing.base import DocumentIndex
+from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+
+from kp_core import Fact, FactStore, Session
+from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
+from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.packs.view import Packs
+from kp_core.rates import Rates
+
+__all__ = ["PackRetriever", "to_fact"]
+
+
+class PackRetriever(DocumentIndex):
+    """A retriever whose documents have packs in `store`, and which `langchain_core.indexing.index` can fill.
+
+    A document's `page_content` is its text, which everyone reads; with `content="handle"` it is the handle alone, for
+    models that resolve it. `engine` compiles what has no pack yet, for the position `compiled_for` (of a prompt:
+    `pack_place(prompt)`): when it is found, or with `precompile="background"` when the engine is idle, and until then
+    it comes as text, as it does without an engine, with a logged warning. `kv` says whether KV is kept (see
+    `kp_core.delivery`).
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    store: Packs = Field(exclude=True)
+    engine: Session | None = Field(default=None, exclude=True)
+    namespace: str = "default"
+    content: Literal["text", "handle"] = "text"
+    compiled_for: CompiledFor = Field(default="user", exclude=True)
+    kv: KV = "stored"
+    precompile: Precompile = "use"
+    _rates: Rates | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:  # noqa: ANN401 - what a caller gave
+        refuse_unknown(given, cls.model_fields, cls.__name__)
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._deliver(None)  # It refuses what is no namespace.
+        return self
+
+    def add_documents(self, documents: Sequence[Document]) -> list[str]:
+        """`upsert`, as vector stores name it; gives the ids."""
+        return list(self.upsert(documents)["succeeded"])
+
+    def _deliver(self, facts: FactStore | None, unit: Unit = "fact") -> Delivery:
+        return Delivery(
+            facts,
+            self.engine,
+            self.store,
+            unit=unit,
+            kv=self.kv,
+            compiled_for=self.compiled_for,
+            namespace=self.namespace,
+            precompile=self.precompile,
+            rates=self._rates,
+        )
+
+    def _packed(self, document: Document, found: Found, **known: object) -> Document:
+        """`document` with the pack that was `found` for it, and what is `known` of the finding."""
+        handle = None if found.handle is None else str(found.handle)
+        known = {"handle": handle, **{name: value for name, value in known.items() if value is not None}}
+        ours = {name: value for name, value in known.items() if value is not None} | {"text": document.page_content}
+        metadata = ours | document.metadata | {"kp": known | {"id": document.id}}
+        content = found.content if self.content == "handle" else document.page_content
+        return document.model_copy(update={"page_content": content, "metadata": metadata})
+
+
+def to_fact(document: Document, **others: Any) -> Fact:  # noqa: ANN401 - other fields of a fact
+    """A document's text as a fact; what its metadata say under `title` and `source`, if strings, are the fact's."""
+    about: dict[str, Any] = {
+        name: said for name in ("title", "source") if isinstance(said := document.metadata.get(name), str)
+    }
+    return Fact(document.page_content, **about, **others)

@@ -1,0 +1,174 @@
+"""What an index over packs offers, wherever its nodes are kept: living documents, query engines, chat engines."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from llama_index.core import Settings
+from llama_index.core.base.base_query_engine import BaseQueryEngine
+from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.chat_engine import (
+    CondensePlusContextChatEngine,
+    CondenseQuestionChatEngine,
+    ContextChatEngine,
+    SimpleChatEngine,
+)
+from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
+from llama_index.core.ingestion import run_transformations
+from llama_index.core.llms import LLM
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMPLATE, CITATION_REFINE_TEMPLATE
+from llama_index.core.schema import BaseNode, Document, TransformComponent
+
+from kp_core import Session
+from kp_core.delivery import Precompile
+from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.errors import PromptError
+from kp_core.packs.view import Packs
+from kp_llamaindex.llm import KnowledgePackLLM
+from kp_llamaindex.nodes import NumberSources
+from kp_llamaindex.place import pack_place
+
+__all__ = ["PackIndex"]
+
+logger = logging.getLogger(__name__)
+
+
+class PackIndex(ABC):
+    """An index whose nodes come as packs of `store`, in `namespace`; what `KnowledgePackIndex` makes.
+
+    `compiled_for` is the place packs are compiled for, by default that of the first node in LlamaIndex's own question
+    prompt: there the pack comes straight from the store, and anywhere else its tokens are computed once (see
+    `pack_place`). `lazy` packs are computed on first use. A node found without a pack is compiled then, or with
+    `precompile="background"` goes as text this time, and is compiled when the engine is idle.
+
+    `llm` is what the engines use unless they are given one: by default a `KnowledgePackLLM` on the same engine, store
+    and namespace. An LLM of another class cannot resolve handles, so its engines get nodes as text. `transformations`
+    cut documents into nodes: by default those of LlamaIndex's settings.
+    """
+
+    _RETRIEVAL: ClassVar[Sequence[str]] = ()
+
+    def __init__(  # noqa: PLR0913 - one keyword per part it is made of
+        self,
+        engine: Session,
+        store: Packs,
+        *,
+        namespace: str = "default",
+        compiled_for: CompiledFor | None = None,
+        lazy: bool = False,
+        precompile: Precompile = "use",
+        llm: LLM | None = None,
+        transformations: Sequence[TransformComponent] | None = None,
+    ) -> None:
+        self.engine, self.store, self.namespace = engine, store, namespace
+        self.lazy, self.precompile, self.transformations = lazy, precompile, transformations
+        self.llm: LLM = llm or KnowledgePackLLM(engine=engine, store=store, namespaces=(namespace,))
+        self.compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm) if compiled_for is None else compiled_for
+
+    @abstractmethod
+    def insert_nodes(self, nodes: Sequence[BaseNode]) -> None:
+        """Add nodes."""
+
+    @abstractmethod
+    def delete_ref_doc(self, ref_doc_id: str) -> None:
+        """Remove the nodes of a document, and their packs."""
+
+    @abstractmethod
+    def as_retriever(self, **settings: Any) -> BaseRetriever:  # noqa: ANN401
+        """A retriever."""
+
+    @abstractmethod
+    def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str | None]:
+        """The hashes of those documents that there are, as they were when their nodes were made."""
+
+    def insert(self, document: Document) -> None:
+        """Cut `document` into nodes, and add them."""
+        steps = Settings.transformations if self.transformations is None else self.transformations
+        self.insert_nodes(run_transformations([document], steps))
+
+    def update_ref_doc(self, document: Document) -> None:
+        """Put `document` in the place of the one with its id: its old nodes and their packs go."""
+        self.delete_ref_doc(document.id_)
+        self.insert(document)
+
+    def refresh_ref_docs(self, documents: Sequence[Document]) -> list[bool]:
+        """Insert what is new, update what has changed; says which of `documents` those were."""
+        held = self._hashes([document.id_ for document in documents])
+        changed = [held.get(document.id_) != document.hash for document in documents]
+        for document, differs in zip(documents, changed, strict=True):
+            if differs:
+                self.update_ref_doc(document)
+        return changed
+
+    def as_query_engine(
+        self,
+        llm: LLM | None = None,
+        *,
+        citations: bool = False,
+        **settings: Any,  # noqa: ANN401
+    ) -> BaseQueryEngine:
+        """A `RetrieverQueryEngine`; `settings` are those of the retriever and of `RetrieverQueryEngine.from_args`.
+
+        With `citations` the answer is asked to cite sources by number: `response.source_nodes[n - 1]` is source n.
+        """
+        llm = llm or self.llm
+        retriever = self._retriever(llm, settings)
+        if citations:
+            settings.setdefault("text_qa_template", CITATION_QA_TEMPLATE)
+            settings.setdefault("refine_template", CITATION_REFINE_TEMPLATE)
+            settings["node_postprocessors"] = [*settings.get("node_postprocessors", ()), NumberSources()]
+        made: BaseQueryEngine = _made(
+            RetrieverQueryEngine.from_args, settings, self._RETRIEVAL, retriever=retriever, llm=llm
+        )
+        return made
+
+    def as_chat_engine(
+        self,
+        chat_mode: ChatMode = ChatMode.BEST,
+        llm: LLM | None = None,
+        **settings: Any,  # noqa: ANN401
+    ) -> BaseChatEngine:
+        """A chat engine over the index; `ChatMode.BEST` is `CONDENSE_PLUS_CONTEXT`, as in LlamaIndex.
+
+        Raises `PromptError` for modes that LlamaIndex no longer has.
+        """
+        llm = llm or self.llm
+        engines: dict[ChatMode, Any] = {
+            ChatMode.BEST: CondensePlusContextChatEngine,
+            ChatMode.CONDENSE_PLUS_CONTEXT: CondensePlusContextChatEngine,
+            ChatMode.CONTEXT: ContextChatEngine,
+            ChatMode.CONDENSE_QUESTION: CondenseQuestionChatEngine,
+            ChatMode.SIMPLE: SimpleChatEngine,
+        }
+        if chat_mode not in engines:
+            raise PromptError(
+                f"Got chat_mode={chat_mode!r}; expected one of {', '.join(mode.value for mode in engines)}."
+            )
+        parts: dict[str, Any] = {}
+        if chat_mode == ChatMode.CONDENSE_QUESTION:
+            asked = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}
+            parts = {"query_engine": self.as_query_engine(llm, **asked)}
+        elif chat_mode != ChatMode.SIMPLE:
+            parts = {"retriever": self._retriever(llm, settings)}
+        made: BaseChatEngine = _made(engines[chat_mode].from_defaults, settings, self._RETRIEVAL, llm=llm, **parts)
+        return made
+
+    def _retriever(self, llm: LLM, settings: dict[str, Any]) -> BaseRetriever:
+        """The retriever for `llm`; takes its own out of `settings`."""
+        asked = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}
+        if not isinstance(llm, KnowledgePackLLM) and asked.get("content") != "text":
+            logger.warning("%s resolves no handles; nodes go to it as text.", type(llm).__name__)
+            asked["content"] = "text"
+        return self.as_retriever(**asked)
+
+
+def _made(make: Callable[..., Any], settings: Mapping[str, Any], known: Sequence[str], **parts: Any) -> Any:  # noqa: ANN401 - an engine
+    """What `make` makes of both; LlamaIndex passes over settings that it does not know."""
+    refuse_unknown(settings, (*inspect.signature(make).parameters, *known), make.__qualname__)
+    return make(**parts, **settings)

@@ -1,0 +1,102 @@
+"""Facts that overwrite those with their ids, and packs of texts that several facts share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
+
+from kp_core import ChromaFactStore, Fact, FactStore, MemoryFactStore, PackStore
+from kp_core.delivery import Delivery
+from kp_core.errors import BankError, BusyError
+from kp_core.facts.embed import as_embedder
+from tests.conftest import tiny_engine, until
+
+EMBEDDER = as_embedder(DeterministicFakeEmbedding(size=32))
+
+
+@pytest.fixture(params=["memory", "chroma"])
+def facts(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FactStore]:
+    if request.param == "memory":
+        yield MemoryFactStore(DeterministicFakeEmbedding(size=32), bank_size=3)
+    else:
+        with ChromaFactStore(tmp_path / "facts", EMBEDDER, bank_size=3) as store:
+            yield store
+
+
+@pytest.fixture
+def delivery(facts: FactStore, tmp_path: Path) -> Delivery:
+    return Delivery(facts, tiny_engine(), PackStore(tmp_path / "packs"), kv="lazy", namespace="isles")
+
+
+def lines(count: int, **about: object) -> list[Fact]:
+    return [Fact(f"Line {number}.", id=f"i{number}", namespace="isles", metadata=about) for number in range(count)]
+
+
+def test_ids_count_and_not_texts(facts: FactStore) -> None:
+    first = facts.add(lines(12, tags=["a", None]), overwrite=True)
+    facts.rebuild()
+    again = facts.add(lines(12, tags=["a", None]), overwrite=True)
+    assert (first.added, again.added, again.duplicates) == (12, 0, 12)
+    changed = [Fact("Line 4.", id="twin", namespace="isles"), Fact("New.", id="i3", namespace="isles")]
+    changed += [Fact("Line 5.", id="i5", namespace="isles"), Fact("New!", id="i3", namespace="isles")]
+    assert facts.add(changed, overwrite=True).added == 3
+    assert len(facts) == 13
+    held = {fact.id: (fact.text, fact.version, dict(fact.metadata)) for fact in facts.facts()}
+    assert held["twin"] == ("Line 4.", 1, {})
+    assert held["i4"] == ("Line 4.", 1, {"tags": ["a", None]})
+    assert held["i3"] == ("New!", 2, {})
+    assert held["i5"] == ("Line 5.", 1, {})
+    assert facts.verify() == []  # type: ignore[attr-defined]  # each of them stands in one bank
+    assert sorted(fact.id for name in facts.banks() for fact in facts.bank_facts(name)) == sorted(held)
+
+
+def test_the_pack_of_a_text_goes_with_its_last_fact(delivery: Delivery) -> None:
+    delivery.add([*lines(4), Fact("Line 1.", id="twin", namespace="isles")], overwrite=True)
+    assert len(list(delivery.store)) == 4
+    # A search names a text once.
+    assert [found.unit.text for found in delivery.search("Line 1.", 2)].count("Line 1.") == 1
+    delivery.delete(["i1"])
+    assert len(list(delivery.store)) == 4
+    delivery.add([Fact("Other.", id="twin")], overwrite=True)
+    assert {fact.text for fact in delivery.facts.facts()} == {"Line 0.", "Other.", "Line 2.", "Line 3."}
+    assert {delivery.store.get(handle).text for handle in delivery.store} == {
+        fact.text for fact in delivery.facts.facts()
+    }
+
+
+def test_facts_without_a_pack_are_deleted(facts: FactStore, delivery: Delivery) -> None:
+    facts.add(lines(3))
+    assert [fact.id for fact in delivery.delete(["i1"])] == ["i1"]
+    assert len(facts) == 2
+
+
+def test_a_text_under_two_ids_is_in_one_bank(facts: FactStore, tmp_path: Path) -> None:
+    store, made = PackStore(tmp_path / "packs"), lines(4)
+    vectors = EMBEDDER.embed([fact.text for fact in [*made, made[1]]])
+    delivery = Delivery(facts, tiny_engine(), store, unit="bank", kv="lazy")
+    delivery.add([*made, Fact("Line 1.", id="twin", namespace="isles")], vectors=vectors)
+    assert sorted(fact.id for name in facts.banks() for fact in facts.bank_facts(name)) == ["i0", "i1", "i2", "i3"]
+    assert len(list(store)) == len(facts.banks())
+
+
+def test_nothing_is_stored_without_an_engine_to_compile_it(facts: FactStore, delivery: Delivery) -> None:
+    with pytest.raises(BankError, match="no engine"):
+        Delivery(facts, None, delivery.store).add(lines(2))
+    assert len(facts) == 0
+
+
+def test_a_search_finds_where_background_work_finds_no_room(facts: FactStore, delivery: Delivery) -> None:
+    facts.add(lines(3))
+    engine, go = tiny_engine(), threading.Event()
+    later = Delivery(facts, engine, delivery.store, kv="lazy", namespace="isles", precompile="background")
+    with suppress(BusyError):
+        while True:
+            engine.when_idle(lambda: go.wait(60) and None)
+    assert [found.handle for found in later.search("Line 1.", 2)] == [None, None]
+    go.set()
+    until(lambda: all(found.handle for found in later.search("Line 1.", 2)))

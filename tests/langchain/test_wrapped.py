@@ -1,0 +1,262 @@
+"""`from_retriever` and `from_vectorstore`: what other retrievers find, with packs."""
+
+import asyncio
+
+import pytest
+from langchain_chroma import Chroma
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.messages import HumanMessage, SystemMessage, trim_messages
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnablePassthrough
+from langchain_core.stores import InMemoryStore
+from pydantic import ValidationError
+
+from kp_core import PackStore, find_handles
+from kp_core.errors import BankError, OptionError
+from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, pack_place
+from tests.conftest import tiny_engine, until
+from tests.langchain.conftest import PROMPT, join
+
+EMBEDDINGS = DeterministicFakeEmbedding(size=32)
+CHUNKS = [
+    Document(f"Chunk {n} tells of the harbour.", id=f"c{n}", metadata={"source": f"{n % 3}.md", "page": n})
+    for n in range(20)
+]
+
+
+class Fixed(BaseRetriever):
+    """Finds always the same."""
+
+    documents: list[Document]
+
+    def _get_relevant_documents(self, query, *, run_manager):
+        return self.documents
+
+
+@pytest.fixture
+def shelf(tmp_path):
+    return PackStore(tmp_path / "packs")
+
+
+@pytest.fixture
+def collection(tmp_path):
+    collection = Chroma("chunks", EMBEDDINGS, str(tmp_path / "chroma"), collection_metadata={"hnsw:space": "cosine"})
+    collection.add_documents(CHUNKS)
+    return collection
+
+
+def parts(shelf, **settings):
+    return {"engine": tiny_engine(), "store": shelf, "namespace": "isles", **settings}
+
+
+def check(found, given, shelf):
+    """`found` is what `given` is, in its order, with what it says of itself, and each with its pack."""
+    assert [(each.page_content, each.id) for each in found] == [(each.page_content, each.id) for each in given]
+    assert found
+    for each, own in zip(found, given, strict=True):
+        assert each.metadata.items() >= {name: said for name, said in own.metadata.items() if name != "kp"}.items()
+        [(_, _, handle)] = find_handles(each.metadata["kp"]["handle"])
+        assert (handle.namespace, shelf.get(handle).text) == ("isles", each.page_content)
+        said = {other.metadata.get("source", "") for other in given if other.page_content == own.page_content}
+        assert shelf.get(handle).provenance.get("source", "") in said
+
+
+@pytest.mark.parametrize(
+    ("search_type", "search_kwargs"),
+    [
+        ("similarity", {"k": 5}),
+        ("mmr", {"k": 4, "fetch_k": 12, "lambda_mult": 0.2}),
+        ("similarity_score_threshold", {"score_threshold": 0.01, "k": 3}),
+        ("similarity", {"k": 3, "filter": {"page": {"$gte": 15}}}),
+    ],
+)
+def test_what_a_vector_store_finds(search_type, search_kwargs, collection, shelf):
+    given = collection.as_retriever(search_type=search_type, search_kwargs=search_kwargs).invoke("harbour 7")
+    retriever = KnowledgePackRetriever.from_vectorstore(
+        collection, search_type=search_type, search_kwargs=search_kwargs, **parts(shelf)
+    )
+    check(retriever.invoke("harbour 7"), given, shelf)
+    assert len(shelf) == len(given)
+    assert len(retriever.invoke("harbour 7", k=1)) == 1
+
+
+async def test_async_asks_the_other_retriever_so_and_does_not_block(collection, shelf):
+    retriever = KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf))
+    check(await retriever.ainvoke("harbour 7"), await collection.as_retriever().ainvoke("harbour 7"), shelf)
+    ticks = 0
+    run = asyncio.create_task(retriever.abatch([f"harbour {n}" for n in range(4)]))
+    while not run.done():
+        ticks += 1
+        await asyncio.sleep(0.001)
+    assert ticks > 5
+    assert await run == retriever.batch([f"harbour {n}" for n in range(4)])
+
+
+def composed(collection, shelf):
+    """What people build on a vector store, from LangChain's package of them."""
+    retrievers = pytest.importorskip("langchain_classic.retrievers")
+    compressors = pytest.importorskip("langchain_classic.retrievers.document_compressors")
+    splitters = pytest.importorskip("langchain_text_splitters")
+    plain = collection.as_retriever(search_kwargs={"k": 6})
+    chat = ChatKnowledgePacks(engine=tiny_engine(), store=shelf, namespaces=["isles"], max_tokens=8)
+    parents = retrievers.ParentDocumentRetriever(
+        vectorstore=Chroma("children", EMBEDDINGS),
+        docstore=InMemoryStore(),
+        child_splitter=splitters.CharacterTextSplitter(separator=" ", chunk_size=20, chunk_overlap=0),
+    )
+    parents.add_documents(CHUNKS[:6])
+    words = splitters.CharacterTextSplitter(separator=" of ", chunk_size=14, chunk_overlap=0)
+    parts = compressors.DocumentCompressorPipeline(transformers=[words])
+    spread = collection.as_retriever(search_type="mmr")
+    return {
+        "parent": parents,
+        "ensemble": retrievers.EnsembleRetriever(retrievers=[plain, spread], weights=[0.5, 0.5]),
+        "multi_query": retrievers.MultiQueryRetriever.from_llm(plain, chat, include_original=True),
+        "compression": retrievers.ContextualCompressionRetriever(base_compressor=parts, base_retriever=plain),
+    }
+
+
+@pytest.mark.parametrize("kind", ["parent", "ensemble", "multi_query", "compression"])
+def test_what_composed_retrievers_find(kind, collection, shelf):
+    made = composed(collection, shelf)[kind]
+    retriever = KnowledgePackRetriever.from_retriever(made, **parts(shelf))
+    check(retriever.invoke("harbour 7"), made.invoke("harbour 7"), shelf)
+
+
+def test_what_is_said_of_a_document_stays(shelf):
+    said = {"score": 0.5, "relevance_score": 0.25, "text": "mine", "none": None, "any": object(), "title": ["a"]}
+    given = Document("The mill grinds.", metadata=said)
+    blank, shown = Document(" ", id="b"), Document("The ferry leaves.", id="f")
+    retriever = KnowledgePackRetriever.from_retriever(Fixed(documents=[blank, given, shown, given]), **parts(shelf))
+    found = retriever.invoke("mill")
+    assert found[0] == blank
+    assert [each.page_content for each in found[1:]] == [given.page_content, shown.page_content, given.page_content]
+    assert {name: found[1].metadata[name] for name in said} == said
+    assert set(found[1].metadata) - set(said) == {"handle", "kp"}
+    assert found[1] == found[3]
+    assert len(shelf) == 2
+
+
+def test_scores_and_handles_of_our_own_retrievers_stay(facts, embedder, shelf):
+    own = KnowledgePackRetriever.from_facts(facts[:6], embedder=embedder, progress=False, k=2, **parts(shelf))
+    around = KnowledgePackRetriever.from_retriever(own, **parts(shelf))
+    for one, other in zip(own.invoke("flag"), around.invoke("flag"), strict=True):
+        assert other.metadata["score"] == one.metadata["score"] == one.metadata["kp"]["score"]
+        assert other.metadata["kp"]["handle"] == one.metadata["kp"]["handle"]
+    by_handle = own.model_copy(update={"content": "handle"})
+    assert KnowledgePackRetriever.from_retriever(by_handle, **parts(shelf)).invoke("flag") == by_handle.invoke("flag")
+
+
+def test_packs_are_compiled_in_the_background(collection, shelf):
+    retriever = KnowledgePackRetriever.from_vectorstore(
+        collection, content="handle", precompile="background", **parts(shelf)
+    )
+    first = retriever.invoke("harbour 7")
+    assert [each.page_content for each in first] == [
+        each.page_content for each in collection.as_retriever().invoke("harbour 7")
+    ]
+    until(lambda: len(shelf) == len(first))
+    assert all(find_handles(each.page_content) for each in retriever.invoke("harbour 7"))
+
+
+def test_without_an_engine_packs_are_looked_up(collection, shelf, caplog):
+    settings = {"store": shelf, "namespace": "isles"}
+    found = KnowledgePackRetriever.from_vectorstore(collection, **settings).invoke("harbour 7")
+    assert [each.metadata["kp"]["handle"] for each in found] == [None] * 4
+    assert "goes as text" in caplog.text
+    KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf)).invoke("harbour 7")
+    found = KnowledgePackRetriever.from_vectorstore(collection, **settings).invoke("harbour 7")
+    assert all(each.metadata["kp"]["handle"] for each in found)
+
+
+def test_a_chain_answers_as_from_text(collection, shelf):
+    engine = tiny_engine()
+    settings = parts(shelf, compiled_for=pack_place(PROMPT), content="handle")
+    retriever = KnowledgePackRetriever.from_vectorstore(collection, search_kwargs={"k": 2}, **settings)
+    chat = ChatKnowledgePacks(engine=engine, store=shelf, namespaces=["isles"], max_tokens=12)
+
+    def answer(found):
+        return ({"context": found | join, "question": RunnablePassthrough()} | PROMPT | chat).invoke("Which harbour?")
+
+    packs, text = answer(retriever), answer(collection.as_retriever(search_kwargs={"k": 2}))
+    assert packs.content == text.content
+    assert packs.response_metadata["kp"]["pack_tokens"] > 0
+    assert packs.response_metadata["kp"]["prompt_tokens"] < text.response_metadata["kp"]["prompt_tokens"] + 40
+
+
+def test_handles_survive_trimming(collection, shelf):
+    retriever = KnowledgePackRetriever.from_vectorstore(collection, content="handle", **parts(shelf))
+    chat = ChatKnowledgePacks(engine=tiny_engine(), store=shelf, namespaces=["isles"], max_tokens=2)
+    found = join(retriever.invoke("harbour 7"))
+    messages = [SystemMessage("Answer."), HumanMessage("Old. " * 50), HumanMessage(f"{found}\nWhich harbour?")]
+    room = chat.get_num_tokens_from_messages([messages[0], messages[2]]) + 50
+    kept = trim_messages(messages, max_tokens=room, token_counter=chat, include_system=True)
+    assert kept == [messages[0], messages[2]]
+    assert chat.invoke(kept).response_metadata["kp"]["pack_tokens"] > 0
+    # A message that is cut is cut between lines, so that handles stay whole.
+    settings = {"token_counter": chat, "allow_partial": True, "strategy": "first"}
+    parts_of = [trim_messages(messages[2:], max_tokens=room, **settings) for room in range(20, room, 8)]
+    assert len({tuple(each.text for each in part) for part in parts_of}) > 1
+    for line in "\n".join(message.text for part in parts_of for message in part).splitlines():
+        assert line in ["", *messages[2].text.splitlines()]
+
+
+def test_the_search_tool_takes_it(collection, shelf):
+    retriever = KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf))
+    tool = create_pack_search_tool(retriever, shelf)
+    assert len(find_handles(tool.invoke({"query": "harbour 7"}))) == 4
+
+
+def test_callbacks_see_both_retrievers(collection, shelf):
+    seen = []
+
+    class Watch(BaseCallbackHandler):
+        def on_retriever_end(self, documents, **about):
+            seen.append((about["parent_run_id"] is None, len(documents)))
+
+    retriever = KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf))
+    retriever.invoke("harbour 7", {"callbacks": [Watch()]})
+    assert seen == [(False, 4), (True, 4)]
+
+
+def test_packs_of_what_is_changed_through_it_go(collection, shelf):
+    retriever = KnowledgePackRetriever.from_vectorstore(collection, search_kwargs={"k": 20}, **parts(shelf, kv="lazy"))
+    retriever.invoke("harbour")
+    retriever.add_documents([Document("Chunk 3 tells of the mill.", id="c3")])
+    assert [each.page_content for each in retriever.get(["c3"])] == ["Chunk 3 tells of the mill."]
+    assert retriever.delete(["c4"])["succeeded"] == ["c4"]
+    retriever.invoke("harbour")
+    assert {shelf.get(handle).text for handle in shelf} == {
+        each.page_content for each in collection.similarity_search("", 20)
+    }
+
+
+def test_errors_say_what_to_do(collection, shelf):
+    for ask, error, says in (
+        (lambda: KnowledgePackRetriever.from_vectorstore(shelf, **parts(shelf)), BankError, "a LangChain vector store"),
+        (lambda: KnowledgePackRetriever.from_retriever(collection, **parts(shelf)), BankError, "a LangChain retriever"),
+        (
+            lambda: KnowledgePackRetriever.from_vectorstore(collection, k=3, **parts(shelf)),
+            OptionError,
+            "no option 'k'",
+        ),
+        (
+            lambda: KnowledgePackRetriever.from_vectorstore(collection, search_type="mrr", **parts(shelf)),
+            ValidationError,
+            "search_type of mrr not allowed",
+        ),
+        (
+            lambda: KnowledgePackRetriever.from_retriever(Fixed(documents=[]), **parts(shelf)).delete(["c1"]),
+            BankError,
+            "Fixed is only read here",
+        ),
+        (
+            lambda: KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf)).delete(),
+            BankError,
+            "expected ids",
+        ),
+    ):
+        with pytest.raises(error, match=says):
+            ask()

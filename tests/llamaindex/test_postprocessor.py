@@ -1,0 +1,106 @@
+"""`KnowledgePackPostprocessor`: packs behind any retriever."""
+
+import logging
+
+import pytest
+from llama_index.core import SummaryIndex, VectorStoreIndex
+from llama_index.core.indices.postprocessor import SimilarityPostprocessor
+from llama_index.core.retrievers import QueryFusionRetriever
+from llama_index.core.schema import ImageNode, MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+
+from kp_core import Handle
+from kp_llamaindex import KnowledgePackLLM, KnowledgePackPostprocessor, NumberSources
+from tests.conftest import tiny_engine, until
+from tests.llamaindex.conftest import QUESTION, CountingEmbedding
+
+
+@pytest.fixture
+def packs(store):
+    return KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles", lazy=True)
+
+
+@pytest.fixture
+def llm(store):
+    return KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["isles"], max_tokens=4)
+
+
+def found(*nodes):
+    return [NodeWithScore(node=node, score=1 / number) for number, node in enumerate(nodes, 1)]
+
+
+def test_text_metadata_scores_and_order_stay(packs, nodes, store):
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="isles.md")}
+    given = found(nodes[0], nodes[1].model_copy(update={"relationships": source}))
+    made = packs.postprocess_nodes(given, query_str=QUESTION)
+    for before, after in zip(given, made, strict=True):
+        assert (after.node_id, after.score, after.text, after.metadata) == (
+            before.node_id,
+            before.score,
+            before.text,
+            before.metadata,
+        )
+        assert after.node.ref_doc_id == before.node.ref_doc_id
+        pack = store.get(Handle.parse(after.node.get_content(MetadataMode.LLM)))
+        assert (pack.text, pack.namespace) == (before.node.get_content(MetadataMode.LLM), "isles")
+    assert not any(hasattr(each.node, "handle") for each in given)
+
+
+def test_what_is_packed_or_no_text_stays_and_what_was_rewritten_is_packed_anew(packs, nodes):
+    picture, blank = ImageNode(image="aGk=", text=""), TextNode(text="  ")
+    [first, second, *rest] = packs.postprocess_nodes(found(*nodes[:2], picture, blank))
+    assert [each.node for each in rest] == [picture, blank]
+    second.node.text = "The flag is plain now."
+    again = packs.postprocess_nodes(NumberSources().postprocess_nodes([first, second]))
+    assert again[0].node.handle == first.node.handle
+    assert again[1].node.handle not in ("", second.node.handle)
+    assert again[1].node.get_content(MetadataMode.LLM) == f"Source 2:\n{again[1].node.handle}"
+    assert packs.postprocess_nodes([]) == []
+
+
+def test_packs_of_the_first_node_stand_where_the_prompt_has_it(nodes, store, llm, usages):
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="isles")
+    engine = SummaryIndex(nodes[:1]).as_query_engine(llm, node_postprocessors=[packs])
+    engine.query(QUESTION)
+    tiny_engine().clear_cache()
+    engine.query(QUESTION)
+    assert usages[-1]["reused_tokens"] == usages[-1]["pack_tokens"] > 0
+
+
+def test_the_answer_is_that_of_text(packs, nodes, llm, usages):
+    index = SummaryIndex(nodes[:3])
+    answers = []
+    for steps in ([packs], []):
+        tiny_engine().clear_cache()
+        answers.append(index.as_query_engine(llm, node_postprocessors=steps).query(QUESTION))
+    assert str(answers[0]) == str(answers[1]) != ""
+    assert usages[0]["pack_tokens"] > 0 == usages[1]["pack_tokens"]
+    assert usages[0]["prompt_tokens"] + usages[0]["pack_tokens"] == usages[1]["prompt_tokens"]
+
+
+async def test_behind_fusion_and_a_cutoff_sync_and_async(packs, nodes, llm, usages):
+    index = VectorStoreIndex(nodes, embed_model=CountingEmbedding())
+    fusion = QueryFusionRetriever([index.as_retriever(similarity_top_k=3)], llm=llm, num_queries=1, similarity_top_k=2)
+    steps = [SimilarityPostprocessor(similarity_cutoff=-1), packs]
+    nodes_found = steps[1].postprocess_nodes(steps[0].postprocess_nodes(await fusion.aretrieve(QUESTION)))
+    assert len(nodes_found) == 2
+    assert await packs.apostprocess_nodes(fusion.retrieve(QUESTION)) == nodes_found
+    answer = await index.as_query_engine(llm, node_postprocessors=steps).aquery(QUESTION)
+    assert usages[-1]["pack_tokens"] > 0
+    assert not any(hit.text.startswith("kp:") for hit in answer.source_nodes)
+
+
+def test_in_the_background(nodes, store, caplog):
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="background", lazy=True)
+    with caplog.at_level(logging.WARNING):
+        [first] = packs.postprocess_nodes(found(nodes[0]))
+    assert (first.node.handle, first.node.get_content(MetadataMode.LLM)) == ("", nodes[0].text)
+    until(lambda: list(store))
+    [second] = packs.postprocess_nodes([first])
+    assert second.node.is_intact
+
+
+def test_bad_settings(store):
+    with pytest.raises(ValueError, match="Acme Corp"):
+        KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="Acme Corp")
+    with pytest.raises(ValueError, match="precompile"):
+        KnowledgePackPostprocessor(engine=tiny_engine(), store=store, precompile="later")
