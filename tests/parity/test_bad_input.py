@@ -124,15 +124,15 @@ def test_pictures_are_refused(store):
         KnowledgePackLLM(engine=engine).chat([ChatMessage(blocks=[ImageBlock(url=PICTURE)])])
 
 
-def test_a_bank_that_was_never_built(store):
-    bank, engine = MemoryFactStore(LetterEmbedder()), tiny_engine()
-    settings = {"engine": engine, "store": store, "namespace": "open", "bank": bank}
+def test_a_store_without_facts(store):
+    facts, engine = MemoryFactStore(LetterEmbedder()), tiny_engine()
+    settings = {"engine": engine, "store": store, "namespace": "open", "fact_store": facts}
     said = []
     for ask in (
         lambda: KnowledgePackRetriever.from_facts([], **settings).invoke("Who?"),
         lambda: KnowledgePackIndex.from_nodes([], **settings).as_retriever().retrieve("Who?"),
     ):
-        with pytest.raises(BankError, match="bank not built") as caught:
+        with pytest.raises(BankError, match="no facts yet") as caught:
             ask()
         said.append(str(caught.value))
     assert said[0] == said[1]

@@ -22,19 +22,19 @@ def store(tmp_path):
     return PackStore(tmp_path / "packs")
 
 
-def documents(facts, store, bank, **settings):
+def documents(facts, store, held, **settings):
     made = KnowledgePackRetriever.from_facts(
-        facts, engine=tiny_engine(), store=store, bank=bank, namespace="mine", k=99, lazy=True, **settings
+        facts, engine=tiny_engine(), store=store, fact_store=held, namespace="mine", k=99, lazy=True, **settings
     )
     return [(each.page_content, each.metadata["kp"]["handle"], str(each.metadata)) for each in made.invoke(QUESTION)]
 
 
-def nodes(facts, store, bank, **settings):
+def nodes(facts, store, held, **settings):
     made = NodeRetriever.from_facts(
         facts,
         engine=tiny_engine(),
         store=store,
-        bank=bank,
+        fact_store=held,
         namespace="mine",
         similarity_top_k=99,
         lazy=True,
@@ -47,10 +47,10 @@ def nodes(facts, store, bank, **settings):
 @pytest.mark.parametrize("given", ["before", "with them"])
 @pytest.mark.parametrize("retrieve", [documents, nodes])
 def test_a_retriever_sees_its_namespace_alone(retrieve, given, unit, store):
-    bank = MemoryFactStore(LetterEmbedder(), bank_size=4)
+    held = MemoryFactStore(LetterEmbedder(), bank_size=4)
     if given == "before":
-        bank.build([*MINE[:2], *THEIRS])
-    found = retrieve(MINE if given == "before" else [*MINE, *THEIRS], store, bank, unit=unit)
+        held.add([*MINE[:2], *THEIRS])
+    found = retrieve(MINE if given == "before" else [*MINE, *THEIRS], store, held, unit=unit)
     texts = [line for text, _, _ in found for line in text.split("\n")]
     assert sorted(texts) == [fact.text for fact in MINE]
     assert "secret" not in str(found)
@@ -64,29 +64,29 @@ def test_a_retriever_sees_its_namespace_alone(retrieve, given, unit, store):
 
 @pytest.mark.parametrize("retrieve", [documents, nodes])
 def test_a_filter_does_not_open_another_namespace(retrieve, store):
-    bank = MemoryFactStore(LetterEmbedder())
+    held = MemoryFactStore(LetterEmbedder())
     marked = [Fact(fact.text, namespace=fact.namespace, metadata={"namespace": "mine"}) for fact in THEIRS]
-    found = retrieve([*MINE, *marked], store, bank)
+    found = retrieve([*MINE, *marked], store, held)
     assert len(found) == len(MINE)
 
 
 def test_the_same_text_in_two_namespaces_is_two_packs(store):
-    bank = MemoryFactStore(LetterEmbedder())
+    held = MemoryFactStore(LetterEmbedder())
     both = [Fact("The gate is green."), Fact("The gate is green.", namespace="theirs")]
-    [(_, handle, _)] = documents(both, store, bank)
+    [(_, handle, _)] = documents(both, store, held)
     assert handle.startswith("kp:mine/")
     assert {each.namespace for each in store} == {"mine", "theirs"}
 
 
 def test_nodes_go_into_the_namespace_of_their_index(store):
-    bank, engine = MemoryFactStore(LetterEmbedder()), tiny_engine()
-    settings = {"engine": engine, "store": store, "bank": bank, "lazy": True, "progress": False}
+    held, engine = MemoryFactStore(LetterEmbedder()), tiny_engine()
+    settings = {"engine": engine, "store": store, "fact_store": held, "lazy": True, "progress": False}
     for name, text in (("mine", "The gate is green."), ("theirs", "The secret is red.")):
         index = KnowledgePackIndex.from_nodes([TextNode(text=text)], namespace=name, **settings)
         [hit] = index.as_retriever(similarity_top_k=9).retrieve(QUESTION)
         assert hit.text == text
         assert Handle.parse(hit.node.get_content(MetadataMode.LLM)).namespace == name
-    assert sorted(fact.namespace for fact in bank.facts()) == ["mine", "theirs"]
+    assert sorted(fact.namespace for fact in held.facts()) == ["mine", "theirs"]
 
 
 def test_tools_follow_no_handle_inside_a_fact(store):
@@ -97,7 +97,7 @@ def test_tools_follow_no_handle_inside_a_fact(store):
             [Fact(text)],
             engine=engine,
             store=store,
-            bank=MemoryFactStore(LetterEmbedder()),
+            fact_store=MemoryFactStore(LetterEmbedder()),
             namespace="mine",
             lazy=True,
         )
@@ -121,7 +121,7 @@ def test_what_is_counted_is_what_is_delivered(store):
         [*MINE, *THEIRS],
         engine=engine,
         store=store,
-        bank=MemoryFactStore(LetterEmbedder()),
+        fact_store=MemoryFactStore(LetterEmbedder()),
         namespace="mine",
         k=99,
         content="handle",
@@ -135,11 +135,11 @@ def test_what_is_counted_is_what_is_delivered(store):
 
 
 def test_namespaces_are_refused_at_the_first_touch(store):
-    bank = MemoryFactStore(LetterEmbedder())
+    held = MemoryFactStore(LetterEmbedder())
     for touch in (
-        lambda: KnowledgePackRetriever(bank=bank, store=store, namespace="Acme Corp"),
-        lambda: NodeRetriever(bank, store, namespace="Acme Corp"),
-        lambda: KnowledgePackIndex(tiny_engine(), store, bank, namespace="Acme Corp"),
+        lambda: KnowledgePackRetriever(fact_store=held, store=store, namespace="Acme Corp"),
+        lambda: NodeRetriever(held, store, namespace="Acme Corp"),
+        lambda: KnowledgePackIndex(tiny_engine(), store, held, namespace="Acme Corp"),
     ):
         with pytest.raises((HandleError, ValueError), match="'acme-corp'"):
             touch()

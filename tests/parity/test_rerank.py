@@ -27,15 +27,15 @@ RERANK = LexicalReranker(depth=12)
 
 
 @pytest.fixture(scope="module")
-def bank():
+def facts():
     with (DEMO / "facts.jsonl").open() as lines:
         read = [json.loads(line) for line in lines][:60]
-    bank = MemoryFactStore(LetterEmbedder(), bank_size=5)
-    bank.build(
+    store = MemoryFactStore(LetterEmbedder(), bank_size=5)
+    store.add(
         Fact(row["text"], title=row["title"], id=row["id"], metadata={"number": number})
         for number, row in enumerate(read)
     )
-    return bank
+    return store
 
 
 @pytest.fixture
@@ -43,13 +43,15 @@ def store(tmp_path):
     return PackStore(tmp_path / "packs")
 
 
-def documents(bank, store, question, **settings):
-    retriever = KnowledgePackRetriever(bank=bank, store=store, content="text", **settings)
+def documents(facts, store, question, **settings):
+    retriever = KnowledgePackRetriever(fact_store=facts, store=store, content="text", **settings)
     return [(document.id, document.metadata["score"]) for document in retriever.invoke(question)]
 
 
-def nodes(bank, store, question, k, *, score_threshold=None, **settings):
-    retriever = NodeRetriever(bank, store, content="text", similarity_top_k=k, score_cutoff=score_threshold, **settings)
+def nodes(facts, store, question, k, *, score_threshold=None, **settings):
+    retriever = NodeRetriever(
+        facts, store, content="text", similarity_top_k=k, score_cutoff=score_threshold, **settings
+    )
     return [(hit.node_id, hit.score) for hit in retriever.retrieve(question)]
 
 
@@ -60,65 +62,64 @@ def ids(hits):
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("adapter", [documents, nodes])
 @pytest.mark.parametrize(("k", "probes"), [(3, None), (3, 2), (20, 2)])
-def test_the_order_is_that_of_the_bank(bank, store, adapter, question, k, probes):
-    expected = bank.search(question, k, probes=probes, rerank=RERANK)
-    assert adapter(bank, store, question, k=k, probes=probes, rerank=RERANK) == ids(expected)
-    assert expected != bank.search(question, k, probes=probes)
+def test_the_order_is_that_of_the_store(facts, store, adapter, question, k, probes):
+    expected = facts.search(question, k, probes=probes, rerank=RERANK)
+    assert adapter(facts, store, question, k=k, probes=probes, rerank=RERANK) == ids(expected)
+    assert expected != facts.search(question, k, probes=probes)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("adapter", [documents, nodes])
-def test_what_is_not_similar_enough_makes_room_for_the_next(bank, store, adapter, question):
-    order = bank.search(question, 12, rerank=RERANK)
+def test_what_is_not_similar_enough_makes_room_for_the_next(facts, store, adapter, question):
+    order = facts.search(question, 12, rerank=RERANK)
     least = sorted(hit.score for hit in order)[6]
     kept = [hit for hit in order if hit.score >= least]
     assert kept[:3] != order[:3]
-    assert adapter(bank, store, question, k=3, score_threshold=least, rerank=RERANK) == ids(kept[:3])
-    assert len(adapter(bank, store, question, k=12, score_threshold=least, rerank=RERANK)) == len(kept)
+    assert adapter(facts, store, question, k=3, score_threshold=least, rerank=RERANK) == ids(kept[:3])
+    assert len(adapter(facts, store, question, k=12, score_threshold=least, rerank=RERANK)) == len(kept)
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("least", [48, 20])
-def test_filters_choose_what_is_reranked(bank, store, question, least):
+def test_filters_choose_what_is_reranked(facts, store, question, least):
     filters = MetadataFilters(filters=[MetadataFilter(key="number", operator=FilterOperator.GTE, value=least)])
     where = {"number": {"$gte": least}}
-    expected = ids(bank.search(question, 4, probes=bank.banks, where=where, rerank=RERANK))
-    assert nodes(bank, store, question, 4, filters=filters, rerank=RERANK) == expected
-    assert documents(bank, store, question, k=4, probes=bank.banks, where=where, rerank=RERANK) == expected
+    expected = ids(facts.search(question, 4, where=where, rerank=RERANK))
+    assert nodes(facts, store, question, 4, filters=filters, rerank=RERANK) == expected
+    assert documents(facts, store, question, k=4, where=where, rerank=RERANK) == expected
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_whole_banks_stand_where_their_first_fact_does(bank, store, question):
-    hits = bank.search(question, 12, probes=bank.banks, rerank=RERANK)
-    expected = list(dict.fromkeys(hit.bank for hit in hits))[:3]
-    retriever = KnowledgePackRetriever(
-        bank=bank, store=store, content="text", unit="bank", k=3, probes=bank.banks, rerank=RERANK
-    )
-    assert [document.metadata["bank"] for document in retriever.invoke(question)] == expected
-    packs = Delivery(bank, tiny_engine(), store, unit="bank", kv="lazy")
-    found = packs.search(question, 3, probes=bank.banks, rerank=RERANK)
-    assert [unit.hit.bank for unit in found] == expected
+def test_whole_banks_stand_where_their_first_fact_does(facts, store, question):
+    hits = facts.search(question, 12, rerank=RERANK)
+    expected = list(dict.fromkeys(facts.bank_of([hit.fact for hit in hits])))[:3]
+    retriever = KnowledgePackRetriever(fact_store=facts, store=store, content="text", unit="bank", k=3, rerank=RERANK)
+    assert [document.metadata["title"] for document in retriever.invoke(question)] == expected
+    found = Delivery(facts, tiny_engine(), store, unit="bank", kv="lazy").search(question, 3, rerank=RERANK)
+    assert [unit.unit.title for unit in found] == expected
 
 
-def test_banks_whose_best_fact_is_not_similar_enough_are_left_out(bank, store):
+def test_banks_whose_best_fact_is_not_similar_enough_are_left_out(facts, store):
     [question, *_] = QUESTIONS
-    scores = {hit.bank: hit.score for hit in reversed(bank.search(question, 60, probes=bank.banks))}
+    hits = facts.search(question, 60)
+    banks = facts.bank_of([hit.fact for hit in hits])
+    scores = dict(reversed([(bank, hit.score) for bank, hit in zip(banks, hits, strict=True)]))
     least = sorted(scores.values())[-3]
-    retriever = KnowledgePackRetriever(bank=bank, store=store, content="text", unit="bank", k=5, probes=bank.banks)
+    retriever = KnowledgePackRetriever(fact_store=facts, store=store, content="text", unit="bank", k=5)
     found = retriever.invoke(question, score_threshold=least)
-    assert {document.metadata["bank"] for document in found} == {at for at, score in scores.items() if score >= least}
+    assert {document.metadata["title"] for document in found} == {at for at, score in scores.items() if score >= least}
     assert len(found) == 3
 
 
-def test_one_call_and_one_engine_may_have_their_own(bank, store):
+def test_one_call_and_one_engine_may_have_their_own(facts, store):
     [question, *_] = QUESTIONS
-    expected = [hit.fact.id for hit in bank.search(question, 3, rerank=RERANK)]
-    retriever = KnowledgePackRetriever(bank=bank, store=store, k=3)
+    expected = [hit.fact.id for hit in facts.search(question, 3, rerank=RERANK)]
+    retriever = KnowledgePackRetriever(fact_store=facts, store=store, k=3)
     assert [document.id for document in retriever.invoke(question, rerank=RERANK)] == expected
     reranking = retriever.model_copy(update={"rerank": RERANK})
     assert [document.id for document in reranking.invoke(question)] == expected
     assert reranking.invoke(question, rerank=None) == retriever.invoke(question)
-    index = KnowledgePackIndex(tiny_engine(), store, bank, lazy=True)
+    index = KnowledgePackIndex(tiny_engine(), store, facts, lazy=True)
     llm = index.llm.model_copy(update={"max_tokens": 1})
     assert [hit.node_id for hit in index.as_retriever(similarity_top_k=3, rerank=RERANK).retrieve(question)] == expected
     for engine in (index.as_query_engine, index.as_chat_engine):
@@ -128,20 +129,20 @@ def test_one_call_and_one_engine_may_have_their_own(bank, store):
 
 
 @pytest.mark.parametrize("wrong", ["lexical", LexicalReranker])
-def test_what_is_no_reranker_is_refused(bank, store, wrong):
+def test_what_is_no_reranker_is_refused(facts, store, wrong):
     said = []
     filters = MetadataFilters(filters=[])
     for ask in (
-        lambda: KnowledgePackRetriever(bank=bank, store=store).invoke("Who?", rerank=wrong),
-        lambda: NodeRetriever(bank, store, rerank=wrong).retrieve("Who?"),
-        lambda: NodeRetriever(bank, store, rerank=wrong, filters=filters).retrieve("Who?"),
-        lambda: bank.search("Who?", rerank=wrong),
+        lambda: KnowledgePackRetriever(fact_store=facts, store=store).invoke("Who?", rerank=wrong),
+        lambda: NodeRetriever(facts, store, rerank=wrong).retrieve("Who?"),
+        lambda: NodeRetriever(facts, store, rerank=wrong, filters=filters).retrieve("Who?"),
+        lambda: facts.search("Who?", rerank=wrong),
     ):
         with pytest.raises(BankError, match=r"expected a Reranker, e\.g\. `LexicalReranker\(\)`") as caught:
             ask()
         said.append(str(caught.value))
     assert len(set(said)) == 1
     with pytest.raises(ValidationError, match="Reranker"):
-        KnowledgePackRetriever(bank=bank, store=store, rerank=wrong)
+        KnowledgePackRetriever(fact_store=facts, store=store, rerank=wrong)
     with pytest.raises(BankError, match="k=0"):
-        nodes(bank, store, "Who?", 0, rerank=RERANK, filters=filters)
+        nodes(facts, store, "Who?", 0, rerank=RERANK, filters=filters)
