@@ -32,7 +32,7 @@ _Reader: TypeAlias = Callable[[Path, int, str | None], Iterator[Draft]]
 _OWN = ("text", "title", "source", "id", "namespace", "expires")
 
 
-def read_facts(
+def read_facts(  # noqa: PLR0913 - every setting has a default that works
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     *,
     on_error: OnError = "raise",
