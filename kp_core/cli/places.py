@@ -48,7 +48,7 @@ class PlaceOptions:
         ),
     ] = None
 
-    def model(self) -> SentenceTransformerEmbedder | None:
+    def embedding(self) -> SentenceTransformerEmbedder | None:
         """The embedder that was named."""
         return None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
 
@@ -84,7 +84,7 @@ class ReadOptions(PlaceOptions):
                 if not is_url(place) or len(facts):
                     yield facts
                     return
-        yield ChromaFactStore.from_collection(self.collection, self.model(), path=place)
+        yield ChromaFactStore.from_collection(self.collection, self.embedding(), path=place)
 
 
 def is_collection(place: str) -> bool:
@@ -100,4 +100,4 @@ def open_collection(place: str, options: PlaceOptions, *, new: bool = False, **s
         names = [str(each) for each in around if is_fact_store(each)]
         hint = did_you_mean(place, names, "`kp build COLLECTION FILE...` makes one.")
         raise BankError(f"There is no collection in {place}. {hint}")
-    return ChromaFactStore(place, options.model(), **settings)
+    return ChromaFactStore(place, options.embedding(), **settings)
