@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 
 from kp_core.cli.app import run
+from tests.core.facts.conftest import emptied, server
+
+__all__ = ["emptied", "server"]
 
 FACTS = [
     {"id": "mill", "text": "The mill of Aldburgh has four sails.", "title": "Mill", "year": 1802},

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import pytest
 from kp_core import PackStore, SentenceTransformerEmbedder
 from kp_core.facts.client import open_client
 from tests.cli.conftest import ENVIRONMENT, FACTS, Kp, as_json
-from tests.conftest import until
 
 TINY = ("--engine", "tests.cli.engines:tiny", "--max-tokens", "2")
 QUESTION = "Which bird is on the flag?"
@@ -25,9 +22,10 @@ QUESTION = "Which bird is on the flag?"
 def one_line(result: tuple[int, str, str], *words: str) -> None:
     code, out, err = result
     assert (code, out) == (1, "")
-    assert err.startswith("kp: ")
-    assert len(err.strip().splitlines()) == 1
-    assert all(word in err for word in words), err
+    # Of a library that was imported before `kp` could switch its bars off.
+    [said] = [line for line in err.splitlines() if line.strip() and "Loading weights" not in line]
+    assert said.startswith("kp: ")
+    assert all(word in said for word in words), said
 
 
 def fill(client: Any, name: str) -> None:
@@ -115,7 +113,7 @@ def test_folders_of_other_things_are_named(kp: Kp, bank: Path, tmp_path: Path) -
 
 
 def test_a_folder_that_another_process_holds_is_read_and_not_written(kp: Kp, bank: Path) -> None:
-    script = "import sys; from kp_core import ChromaFactStore; held = ChromaFactStore(sys.argv[1]); print(1, flush=True); input()"
+    script = "import kp_core, sys; held = kp_core.ChromaFactStore(sys.argv[1]); print(1, flush=True); input()"
     command = [sys.executable, "-c", script, str(bank)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as holder:  # noqa: S603 - our own
@@ -128,44 +126,28 @@ def test_a_folder_that_another_process_holds_is_read_and_not_written(kp: Kp, ban
     assert kp("add", "bank", "--fact", "The ferry leaves at six.")[0] == 0
 
 
-@contextlib.contextmanager
-def server(folder: Path) -> Iterator[str]:
-    """The URL of Chroma's own server on a folder."""
+def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path, emptied: str) -> None:
+    (tmp_path / "facts.txt").write_text("\n\n".join(str(fact["text"]) for fact in FACTS))
+    one_line(kp("search", emptied, QUESTION), f"Name a collection of {emptied}; there are []")
+    fill(open_client(emptied), "docs")
+    [hit] = as_json(kp("search", emptied, QUESTION, "-k", "1", "--json"))["hits"]
+    assert hit["id"] == "bird"
+    assert as_json(kp("build", emptied, "facts.txt", "--json"))["facts"] == 4
+    [hit] = as_json(kp("search", emptied, QUESTION, "-k", "1", "--probes", "1", "--json"))["hits"]
+    assert (hit["source"], hit["bank"]) == ("facts.txt", "default/0")
+    assert kp("ask", emptied, QUESTION, "-k", "1", *TINY)[0] == 0
+    assert as_json(kp("inspect", emptied, "--json"))["packs"]["packs"] == 1
+    assert kp("verify", emptied, "--no-template")[0] == 0
+    code, out, _ = kp("remove", emptied, "--source", "facts.txt")
+    assert (code, "packs: 1; facts left: 0." in out) == (0, True)
+    assert "until `chroma vacuum --path FOLDER` is run there" in out
+    assert len(open_client(emptied).get_collection("docs").get()["ids"]) == 4
+
+
+def test_a_server_that_is_away_is_named(kp: Kp, tmp_path: Path) -> None:
+    (tmp_path / "facts.txt").write_text("A.")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("chroma")), "run", "--path", str(folder), "--port", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, **quiet) as process:  # noqa: S603 - our own
-
-        def answers() -> bool:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-                return True
-            return False
-
-        until(answers)
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-
-
-def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path) -> None:
-    (tmp_path / "facts.txt").write_text("\n\n".join(str(fact["text"]) for fact in FACTS))
-    with server(tmp_path / "served") as url:
-        one_line(kp("search", url, QUESTION), f"Name a collection of {url}; there are []")
-        fill(open_client(url), "docs")
-        [hit] = as_json(kp("search", url, QUESTION, "-k", "1", "--json"))["hits"]
-        assert hit["id"] == "bird"
-        assert as_json(kp("build", url, "facts.txt", "--json"))["facts"] == 4
-        [hit] = as_json(kp("search", url, QUESTION, "-k", "1", "--probes", "1", "--json"))["hits"]
-        assert (hit["source"], hit["bank"]) == ("facts.txt", "default/0")
-        assert kp("ask", url, QUESTION, "-k", "1", *TINY)[0] == 0
-        assert as_json(kp("inspect", url, "--json"))["packs"]["packs"] == 1
-        assert kp("verify", url, "--no-template")[0] == 0
-        code, out, _ = kp("remove", url, "--source", "facts.txt")
-        assert (code, "packs: 1; facts left: 0." in out) == (0, True)
-        assert "until `chroma vacuum --path FOLDER` is run there" in out
-        assert len(open_client(url).get_collection("docs").get()["ids"]) == 4
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
     for command in (("search", url, QUESTION), ("build", url, "facts.txt"), ("verify", url), ("inspect", url)):
         one_line(kp(*command), f"There is no Chroma server at {url}", "chroma run")
