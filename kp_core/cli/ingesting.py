@@ -77,9 +77,13 @@ class SourceOptions:
 class _Lines:
     """Where a bar goes when there is no terminal: each of its states on a line of its own."""
 
+    _last = ""
+
     def write(self, text: str) -> None:
-        if said := text.strip("\r\n "):
+        said = text.strip("\r\n ")
+        if said and said != self._last:
             sys.stderr.write(f"{said}\n")
+        self._last = said or self._last
 
     def flush(self) -> None:
         sys.stderr.flush()
