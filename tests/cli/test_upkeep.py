@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import sqlite3
 import subprocess
 from pathlib import Path
 
@@ -143,9 +145,15 @@ def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path, how: si
     rows = [json.dumps({"text": f"Fact number {number} is about the number {number}."}) for number in range(3000)]
     (tmp_path / "many.jsonl").write_text("\n".join(rows))
     command = ("build", "bank", "many.jsonl", "--json")
+    database = f"{(tmp_path / 'bank' / 'chroma.sqlite3').as_uri()}?mode=ro"
+
+    def some_are_stored() -> bool:
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(database, uri=True)) as opened:
+            return bool(opened.execute("SELECT count(*) FROM embeddings").fetchone()[0])
+        return False
+
     with started(*command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
-        # A batch is written when its index is.
-        until(lambda: process.poll() is not None or any((tmp_path / "bank").glob("*-*-*-*-*/data_level0.bin")))
+        until(lambda: process.poll() is not None or some_are_stored(), 200)
         assert process.poll() is None
         process.send_signal(how)
         assert process.wait(300) == (130 if how == signal.SIGINT else -how)
