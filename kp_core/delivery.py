@@ -153,8 +153,8 @@ class Delivery:
         self._discard(gone)
         return gone
 
-    def gc(self) -> list[Handle]:
-        """Remove the packs, in the namespaces seen here, that were made of facts which are not there any more."""
+    def orphans(self) -> list[Handle]:
+        """The packs, in the namespaces seen here, that were made of facts which are not there any more."""
         spaces = None if self.namespace is None else {self.namespace}
         made = [(h, pack) for h in self._handles(spaces) if (pack := self.store.peek(h)) and "unit" in pack.provenance]
         kinds = {str(pack.provenance["unit"]) for _, pack in made}
@@ -163,7 +163,11 @@ class Delivery:
             other = Delivery(self.facts, None, self.store, unit=kind, namespace=self.namespace)  # type: ignore[arg-type]
             units = self.facts.facts(namespace=self.namespace) if kind == "fact" else other.all_units()
             live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
-        stale = [handle for handle, _ in made if handle not in live]
+        return [handle for handle, _ in made if handle not in live]
+
+    def gc(self) -> list[Handle]:
+        """Remove the packs that `orphans` names."""
+        stale = self.orphans()
         for handle in stale:
             self.forget(handle)
         return stale

@@ -1,10 +1,11 @@
-"""Whether this machine reads KV faster than it computes it."""
+"""What compiling takes on this machine, and whether it reads KV faster than it computes it."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,13 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["Rates", "measure_rates"]
+__all__ = ["CompileCost", "Rates", "compile_cost", "measure_rates"]
 
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 _READ_BYTES = 64 * 2**20
 _READS = 7
 _LONGEST = 1.5  # How much longer a compressed pack may take to read.
+_COUNTED, _TIMED = 256, 8
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,35 @@ def _measure(pack: KnowledgePack, folder: Path) -> tuple[int, float]:
         return path.stat().st_size, min(took)
     finally:
         path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class CompileCost:
+    """What compiling texts takes: packs, their tokens, the bytes of their files, and seconds of computing."""
+
+    packs: int
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
+def compile_cost(texts: Sequence[str], engine: Session, *, lazy: bool = False) -> CompileCost:
+    """What compiling `texts` will take, by the tokens of up to 256 of them, and by compiling 8 of these."""
+    if not texts:
+        return CompileCost(0, 0, 0, 0.0)
+    sample = texts[:: -(-len(texts) // _COUNTED)]
+    scale = sum(map(len, texts)) / sum(map(len, sample))
+    counted = list(engine.build_packs(sample, lazy=True, progress=False, on_short=lambda *_: None))
+    tokens = round(scale * sum(len(pack.token_ids) for pack in counted))
+    nbytes = scale * sum(encode_pack(pack).nbytes + len(pack.text.encode()) for pack in counted)
+    # The first pack of a process is slow: kernels load, and what stands before every pack is computed once.
+    timed = [pack.text for pack in counted[:: max(1, len(counted) // _TIMED)]]
+    list(engine.build_packs(timed[:1], lazy=lazy, progress=False))
+    began = time.perf_counter()
+    made = list(engine.build_packs(timed, lazy=lazy, progress=False))
+    seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
+    kv = sum(pack.nbytes for pack in made) / max(1, sum(len(pack.token_ids) for pack in made))
+    return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
 
 
 def _read_bandwidth(folder: Path) -> float:

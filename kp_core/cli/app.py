@@ -32,6 +32,7 @@ app = typer.Typer(
 app.command()(knowledge.build)
 app.command()(knowledge.add)
 app.command()(knowledge.remove)
+app.command()(knowledge.gc)
 app.command()(knowledge.search)
 app.command()(asking.ask)
 app.command()(asking.chat)

@@ -16,13 +16,12 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kp_core import Composer, ExactComposer, Generation, Message, NaiveComposer, PackStore
+from kp_core.cli.places import Place, ReadOptions
 from kp_core.cli.shared import (
-    CollectionPath,
     JsonFlag,
     ModelOptions,
     SearchOptions,
     console,
-    open_collection,
     print_json,
     spread,
 )
@@ -41,7 +40,7 @@ _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer."
 
 
 @dataclass(frozen=True)
-class _AskOptions(SearchOptions, ModelOptions):
+class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
     """Which facts, what packs hold, and how which model uses them."""
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
@@ -70,7 +69,7 @@ class _AskOptions(SearchOptions, ModelOptions):
 
 @spread
 def ask(  # noqa: PLR0913 - one parameter per option or group of options
-    collection: CollectionPath,
+    place: Place,
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to answer.")],
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 3,
@@ -92,7 +91,7 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     if compare and explain:
         raise typer.BadParameter("--explain shows one prompt: with packs, or with --text; leave out --compare.")
     with ExitStack() as stack:
-        asker = _Asker(stack, collection, options, max_tokens, lazy=explain)
+        asker = _Asker(stack, place, options, max_tokens, lazy=explain)
         found = asker.search(question, k)
         sources = {"question": question, "sources": [_source(each) for each in found]}
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
@@ -131,7 +130,7 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
 
 @spread
 def chat(
-    collection: CollectionPath,
+    place: Place,
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts per question.")] = 3,
     max_tokens: _MaxTokens = 128,
@@ -139,7 +138,7 @@ def chat(
 ) -> None:
     """Talk with a model about a collection. An empty line or Ctrl-D ends it, Ctrl-C an answer that is being written."""
     with ExitStack() as stack:
-        asker = _Asker(stack, collection, options, max_tokens)
+        asker = _Asker(stack, place, options, max_tokens)
         out, messages = console(), list[Message]()
         while question := _typed(out):
             try:
@@ -158,21 +157,23 @@ class _Asker:
     """A collection, its packs and a model, for as long as `stack` is open; `lazy` packs cost nothing to make."""
 
     def __init__(
-        self, stack: ExitStack, collection: Path, options: _AskOptions, max_tokens: int, *, lazy: bool = False
+        self, stack: ExitStack, place: str, options: _AskOptions, max_tokens: int, *, lazy: bool = False
     ) -> None:
         # What is wrong with the options is known before minutes go into loading a model.
         self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
-        facts = stack.enter_context(open_collection(collection, read_only=True))
+        # Banks are made when they are first asked for.
+        facts = stack.enter_context(options.reading(place, read_only=options.unit != "bank"))
         if not len(facts):
-            facts.route("anything")
+            facts.search("anything")
         self.session = options.load()
-        store = PackStore(collection / "packs")
-        self._packs = Delivery(facts, self.session, store, unit=options.unit, kv="lazy" if lazy else options.kv)
-        self._asked["view"] = store.view(*dict.fromkeys(fact.namespace for fact in facts.facts()))
+        self._store, self._spaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
+        self._packs = Delivery(facts, self.session, self._store, unit=options.unit, kv="lazy" if lazy else options.kv)
 
     def search(self, question: str, k: int) -> list[Found]:
         """The `k` units that have the best facts, with their packs."""
-        return self._packs.search(question, k, **self._wanted)
+        found = self._packs.search(question, k, **self._wanted)
+        self._spaces |= {each.unit.namespace for each in found}
+        return found
 
     def request(
         self, question: str, found: list[Found], way: str, before: list[Message] | None = None
@@ -181,7 +182,9 @@ class _Asker:
         parts = [each.content if way == "packs" else each.unit.text for each in found]
         content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
-        return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._asked}
+        return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._asked} | {
+            "view": self._store.view(*self._spaces)
+        }
 
     def converse(self, request: dict[str, Any]) -> Generation:
         """The answer to the last message; the first are dropped while all are more than the model can read."""

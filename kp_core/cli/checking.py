@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -12,21 +14,22 @@ import typer
 from rich.text import Text
 
 from kp_core import PackStore
+from kp_core.cli.places import PlaceOptions, is_collection, open_collection
 from kp_core.cli.shared import (
     JsonFlag,
     ModelOptions,
     TargetPath,
     WrongError,
     console,
-    is_collection,
     is_store,
-    open_collection,
     print_json,
     read_one,
     spread,
 )
+from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, KnowledgePackError, PackError
+from kp_core.errors import BankError, BankLockedError, KnowledgePackError, PackError
+from kp_core.facts.client import is_url
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 
@@ -35,24 +38,40 @@ __all__ = ["verify"]
 _QUESTION = "What is known about this?"
 
 
+@dataclass
+class _Seen:
+    """Where the packs are; what was found, and what of it is left after the repair, a sentence each; unused packs."""
+
+    packs: Path
+    found: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
+
+    def add(self, found: list[str], left: list[str]) -> None:
+        self.found += found
+        self.left += left
+
+
 @spread
-def verify(
+def verify(  # noqa: PLR0913 - one parameter per option or group of options
     path: TargetPath,
     *,
     repair: Annotated[bool, typer.Option("--repair", help="Repair what is wrong.")] = False,
     template: Annotated[
         bool, typer.Option("--template/--no-template", help="Check packs against the model's chat template, too.")
     ] = True,
+    options: PlaceOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check journal, vectors, banks, Chroma and packs against their digests, and that a prompt with a pack's handle is
-    byte for byte that with its text; exit code 3 when something is wrong.
+    """Check counts, a sample of vectors, banks and packs, and that a prompt with a pack's handle is byte for byte that
+    with its text; exit code 3 when something is wrong. Packs that no fact uses any more are named.
     """
     # What opening logs, this says in its own words.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    store = path / "packs" if is_collection(path) else path
-    found, left = _check_files(path, store, repair=repair)
+    seen = _check_collection(path, options, repair=repair) if is_collection(path) else _Seen(Path(path))
+    store, found, left = seen.packs, seen.found, seen.left
+    _check_packs(path, seen, repair=repair)
     counts = Counter[str]()
     if template and is_store(store) and next(iter(PackStore(store)), None):
         counts, wrong = _check_template(model.load(), PackStore(store))
@@ -61,15 +80,17 @@ def verify(
     if as_json:
         packs = {name: counts[name] for name in ("checked", "other_model")}
         about = {"wrong": found, "repaired": repair and bool(found), "left": left, "template": packs}
-        print_json({"path": str(path), **about})
+        print_json({"path": path, **about, "orphans": seen.orphans})
     else:
-        _tell(path, found, left, counts, repair=repair)
+        _tell(path, seen, counts, repair=repair)
     if left:
         raise WrongError
 
 
-def _tell(path: Path, found: list[str], left: list[str], counts: Counter[str], *, repair: bool) -> None:
-    out = console()
+def _tell(path: str, seen: _Seen, counts: Counter[str], *, repair: bool) -> None:
+    out, found, left = console(), seen.found, seen.left
+    if seen.orphans:
+        out.print(f"Packs that no fact uses any more: {', '.join(seen.orphans)}; `kp gc {path}` removes them.")
     if counts["checked"]:
         out.print(f"Packs that a prompt was rendered with, by handle and by text: {counts['checked']}.")
     if others := counts["other_model"]:
@@ -127,33 +148,40 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
     return "its tokens are those of its text at no position of the template; it is computed again wherever it is used."
 
 
-def _check_files(path: Path, store: Path, *, repair: bool) -> tuple[list[str], list[str]]:
-    """What is wrong with a collection, a store or a pack file, and what of it is left after the repair."""
-    if path.is_file():
+def _check_packs(path: str, seen: _Seen, *, repair: bool) -> None:
+    """Add what is wrong with the packs of a collection or store, or with a pack file."""
+    if seen.packs.is_file():
         try:
-            read_one(path)
+            read_one(seen.packs)
         except PackError as error:
-            return [str(error)], [str(error)]
-        return [], []
-    if not is_collection(path) and not is_store(store):
+            seen.add([str(error)], [str(error)])
+    elif is_store(seen.packs):
+        wrong = [f"The pack {handle}: {reason}" for handle, reason in PackStore(seen.packs).verify()]
+        seen.add(wrong, _repair_store(seen.packs) if repair else wrong)
+    elif not is_collection(path):
         raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
-    found, left = _check_collection(path, repair=repair) if is_collection(path) else ([], [])
-    if is_store(store):
-        wrong = [f"The pack {handle}: {reason}" for handle, reason in PackStore(store).verify()]
-        found += wrong
-        left += _repair_store(store) if repair else wrong
-    return found, left
 
 
-def _check_collection(path: Path, *, repair: bool) -> tuple[list[str], list[str]]:
-    """What is wrong with a collection, and what of it is left after the repair."""
-    with open_collection(path, read_only=True) as facts:
-        found = facts.verify()
-    if not repair or not found:
-        return found, list(found)
-    with open_collection(path) as facts:
-        facts.verify(repair=True)
-        return found, facts.verify()
+def _check_collection(path: str, options: PlaceOptions, *, repair: bool) -> _Seen:
+    seen = _Seen(Path(path) / "packs")
+    try:
+        with open_collection(path, options, read_only=True) as facts:
+            seen.packs, wrong = options.folder(path, facts), facts.verify()
+            with suppress(BankError):  # Banks may still have to be made, to know which of their packs are used.
+                store = PackStore(seen.packs) if is_store(seen.packs) else None
+                seen.orphans = [str(h) for h in Delivery(facts, None, store).orphans()] if store else []
+    except BankError as error:
+        if is_url(path) or isinstance(error, BankLockedError):
+            raise
+        seen.add([str(error)], [str(error)])
+        return seen
+    left = wrong
+    if repair and wrong:
+        with open_collection(path, options) as facts:
+            facts.verify(repair=True)
+            left = facts.verify()
+    seen.add(wrong, left)
+    return seen
 
 
 def _repair_store(path: Path) -> list[str]:

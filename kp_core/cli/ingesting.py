@@ -7,20 +7,22 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm
 
-from kp_core.cli.shared import checked_namespace, console, counted, did_you_mean, print_json
+from kp_core.cli.shared import checked_namespace, console, counted, did_you_mean
 from kp_core.errors import SourceError
-from kp_core.facts import Added, ChromaFactBank, Fact
+from kp_core.facts import Added, ChromaFactStore, Fact
 from kp_core.facts.sources import OnError, read_dataset, read_facts
+from kp_core.facts.sources.drafts import STDIN
 
-__all__ = ["SourceOptions", "ingest", "tell"]
+__all__ = ["SourceOptions", "bar_of", "ingest", "say", "tell"]
 
 _BATCH = 256
 _SHOWN = 5
+_LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class SourceOptions:
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
     on_error: Annotated[OnError, typer.Option(help="What to do with rows that make no fact.")] = "raise"
     max_chars: Annotated[
-        int, typer.Option(help="Longest paragraph of text, Markdown, PDF and HTML, in characters.")
+        int, typer.Option(help="Longest paragraph of text, Markdown, Word, PDF and HTML, in characters.")
     ] = 2000
+    encoding: Annotated[str | None, typer.Option(metavar="NAME", help="Of text that is not UTF-8, e.g. cp1252.")] = None
 
     def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
         """The facts in `files`, then those of the dataset; rows passed over go to `skipped`.
@@ -53,6 +56,7 @@ class SourceOptions:
             skipped=skipped.append,
             max_chars=self.max_chars,
             namespace=self.namespace,
+            encoding=self.encoding,
         )
         if self.dataset is None:
             if self.config or self.split or self.column:
@@ -70,11 +74,45 @@ class SourceOptions:
         return itertools.chain(facts, rows)
 
 
-def ingest(collection: ChromaFactBank, facts: Iterable[Fact], files: Iterable[Path], ttl: float | None) -> Added:
+class _Lines:
+    """Where a bar goes when there is no terminal: each of its states on a line of its own."""
+
+    _last = ""
+
+    def write(self, text: str) -> None:
+        said = text.strip("\r\n ")
+        if said and said != self._last:
+            sys.stderr.write(f"{said}\n")
+        self._last = said or self._last
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def bar_of(name: str, total: int | None, unit: str) -> tqdm[Any]:
+    """A progress bar; without a terminal, a line every few seconds."""
+    wide = sys.stderr.isatty()
+    every = 0.1 if wide else _LINE_EVERY_S
+    return tqdm(
+        desc=name,
+        total=total,
+        unit=unit,
+        unit_scale=unit == "B",
+        file=None if wide else _Lines(),
+        delay=1 if wide else every,
+        mininterval=every,
+        miniters=None if wide else 1,
+        ncols=None if wide else 100,
+        ascii=not wide,
+    )
+
+
+def ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], ttl: float | None) -> Added:
     """Add facts in batches, with a bar that knows how many bytes of the files have become facts."""
+    # Of standard input nobody knows; it is no file.
     size = sum(path.stat().st_size for each in files for path in (each, *each.rglob("*")) if path.is_file())
     report, source, seen = Added(), iter(facts), 0
-    with tqdm(None, "Adding", size or None, unit="B", unit_scale=True, disable=not sys.stderr.isatty(), delay=1) as bar:
+    with bar_of("Adding", size or None, "B") as bar:
         while batch := list(itertools.islice(source, _BATCH)):
             report += collection.add(batch, ttl=ttl)
             seen += len(batch)
@@ -83,33 +121,29 @@ def ingest(collection: ChromaFactBank, facts: Iterable[Fact], files: Iterable[Pa
     return report
 
 
-def tell(facts: ChromaFactBank, report: Added, skipped: list[SourceError], *, as_json: bool) -> None:
-    """Say what became of the facts, and what the collection is now."""
-    about = facts.calibration
-    if as_json:
-        held = {"facts": len(facts), "banks": facts.banks, "calibration": asdict(about) if about else None}
-        print_json({**asdict(report), "skipped": [str(error) for error in skipped], **held})
-        return
-    out = console()
-    out.print(f"Facts added: {report.added}; already stored: {report.duplicates}; rows skipped: {len(skipped)}.")
-    if report.near_duplicates:
-        out.print(f"{len(report.near_duplicates)} say nearly what another does:")
-        for near in report.near_duplicates[:_SHOWN]:
-            out.print(f"  {near.id} ≈ {near.earlier} ({near.score:.3f})")
-        if len(report.near_duplicates) > _SHOWN:
+def tell(facts: ChromaFactStore, report: Added, skipped: list[SourceError]) -> dict[str, Any]:
+    """What became of the facts, and what the collection is now, as JSON."""
+    return {**asdict(report), "skipped": [str(error) for error in skipped], "facts": len(facts)}
+
+
+def say(told: dict[str, Any]) -> None:
+    """Print what `tell` tells."""
+    out, near = console(), told["near_duplicates"]
+    skipped = len(told["skipped"])
+    out.print(f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {skipped}.")
+    if near:
+        out.print(f"{len(near)} say nearly what another does:")
+        for each in near[:_SHOWN]:
+            out.print(f"  {each['id']} ≈ {each['earlier']} ({each['score']:.3f})")
+        if len(near) > _SHOWN:
             out.print("  … all of them with --json")
-    out.print(f"Now {counted(len(facts), 'fact')} in {counted(facts.banks, 'bank')}.")
-    if about:
-        out.print(
-            f"A search reads {counted(about.probes_of(facts.banks), 'bank')} and finds {about.recall:.1%} "
-            f"of the {about.k} nearest (asked for: {about.target:.1%})."
-        )
+    out.print(f"Now {counted(told['facts'], 'fact')}.")
 
 
 def _check_files(files: Iterable[Path]) -> None:
     """Say that a file is missing before anything is loaded."""
     for source in files:
-        if not source.exists():
+        if str(source) != STDIN and not source.exists():
             around = [str(path) for path in source.parent.iterdir()] if source.parent.is_dir() else []
             raise SourceError(f"There is no file {source}. {did_you_mean(str(source), around)}".rstrip())
 

@@ -1,57 +1,61 @@
-"""`kp build`, `add`, `remove`, `search`: facts into collections and out of them."""
+"""`kp build`, `add`, `remove`, `gc`, `search`: facts into collections and out of them."""
 
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from kp_core.cli.ingesting import SourceOptions, ingest, tell
+from kp_core.cli.compiling import CompileOptions, say_plan
+from kp_core.cli.ingesting import SourceOptions, ingest, say, tell
+from kp_core.cli.places import Place, PlaceOptions, ReadOptions, is_collection, open_collection
 from kp_core.cli.shared import (
-    CollectionPath,
     JsonFlag,
     SearchOptions,
     Where,
+    checked_namespace,
     console,
-    counted,
     did_you_mean,
     filter_of,
-    open_collection,
+    is_store,
     print_json,
     spread,
 )
+from kp_core.delivery import Delivery
 from kp_core.errors import BankError, SourceError
-from kp_core.facts import Fact, Hit
-from kp_core.facts.filters import predicate
+from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit
 from kp_core.packs.store import PackStore
 
-__all__ = ["add", "build", "remove", "search"]
+__all__ = ["add", "build", "gc", "remove", "search"]
 
-_Chroma = Annotated[bool, typer.Option("--chroma/--no-chroma", help="Keep the vectors in Chroma too.")]
+_BANK_SIZE = 20
+
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
+_Vacuum = Annotated[
+    bool, typer.Option("--vacuum/--no-vacuum", help="Take what was removed off the disk; Chroma keeps it until then.")
+]
 
 
 @spread
 def build(  # noqa: PLR0913 - one parameter per option or group of options
-    collection: CollectionPath,
+    place: Place,
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FILE...]", help="JSON lines, CSV, text, Markdown, PDF, HTML, folders."),
-    ] = None,
-    *,
-    embedder: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL", help="Embedding model: a folder, or a name on the hub. Default: the bundled one."
+        typer.Argument(
+            metavar="[FILE...]", help="JSON lines, CSV, text, Markdown, Word, PDF, HTML, folders; - is standard input."
         ),
     ] = None,
-    bank_size: Annotated[int, typer.Option(min=1, help="Facts per bank, about.")] = 20,
-    recall: Annotated[float, typer.Option(help="Share of the nearest facts that a search should find.")] = 0.99,
+    *,
+    bank_size: Annotated[
+        int | None, typer.Option(min=1, help="Make banks now, of about so many facts. Default: of 20, when needed.")
+    ] = None,
     source: SourceOptions,
-    chroma: _Chroma = True,
+    options: PlaceOptions,
+    compiling: CompileOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
@@ -59,21 +63,44 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
 
     Facts are stored as they come; what is already stored is not embedded again.
     """
-    if not files and source.dataset is None:
+    there = is_collection(place)
+    if not files and source.dataset is None and not (there and (compiling.compile or compiling.dry_run)):
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
-    options = {"bank_size": bank_size, "recall": recall, "mirror": chroma, "wait": wait}
-    with open_collection(collection, embedder, new=True, **options) as opened:
-        report = ingest(opened, facts, files or [], source.ttl)
-        if report.added:
+    settings = {"bank_size": bank_size or _BANK_SIZE}
+    with ExitStack() as stack:
+        if compiling.dry_run:
+            store = None
+            if there:
+                held = stack.enter_context(open_collection(place, options, read_only=True))
+                facts, folder = itertools.chain(held.facts(), facts), options.folder(place, held)
+                store = PackStore(folder) if is_store(folder) else None
+            plan = compiling.plan(compiling.preview(facts, settings["bank_size"]), store, compiling.load())
+            if as_json:
+                print_json({"dry_run": True, "plan": plan, "skipped": [str(error) for error in skipped]})
+            else:
+                say_plan(plan)
+            return
+        # A model that is not there is said before hours of embedding.
+        session = compiling.load() if compiling.compile else None
+        opened = stack.enter_context(open_collection(place, options, new=True, wait=wait, **settings))
+        told = tell(opened, ingest(opened, facts, files or [], source.ttl), skipped)
+        if bank_size:
             opened.rebuild()
-        tell(opened, report, skipped, as_json=as_json)
+        if not as_json:
+            say(told)
+        if session is not None:
+            store = PackStore(options.folder(place, opened))
+            delivery = Delivery(opened, session, store, unit=compiling.unit, kv=compiling.kv)
+            told["plan"] = compiling.run(delivery, store, session, as_json=as_json)
+        if as_json:
+            print_json(told)
 
 
 @spread
 def add(  # noqa: PLR0913 - one parameter per option or group of options
-    collection: CollectionPath,
+    place: Place,
     files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", help="Files as for `kp build`.")] = None,
     *,
     fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
@@ -81,11 +108,11 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
     title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Replace the fact that has this --id.")] = False,
     source: SourceOptions,
-    chroma: _Chroma = True,
+    options: PlaceOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Add facts to a collection; banks that grow too large are split, the others stay as they are."""
+    """Add facts to a collection; with --replace, packs of the old text go."""
     texts = fact or []
     if not files and not texts and source.dataset is None:
         raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
@@ -95,77 +122,102 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
         raise typer.BadParameter("--replace needs --id.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
-    with open_collection(collection, mirror=chroma, wait=wait) as opened:
+    with open_collection(place, options, wait=wait) as opened:
         given = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
         if replace:
             new = opened.update(given[0])
+            _collect(opened, options.folder(place, opened))
             about = {"id": new.id, "version": new.version}
             _print(about, f"{new.id} has version {new.version}.", as_json=as_json)
             return
-        report = ingest(opened, itertools.chain(given, facts), files or [], source.ttl)
-        tell(opened, report, skipped, as_json=as_json)
+        told = tell(opened, ingest(opened, itertools.chain(given, facts), files or [], source.ttl), skipped)
+    if as_json:
+        print_json(told)
+    else:
+        say(told)
 
 
+@spread
 def remove(  # noqa: PLR0913 - one parameter per option
-    collection: CollectionPath,
+    place: Place,
     ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or how they begin.")] = None,
     *,
     where: Where = None,
+    source: Annotated[str | None, typer.Option(metavar="FILE", help="Only facts of this source.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.", callback=checked_namespace)] = (
+        None
+    ),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
-    chroma: _Chroma = True,
+    vacuum: _Vacuum = True,
+    options: PlaceOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove facts, by id or by filter."""
-    if not ids and where is None:
-        raise typer.BadParameter("Got neither ids nor --where; give one.")
-    with open_collection(collection, mirror=chroma, wait=wait) as opened:
-        facts = list(opened.facts())
-        gone = {_found(given, facts).id: None for given in ids or []}
-        wanted = filter_of(where)
-        if wanted is not None:
-            gone |= dict.fromkeys(fact.id for fact in filter(predicate(wanted), facts))
-        count = len(gone) if dry_run else opened.delete(gone)
-        said = f"Facts that would go: {count}." if dry_run else f"Facts removed: {count}; left: {len(opened)}."
-        _print({"removed": list(gone), "dry_run": dry_run, "facts": len(opened)}, said, as_json=as_json)
+    """Remove facts, by id, filter or source (those that meet all that is given), and packs that no fact uses then."""
+    tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
+    if not ids and not tests:
+        raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
+    with open_collection(place, options, wait=wait) as opened:
+        asked = [_found(given, opened) for given in ids] if ids else None
+        gone = list(opened.facts(ids=asked, where={"$and": tests} if tests else None, namespace=namespace))
+        about: dict[str, Any] = {"removed": [fact.id for fact in gone], "dry_run": dry_run}
+        said = f"Facts that would go: {len(gone)}."
+        if not dry_run:
+            for space in {fact.namespace for fact in gone}:
+                opened.delete([fact.id for fact in gone if fact.namespace == space], namespace=space)
+            packs, kept = _collect(opened, options.folder(place, opened)), _vacuum(opened, wanted=vacuum)
+            about |= {"packs": packs, "vacuumed": not kept}
+            said = f"Facts removed: {len(gone)}; packs: {packs}; facts left: {len(opened)}.{kept}"
+        _print({**about, "facts": len(opened)}, said, as_json=as_json)
+
+
+@spread
+def gc(
+    place: Place, *, vacuum: _Vacuum = True, options: ReadOptions, wait: _Wait = 0.0, as_json: JsonFlag = False
+) -> None:
+    """Remove packs that no fact uses any more, and take what was removed off the disk."""
+    with options.reading(place, read_only=False, wait=wait) as opened:
+        packs = _collect(opened, options.folder(place, opened))
+        kept = _vacuum(opened, wanted=vacuum) if isinstance(opened, ChromaFactStore) else ""
+    about = {"packs": packs, "vacuumed": isinstance(opened, ChromaFactStore) and not kept}
+    _print(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
 
 
 @spread
 def search(  # noqa: PLR0913 - one parameter per option or group of options
-    collection: CollectionPath,
+    place: Place,
     question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
     *,
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
-    probes: Annotated[int | None, typer.Option(min=1, help="Banks to search; default: as calibrated.")] = None,
+    probes: Annotated[
+        int | None, typer.Option(min=1, help="Look into so many of the nearest banks. Default: at all facts.")
+    ] = None,
     options: SearchOptions,
+    read: ReadOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Find the facts nearest to a question: handle, text, score, bank, and why."""
-    with open_collection(collection, read_only=True) as opened:
+    """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
+    # Banks are made when they are first asked for.
+    with read.reading(place, read_only=probes is None) as opened:
         hits = opened.search(question, k, probes=probes, **options.keywords())
-        order = opened.ranks(question)
-        calibrated = opened.calibration.probes_of(opened.banks) if opened.calibration else opened.banks
-        searched = min(opened.banks, probes or calibrated)
-    store = PackStore(collection / "packs") if (collection / "packs").is_dir() else None
-    ranks = {number: place for place, number in enumerate(order, 1)}
+        folder = read.folder(place, opened)
+    store = PackStore(folder) if is_store(folder) else None
+    found = [_hit(hit, store) for hit in hits]
     if as_json:
-        told = [_hit(hit, ranks[hit.bank], store) for hit in hits]
-        print_json({"question": question, "banks": len(order), "probes": searched, "hits": told})
+        print_json({"question": question, "hits": found})
         return
     out = console()
-    for place, hit in enumerate(hits, 1):
-        found = _hit(hit, ranks[hit.bank], store)
+    for number, (hit, about) in enumerate(zip(hits, found, strict=True), 1):
         title = f"  {hit.fact.title or hit.fact.id}"
-        out.print(Text.assemble((f"{place}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
+        out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
         out.print(hit.fact.text)
-        rank = "nearest" if ranks[hit.bank] == 1 else f"rank {ranks[hit.bank]}"
-        why = f"bank {hit.bank}, {rank} of {counted(len(order), 'bank')}"
-        parts = [str(found["handle"] or "no pack"), why, hit.fact.source, f"id {hit.fact.id}"]
+        bank = hit.bank and f"bank {hit.bank}"
+        parts = [str(about["handle"] or "no pack"), bank, hit.fact.source, f"id {hit.fact.id}"]
         out.print(f"{' · '.join(part for part in parts if part)}\n", style="dim", soft_wrap=True)
-    out.print(f"Found {len(hits)} of {k}; searched {searched} of {counted(len(order), 'bank')}.")
+    out.print(f"Found {len(hits)} of {k}.")
 
 
-def _hit(hit: Hit, rank: int, store: PackStore | None) -> dict[str, object]:
+def _hit(hit: Hit, store: PackStore | None) -> dict[str, object]:
     fact = hit.fact
     handle = store.handle(fact.text, fact.namespace) if store else None
     return {
@@ -178,24 +230,40 @@ def _hit(hit: Hit, rank: int, store: PackStore | None) -> dict[str, object]:
         "metadata": dict(fact.metadata),
         "namespace": fact.namespace,
         "bank": hit.bank,
-        "bank_rank": rank,
     }
 
 
-def _print(data: dict[str, object], said: str, *, as_json: bool) -> None:
+def _print(data: dict[str, Any], said: str, *, as_json: bool) -> None:
     if as_json:
         print_json(data)
     else:
-        console().print(said)
+        console().print(said, soft_wrap=True)
 
 
-def _found(given: str, facts: list[Fact]) -> Fact:
-    """The fact whose id is or begins with `given`."""
-    exact = [fact for fact in facts if fact.id == given]
-    found = exact or [fact for fact in facts if fact.id.startswith(given)]
+def _collect(facts: FactStore, folder: Path) -> int:
+    """Remove the packs in `folder` that no fact uses any more; how many there were."""
+    return len(Delivery(facts, None, PackStore(folder)).gc()) if is_store(folder) else 0
+
+
+def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
+    """Vacuum; or why what was removed is still on the disk."""
+    if facts.path is None:
+        return f" {facts.where} keeps what was removed until `chroma vacuum --path FOLDER` is run there."
+    if not wanted:
+        return f" Chroma keeps what was removed on the disk until `kp gc {facts.path}`."
+    facts.vacuum()
+    return ""
+
+
+def _found(given: str, facts: FactStore) -> str:
+    """The id that is or begins with `given`."""
+    if any(facts.facts(ids=[given])):
+        return given
+    ids = [fact.id for fact in facts.facts()]
+    found = {each for each in ids if each.startswith(given)}
     if len(found) == 1:
-        return found[0]
+        return found.pop()
     if found:
         raise BankError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
-    hint = did_you_mean(given, (fact.id for fact in facts), "`kp search` shows ids.")
-    raise BankError(f"Got the id {given!r}; none of the {len(facts)} facts has it. {hint}")
+    hint = did_you_mean(given, ids, "`kp search` shows ids.")
+    raise BankError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kp_core import PackStore
-from kp_core.cli.shared import (
-    JsonFlag,
-    TargetPath,
-    is_collection,
-    is_store,
-    open_collection,
-    print_json,
-    read_one,
-    show_table,
-)
+from kp_core.cli.places import PlaceOptions, is_collection, open_collection
+from kp_core.cli.shared import JsonFlag, TargetPath, is_store, print_json, read_one, show_table, spread
 from kp_core.errors import BankError
-from kp_core.facts import ChromaFactBank
+from kp_core.facts import ChromaFactStore
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["inspect"]
@@ -29,17 +19,20 @@ __all__ = ["inspect"]
 _SHOWN = 5  # Entries that were used most.
 
 
-def inspect(path: TargetPath, *, as_json: JsonFlag = False) -> None:
-    """Sizes, calibration, fingerprints: what is in there."""
+@spread
+def inspect(path: TargetPath, *, options: PlaceOptions, as_json: JsonFlag = False) -> None:
+    """Facts, namespaces, embedder, banks, sizes, fingerprints: what is in there."""
+    target = Path(path)
     if is_collection(path):
-        with open_collection(path, read_only=True) as facts:
+        with open_collection(path, options, read_only=True) as facts:
             about = _collection(facts)
-        if (path / "packs").is_dir():
-            about["packs"] = _store(path / "packs")
-    elif is_store(path):
-        about = _store(path)
-    elif path.is_file():
-        about = _pack(read_one(path)) | {"file_bytes": path.stat().st_size}
+            folder = options.folder(path, facts)
+        if is_store(folder):
+            about["packs"] = _store(folder)
+    elif is_store(target):
+        about = _store(target)
+    elif target.is_file():
+        about = _pack(read_one(target)) | {"file_bytes": target.stat().st_size}
     else:
         raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
     if as_json:
@@ -48,32 +41,21 @@ def inspect(path: TargetPath, *, as_json: JsonFlag = False) -> None:
         show_table(about)
 
 
-def _collection(bank: ChromaFactBank) -> dict[str, Any]:
-    facts = list(bank.facts())
-    sizes = [len(bank.bank_facts(number)) for number in range(bank.banks)]
-    about = bank.calibration
-    parts = bank.sizes
-    count = max(1, len(facts))
-    text = sum(len(fact.text.encode()) for fact in facts)
+def _collection(store: ChromaFactStore) -> dict[str, Any]:
+    facts, banks = list(store.facts()), None
+    with suppress(BankError):  # Raised where banks are still to be made, as this only reads.
+        banks = len(store.banks())
     return {
-        "collection": str(bank.path),
+        "collection": store.where,
         "facts": len(facts),
-        "banks": bank.banks,
-        "facts_per_bank": dict(zip(("least", "median", "most"), _spread(sizes), strict=True)),
-        "embedder": bank.embedder.name,
         "namespaces": dict(Counter(fact.namespace for fact in facts)),
+        "embedder": store.embedder.name,
+        "banks": banks if facts else None,
         "sources": len({fact.source for fact in facts}),
         "updated": sum(fact.version > 1 for fact in facts),
         "expiring": sum(fact.expires is not None for fact in facts),
-        "bytes": parts,
-        "bytes_per_fact": {name: round(size / count, 1) for name, size in ({"text": text} | parts).items()},
-        "torn_bytes": bank.torn_bytes,
-        "calibration": asdict(about) | {"probes_now": about.probes_of(bank.banks)} if about else None,
+        "bytes": {"text": sum(len(fact.text.encode()) for fact in facts), "chroma": store.nbytes},
     }
-
-
-def _spread(sizes: list[int]) -> list[int]:
-    return [int(value) for value in np.quantile(sizes, [0, 0.5, 1])] if sizes else [0, 0, 0]
 
 
 def _store(path: Path) -> dict[str, Any]:

@@ -19,16 +19,13 @@ from rich.table import Table
 from kp_core.engines.session import Session
 from kp_core.engines.shared import load_engine
 from kp_core.errors import BankError, ModelError, PackError
-from kp_core.facts import ChromaFactBank, Filter, LexicalReranker
-from kp_core.facts.embed import SentenceTransformerEmbedder
-from kp_core.facts.layout import BankFile
+from kp_core.facts import Filter, LexicalReranker
 from kp_core.packs.file import read_pack
 from kp_core.packs.handle import check_namespace
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = [
     "ERRORS",
-    "CollectionPath",
     "JsonFlag",
     "ModelOptions",
     "SearchOptions",
@@ -40,9 +37,7 @@ __all__ = [
     "counted",
     "did_you_mean",
     "filter_of",
-    "is_collection",
     "is_store",
-    "open_collection",
     "print_json",
     "read_one",
     "show_table",
@@ -52,16 +47,13 @@ __all__ = [
 ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 """What libraries raise besides our own errors; shown in one line unless --debug."""
 
-_BUNDLED = "all-MiniLM-L6-v2"
-
 
 def checked_namespace(name: str | None) -> str | None:
     """`name` of an option, where one is given; raises `HandleError` for what cannot name a namespace."""
     return None if name is None else check_namespace(name)
 
 
-CollectionPath = Annotated[Path, typer.Argument(metavar="COLLECTION", help="The folder of the collection.")]
-TargetPath = Annotated[Path, typer.Argument(metavar="PATH", help="A collection, a store of packs, or a pack file.")]
+TargetPath = Annotated[str, typer.Argument(metavar="PATH", help="A collection, a store of packs, or a pack file.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Where = Annotated[
     str | None,
@@ -114,7 +106,7 @@ class SearchOptions:
     ] = False
 
     def keywords(self) -> dict[str, Any]:
-        """As the keywords of `FactBank.search`."""
+        """As the keywords of `FactStore.search`."""
         rerank = LexicalReranker() if self.lexical else None
         return {"where": filter_of(self.where), "namespace": self.namespace, "rerank": rerank}
 
@@ -189,11 +181,6 @@ def filter_of(where: str | None) -> Filter | None:
     return found
 
 
-def is_collection(path: Path) -> bool:
-    """Whether a collection lies in this folder."""
-    return (path / "facts.jsonl").exists()
-
-
 def is_store(path: Path) -> bool:
     """Whether packs are kept in this folder."""
     return (path / "secret").is_file()
@@ -210,28 +197,6 @@ def read_one(path: Path) -> KnowledgePack:
 def counted(count: int, noun: str) -> str:
     """`1 fact`, `2 facts`."""
     return f"{count:,} {noun}" + "s" * (count != 1)
-
-
-def open_collection(
-    path: Path,
-    embedder: str | None = None,
-    *,
-    new: bool = False,
-    **options: Any,  # noqa: ANN401 - those of `ChromaFactBank`
-) -> ChromaFactBank:
-    """The collection in a folder, with the embedder it was built with unless another is named.
-
-    Raises `BankError` where there is none, with the nearest name that is one; with `new` it is made.
-    """
-    if not new and not is_collection(path):
-        around = path.parent.iterdir() if path.parent.is_dir() else ()
-        names = [str(each) for each in around if is_collection(each)]
-        hint = did_you_mean(str(path), names, "`kp build COLLECTION FILE...` makes one.")
-        raise BankError(f"There is no collection in {path}. {hint}")
-    about = BankFile.read(path)
-    name = embedder or (about.embedder if about else None)
-    model = None if name in {None, _BUNDLED} else name
-    return ChromaFactBank(path, SentenceTransformerEmbedder(model, name=name if model and about else None), **options)
 
 
 def _shown(value: object) -> str:

@@ -89,7 +89,7 @@ class ChromaFactStore(LivingFacts):
     @classmethod
     def from_collection(
         cls,
-        collection: Any,  # noqa: ANN401 - a chromadb collection, or its name
+        collection: Any = None,  # noqa: ANN401 - a chromadb collection, or its name
         embedder: Embedder | Any | None = None,  # noqa: ANN401
         *,
         path: str | os.PathLike[str] | None = None,
@@ -99,12 +99,14 @@ class ChromaFactStore(LivingFacts):
     ) -> CollectionFacts:
         """The facts of any Chroma collection, read as it is: a collection, or its name in a folder, server or client.
 
+        The name may be left out where there is but one.
+
         Without an `embedder` the collection's own embedding function is used, else the bundled MiniLM where its vectors
         are those of the collection; see `CollectionFacts`. Raises `BankError` where there is no such collection, naming
         those that there are, and for an embedder whose vectors are others.
         """
         where = str(path or "Chroma")
-        if isinstance(collection, str):
+        if collection is None or isinstance(collection, str):
             if (path is None) == (client is None):
                 raise BankError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
             if path is not None and not is_url(path) and not (Path(path) / "chroma.sqlite3").is_file():
@@ -112,8 +114,13 @@ class ChromaFactStore(LivingFacts):
             with told(where):
                 client = client or open_client(path, migrations="validate", **server)
                 names = [each.name for each in client.list_collections()]
+                if collection is None and len(names) == 1:
+                    [collection] = names
                 if collection not in names:
-                    raise BankError(f"There is no collection {collection!r} in {where}; there are {names}.")
+                    which = (
+                        "Name a collection of" if collection is None else f"There is no collection {collection!r} in"
+                    )
+                    raise BankError(f"{which} {where}; there are {names}.")
                 collection = client.get_collection(collection)
         return CollectionFacts(collection, None if embedder is None else as_embedder(embedder), namespace, where)
 

@@ -51,7 +51,8 @@ def open_client(
         if migrations != "apply":
             settings = Settings(anonymized_telemetry=False, migrations=migrations)
         try:
-            return chromadb.PersistentClient(str(path), settings=settings, **server)
+            # Chroma knows a folder that is open already by the path it was given, wherever the process went since.
+            return chromadb.PersistentClient(str(Path(path or ".").resolve()), settings=settings, **server)
         except chromadb.errors.InternalError as error:
             if "migrations" not in str(error):
                 raise

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,9 @@ from typing import Any
 import pytest
 
 from kp_core.cli.app import run
+from tests.core.facts.conftest import emptied, server
+
+__all__ = ["emptied", "server"]
 
 FACTS = [
     {"id": "mill", "text": "The mill of Aldburgh has four sails.", "title": "Mill", "year": 1802},
@@ -24,10 +31,25 @@ FACTS = [
 Kp = Callable[..., tuple[int, str, str]]
 
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def started(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    """`kp` in a process of its own, which an interrupt reaches."""
+    # Shells have what they start in the background ignore interrupts, and tests may run there.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command = [sys.executable, "-m", "kp_core.cli", *arguments]
+        return subprocess.Popen(command, env=ENVIRONMENT, **options)  # noqa: S603 - our own
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def kp(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kp]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def call(*arguments: str) -> tuple[int, str, str]:
         code = run(arguments)

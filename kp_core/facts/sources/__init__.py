@@ -7,16 +7,18 @@ their number does not matter.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from kp_core.errors import KnowledgePackError, MissingDependencyError, SourceError
 from kp_core.facts.base import Fact
-from kp_core.facts.sources.documents import read_html, read_pdf
-from kp_core.facts.sources.drafts import Draft, error_at
+from kp_core.facts.sources.documents import read_docx, read_html, read_pdf
+from kp_core.facts.sources.drafts import STDIN, Draft, error_at
 from kp_core.facts.sources.tables import read_csv, read_json_lines
 from kp_core.facts.sources.texts import read_markdown, read_text
 
@@ -26,18 +28,20 @@ logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["raise", "skip"]
 
+_Reader: TypeAlias = Callable[[Path, int, str | None], Iterator[Draft]]
 _OWN = ("text", "title", "source", "id", "namespace", "expires")
 
 
-def read_facts(
+def read_facts(  # noqa: PLR0913 - every setting has a default that works
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     *,
     on_error: OnError = "raise",
     skipped: Callable[[SourceError], None] | None = None,
     max_chars: int = 2000,
     namespace: str | None = None,
+    encoding: str | None = None,
 ) -> Iterator[Fact]:
-    """The facts in files and folders, in the order of their paths and lines.
+    """The facts in files and folders, and of `-` those in standard input, in the order of their paths and lines.
 
     - `.jsonl`: one object per line; `text` is required, `title`, `source`, `id`, `namespace`, `expires` and `metadata`
       are the fact's own, any other field goes to its metadata.
@@ -45,18 +49,25 @@ def read_facts(
     - `.txt`: a fact per paragraph; paragraphs are parted by blank lines.
     - `.md`: as text, under the headings above it (`Guide > Install`) as title; a fenced block is one paragraph.
     - `.html`: as Markdown; an item of a list and a row of a table are paragraphs; scripts and navigation are left out.
+    - `.docx`: a fact per paragraph or table row, `paragraph` in its metadata, titles as in Markdown.
     - `.pdf`: a fact per paragraph of a page, `page` in its metadata, the document's title as title.
+    - `-`: JSON lines where it begins with `{`, else as `.txt`.
 
     Paragraphs of more than `max_chars` characters are cut at ends of sentences. The source of a fact is its file, and
     `line` in its metadata where its paragraph begins, unless the row says otherwise. Of a folder, all files in it and
-    below whose names do not begin with a dot are read. `namespace` is that of facts that do not name one.
+    below whose names do not begin with a dot are read. `namespace` is that of facts that do not name one. `encoding` is
+    that of text; by default UTF-8, or what a page of HTML says.
 
     Raises `SourceError`, naming file and line or page, for what cannot be read; with `on_error="skip"` it is logged,
     given to `skipped`, and passed over.
     """
     if max_chars < 1:
         raise SourceError(f"Got max_chars={max_chars}; expected at least 1.")
-    return _kept(_from_files(paths, max_chars, namespace), on_error, skipped)
+    try:
+        "".encode(encoding or "utf-8")
+    except LookupError as error:
+        raise SourceError(f"Got encoding={encoding!r}; expected one of text, e.g. 'utf-8' or 'cp1252'.") from error
+    return _kept(_from_files(paths, max_chars, namespace, encoding), on_error, skipped)
 
 
 def read_rows(  # noqa: PLR0913 - every setting has a default that works
@@ -151,18 +162,26 @@ def _kept(
 
 
 def _from_files(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], max_chars: int, namespace: str | None
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    max_chars: int,
+    namespace: str | None,
+    encoding: str | None,
 ) -> Iterator[Fact | SourceError]:
     for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
-        reader = FORMATS.get(path.suffix.lower())
+        reader = _of_stdin() if str(path) == STDIN else FORMATS.get(path.suffix.lower())
         if reader is None:
             known = ", ".join(FORMATS)
             yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {known}.")
             continue
         try:
-            yield from _facts(str(path), reader(path, max_chars), namespace)
+            yield from _facts(str(path), reader(path, max_chars, encoding), namespace)
         except OSError as error:
             yield SourceError(f"{path}: cannot be read ({error.strerror or error}).")
+
+
+def _of_stdin() -> _Reader:
+    begins = sys.stdin.buffer.peek(1) if isinstance(sys.stdin.buffer, io.BufferedReader) else b""
+    return read_json_lines if begins.lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").startswith(b"{") else read_text
 
 
 def _facts(source: str, drafts: Iterator[Draft], namespace: str | None) -> Iterator[Fact | SourceError]:
@@ -197,11 +216,12 @@ def _fact(source: str, row: Mapping[str, Any], namespace: str | None) -> Fact:
     return Fact(metadata={**metadata, **others}, **fields)
 
 
-FORMATS: dict[str, Callable[[Path, int], Iterator[Draft]]] = {
+FORMATS: dict[str, _Reader] = {
     ".jsonl": read_json_lines,
     ".csv": read_csv,
     ".txt": read_text,
     ".md": read_markdown,
+    ".docx": read_docx,
     ".pdf": read_pdf,
     ".html": read_html,
     ".htm": read_html,

@@ -1,30 +1,31 @@
-"""PDF and HTML: a fact per paragraph of a page."""
+"""PDF, HTML and Word: a fact per paragraph."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from kp_core.errors import MissingDependencyError
-from kp_core.facts.sources.drafts import Draft, cut, error_at
+from kp_core.facts.sources.drafts import Draft, Headings, cut, error_at
 
-__all__ = ["read_html", "read_pdf"]
+__all__ = ["read_docx", "read_html", "read_pdf"]
 
 _EXTRA = '`pip install "knowledge-packs[files]"`'
 _BLANK_LINE = re.compile(r"\n\s*\n")
-_HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
+_HEADING = re.compile(r"(?:h|Heading )([1-9])$")
 # What begins and ends a paragraph; everything else runs on within one.
 _BLOCK_NAMES = (
     "address article aside blockquote body caption dd details div dl dt fieldset figcaption figure footer form "
     "header hr html li main ol p pre section summary table tbody tfoot thead tr ul"
 )
-_BLOCKS = frozenset(_BLOCK_NAMES.split())
+_BLOCKS = frozenset([*_BLOCK_NAMES.split(), *(f"h{depth}" for depth in range(1, 7))])
 _UNSEEN = ("script", "style", "template", "noscript", "title", "head", "nav")
 
 
-def read_pdf(path: Path, max_chars: int) -> Iterator[Draft]:
+def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft]:
     """Paragraphs of each page, with `page` in their metadata; a page of pictures alone is an error.
 
     Raises `MissingDependencyError` where pypdf is absent.
@@ -61,7 +62,7 @@ def read_pdf(path: Path, max_chars: int) -> Iterator[Draft]:
                 yield place, {"text": part, "title": title, "page": number}
 
 
-def read_html(path: Path, max_chars: int) -> Iterator[Draft]:
+def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
     """Paragraphs, items and table rows, under the headings above them (else the page's title), with their line.
 
     Raises `MissingDependencyError` where Beautiful Soup is absent.
@@ -70,27 +71,66 @@ def read_html(path: Path, max_chars: int) -> Iterator[Draft]:
         from bs4 import BeautifulSoup
     except ImportError as error:
         raise MissingDependencyError(f"{path}: reading HTML needs beautifulsoup4: {_EXTRA}.") from error
-    soup = BeautifulSoup(path.read_bytes(), "html.parser")
+    soup = BeautifulSoup(path.read_bytes(), "html.parser", from_encoding=encoding)
     if "\0" in soup.get_text():
         yield "line 1", error_at(path, "line 1", "is not text in any known encoding")
         return
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     for unseen in soup(_UNSEEN):
         unseen.decompose()
-    found = False
-    headings: list[tuple[int, str]] = []
-    for line, name, text in _blocks(soup):
-        if name in _HEADINGS:
-            headings = [each for each in headings if each[0] < int(name[1])] + [(int(name[1]), text)]
+    yield from _sections(path, "line", _blocks(soup), title, max_chars)
+
+
+def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft]:
+    """Paragraphs and table rows, under the headings above them (else the document's title), with their number.
+
+    Raises `MissingDependencyError` where python-docx is absent.
+    """
+    try:
+        import docx
+        from docx.table import Table
+    except ImportError as error:
+        raise MissingDependencyError(f"{path}: reading Word needs python-docx: {_EXTRA}.") from error
+    broken = (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, SyntaxError)
+    try:
+        with path.open("rb") as file:
+            document = docx.Document(file)
+        title = document.core_properties.title or ""
+        blocks = [
+            part
+            for each in document.iter_inner_content()
+            for part in (_rows(each) if isinstance(each, Table) else [(getattr(each.style, "name", ""), each.text)])
+        ]
+    except broken as error:
+        yield "paragraph 1", error_at(path, "paragraph 1", f"is not .docx, or damaged ({error})")
+        return
+    numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
+    yield from _sections(path, "paragraph", numbered, title, max_chars)
+
+
+def _rows(table: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - the library's own type
+    for row in table.rows:
+        cells, texts = row.cells, []
+        while cells:
+            texts.append(cells[0].text)
+            cells = cells[cells[0].grid_span :]  # A cell of several columns is given once for each.
+        yield "", " ".join(texts)
+
+
+def _sections(
+    path: Path, unit: str, blocks: Iterable[tuple[int, str, str]], title: str, max_chars: int
+) -> Iterator[Draft]:
+    """Drafts of blocks, each a number, a kind (which may be a heading) and a text."""
+    headings, found = Headings(), False
+    for number, kind, text in blocks:
+        if heading := _HEADING.match(kind):
+            headings.add(int(heading[1]), text)
             continue
-        for part in cut(text, max_chars):
+        for part in cut(text.strip(), max_chars):
             found = True
-            yield (
-                f"line {line}",
-                {"text": part, "title": " > ".join(each for _, each in headings) or title, "line": line},
-            )
+            yield f"{unit} {number}", {"text": part, "title": str(headings) or title, unit: number}
     if not found:
-        yield "line 1", error_at(path, "line 1", "holds no text")
+        yield f"{unit} 1", error_at(path, f"{unit} 1", "holds no text")
 
 
 def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the library's own type
@@ -111,7 +151,7 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
     while waiting:
         node = waiting.pop()
         if isinstance(node, Tag):
-            block = node.name in _BLOCKS or node.name in _HEADINGS
+            block = node.name in _BLOCKS
             if block:
                 yield from flush()
                 begun, around = node.sourceline or begun, node.name

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
 from kp_core.errors import SourceError
 
-__all__ = ["Draft", "cut", "error_at", "lines_of"]
+__all__ = ["STDIN", "Draft", "Headings", "cut", "error_at", "lines_of"]
+
+STDIN = "-"
+"""What standard input is called among files."""
 
 Draft: TypeAlias = tuple[str, Mapping[str, object] | SourceError]
 """A place in a file ("line 3") and the fields of the fact there, or why there is none."""
@@ -23,17 +29,54 @@ def error_at(path: object, place: str, reason: str) -> SourceError:
     return SourceError(f"{path}, {place}: {reason}")
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, str | SourceError]]:
-    """The lines of a text file and their numbers from 1 on; what is not UTF-8 is an error."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str | SourceError]]:
+    """The lines of a text file and their numbers from 1 on; what is not in `encoding` (UTF-8) is an error."""
+    encoding = encoding or "UTF-8"
+    with _opened(path, encoding) as file:
+        number = 0
+        while True:
+            number += 1
+            place = f"line {number}"
             try:
-                text = line.decode()
+                line = file.readline()
+                if not line:
+                    return
+                # Bytes that are none of the encoding stand as lone surrogates, which nothing can encode.
+                line.encode()
             except UnicodeDecodeError as error:
-                reason = f"is not UTF-8 ({error.reason} at byte {error.start + 1})"
-                yield number, error_at(path, f"line {number}", reason)
+                yield number, error_at(path, place, f"is not {encoding} ({error.reason})")
+                return
+            except UnicodeEncodeError as error:
+                yield number, error_at(path, place, f"is not {encoding} (at character {error.start + 1})")
                 continue
-            yield number, (text.removeprefix(_BOM) if number == 1 else text).rstrip("\r\n")
+            yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip("\r\n")
+
+
+@contextmanager
+def _opened(path: Path, encoding: str) -> Iterator[TextIO]:
+    if str(path) != STDIN:
+        with path.open(encoding=encoding, errors="surrogateescape", newline="\n") as file:
+            yield file
+        return
+    text = io.TextIOWrapper(sys.stdin.buffer, encoding, "surrogateescape", newline="\n")
+    try:
+        yield text
+    finally:
+        text.detach()
+
+
+class Headings:
+    """The headings above a place in a document."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[int, str]] = []
+
+    def __str__(self) -> str:
+        return " > ".join(name for _, name in self._held)
+
+    def add(self, depth: int, name: str) -> None:
+        """A heading, which ends all that are as deep or deeper."""
+        self._held = [*(each for each in self._held if each[0] < depth), (depth, name)]
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:

@@ -14,9 +14,9 @@ from kp_core.facts.sources.drafts import Draft, error_at, lines_of
 __all__ = ["read_csv", "read_json_lines"]
 
 
-def read_json_lines(path: Path, _: int) -> Iterator[Draft]:
+def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
     """An object per line."""
-    for number, line in lines_of(path):
+    for number, line in lines_of(path, encoding):
         if isinstance(line, SourceError):
             yield f"line {number}", line
             continue
@@ -33,12 +33,12 @@ def read_json_lines(path: Path, _: int) -> Iterator[Draft]:
             yield _wrong(path, number, f"got {type(row).__name__}; expected an object with `text`")
 
 
-def read_csv(path: Path, _: int) -> Iterator[Draft]:
+def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
     """A row per record, named by the first line."""
     bad: list[Draft] = []
 
     def good() -> Iterator[str]:
-        for number, line in lines_of(path):
+        for number, line in lines_of(path, encoding):
             if isinstance(line, SourceError):
                 bad.append((f"line {number}", line))
             else:

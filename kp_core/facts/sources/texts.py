@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kp_core.errors import SourceError
-from kp_core.facts.sources.drafts import Draft, cut, lines_of
+from kp_core.facts.sources.drafts import Draft, Headings, cut, lines_of
 
 __all__ = ["read_markdown", "read_text"]
 
@@ -15,28 +15,27 @@ _HEADING = re.compile(r"(#{1,6})\s+(.*?)\s*#*$")
 _FENCE = re.compile(r"(`{3,}|~{3,})")
 
 
-def read_text(path: Path, max_chars: int) -> Iterator[Draft]:
+def read_text(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
     """Paragraphs between blank lines."""
-    yield from _paragraphs(path, max_chars, markdown=False)
+    yield from _paragraphs(path, max_chars, encoding, markdown=False)
 
 
-def read_markdown(path: Path, max_chars: int) -> Iterator[Draft]:
+def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
     """Paragraphs and fenced blocks, under the headings above them."""
-    yield from _paragraphs(path, max_chars, markdown=True)
+    yield from _paragraphs(path, max_chars, encoding, markdown=True)
 
 
-def _paragraphs(path: Path, max_chars: int, *, markdown: bool) -> Iterator[Draft]:
+def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: bool) -> Iterator[Draft]:
     held: list[str] = []
-    headings: list[tuple[int, str]] = []
+    headings = Headings()
     begun, fence = 1, ""
 
     def flush() -> Iterator[Draft]:
-        title = " > ".join(name for _, name in headings)
         for part in cut("\n".join(held), max_chars):
-            yield f"line {begun}", {"text": part, "title": title, "line": begun}
+            yield f"line {begun}", {"text": part, "title": str(headings), "line": begun}
         held.clear()
 
-    for number, line in lines_of(path):
+    for number, line in lines_of(path, encoding):
         if isinstance(line, SourceError):
             yield f"line {number}", line
             continue
@@ -45,9 +44,7 @@ def _paragraphs(path: Path, max_chars: int, *, markdown: bool) -> Iterator[Draft
         if (not line.strip() and not fence) or heading:
             yield from flush()
             if heading:
-                depth = len(heading[1])
-                headings = [each for each in headings if each[0] < depth]
-                headings.append((depth, heading[2]))
+                headings.add(len(heading[1]), heading[2])
             continue
         if not held:
             begun = number

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import docx
 import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject, NumberObject
@@ -80,7 +81,7 @@ BAD = {
     "b.jsonl": ("[1]\n", "line 1: got list; expected an object"),
     "c.jsonl": ('{"title": "a"}\n', "line 1: got the fields ['title'], and no `text`"),
     "d.jsonl": ('{"text": "a", "metadata": 3}\n', "line 1: got 3 as `metadata`"),
-    "e.jsonl": ('{"text": "a", "list": [1]}\n', "line 1: Got [1] as metadata 'list'"),
+    "e.jsonl": ('{"text": "a", "far": Infinity}\n', "line 1: Got inf as metadata 'far'"),
     "e2.jsonl": ('{"text": ["a"]}\n', "line 1: Got ['a'] (list) as text"),
     "f.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line 2: is not UTF-8"),
     "g.csv": ("text,title\na\n", "line 2: got 1 cells; expected 2"),
@@ -88,7 +89,8 @@ BAD = {
     "i.csv": ('text\n"a" b\n', "line 2: is not CSV"),
     "j.csv": (b"text\na\n\xff\n", "line 3: is not UTF-8"),
     "k.txt": (b"a\n\n\xe9\n", "line 3: is not UTF-8"),
-    "l.docx": ("", "got a file of type '.docx'; expected one of .jsonl, .csv, .txt, .md, .pdf, .html, .htm"),
+    "l.doc": ("", "got a file of type '.doc'; expected one of .jsonl, .csv, .txt, .md, .docx, .pdf, .html, .htm"),
+    "l.docx": ("", "paragraph 1: is not .docx, or damaged"),
     "m.pdf": ("", "page 1: is not PDF, or damaged"),
     "n.pdf": (b"%PDF-1.4\n1 0 obj <<", "page 1: is not PDF, or damaged"),
     "o.html": ("<title>Nothing</title><script>x()</script>", "line 1: holds no text"),
@@ -191,6 +193,71 @@ def test_html(tmp_path: Path) -> None:
     ]
 
 
+def test_word(tmp_path: Path) -> None:
+    document = docx.Document()
+    document.core_properties.title = "The Guide"
+    document.add_paragraph("Before all.")
+    document.add_heading("Install", 1)
+    document.add_heading("Parts", 2)
+    document.add_paragraph("One cog.")
+    table = document.add_table(2, 3)
+    for cell, text in zip(table.row_cells(0), ("Sail", "4", "4"), strict=True):
+        cell.text = text
+    table.cell(1, 0).merge(table.cell(1, 1)).text = "Wide"
+    document.add_heading("Use", 1)
+    document.add_paragraph("Last.")
+    path = tmp_path / "a.docx"
+    document.save(str(path))
+    assert [(fact.text, fact.title, fact.metadata["paragraph"]) for fact in read_facts(path)] == [
+        ("Before all.", "The Guide", 1),
+        ("One cog.", "Install > Parts", 4),
+        ("Sail 4 4", "Install > Parts", 5),
+        ("Wide", "Install > Parts", 6),
+        ("Last.", "Use", 8),
+    ]
+    docx.Document().save(str(tmp_path / "empty.docx"))
+    with pytest.raises(SourceError, match=r"empty\.docx, paragraph 1: holds no text"):
+        list(read_facts(tmp_path / "empty.docx"))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-8-sig"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.md", "a.html"])
+def test_other_encodings_are_read_when_they_are_named(tmp_path: Path, name: str, encoding: str) -> None:
+    rows = {".jsonl": '{"text": "Käfer"}\n', ".csv": "text\nKäfer\n", ".html": "<p>Käfer</p>"}
+    path = written(tmp_path / name, rows.get(Path(name).suffix, "Käfer\n").encode(encoding))
+    assert [fact.text for fact in read_facts(path, encoding=encoding)] == ["Käfer"]
+
+
+def test_an_encoding_that_is_none_is_refused_and_a_wrong_one_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.txt", "Käfer")
+    for encoding in ("utf-9", "base64"):
+        with pytest.raises(SourceError, match=f"Got encoding='{encoding}'"):
+            read_facts(path, encoding=encoding)
+    with pytest.raises(SourceError, match="line 1: is not ascii"):
+        list(read_facts(path, encoding="ascii"))
+    with pytest.raises(SourceError, match="line 1: is not utf-16"):
+        list(read_facts(written(tmp_path / "b.txt", b"\xff\xfea\0b"), encoding="utf-16"))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'\n {"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+        (b"One.\nStill one.\n\nTwo.", ["One.\nStill one.", "Two."]),
+        ("\ufeff{}".replace("{}", '{"text": "ä"}').encode("utf-16-le"), ["ä"]),
+        (b"", []),
+    ],
+)
+def test_standard_input_is_json_lines_or_text(
+    content: bytes, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(content))))  # type: ignore[arg-type]
+    facts = list(read_facts("-", encoding="utf-16-le" if b"\0" in content else None))
+    assert [fact.text for fact in facts] == expected
+    assert {fact.source for fact in facts} <= {"-"}
+    assert not sys.stdin.buffer.closed
+
+
 def test_deeply_nested_html_is_read(tmp_path: Path) -> None:
     path = written(tmp_path / "a.html", "<p>" + "<b>" * 300 + "deep" + "</b>" * 300)
     assert [fact.text for fact in read_facts(path)] == ["deep"]
@@ -209,7 +276,7 @@ def test_rows_of_any_length() -> None:
 
 
 def test_rows_that_make_no_fact_are_named_by_number() -> None:
-    rows: Any = [{"text": "a"}, "b", {"body": "c"}, {"text": "d", "list": [1]}, {"text": "e", "year": 1}]
+    rows: Any = [{"text": "a"}, "b", {"body": "c"}, {"text": "d", "far": float("inf")}, {"text": "e", "year": 1}]
     skipped: list[SourceError] = []
     facts = list(read_rows(rows, source="table", on_error="skip", skipped=skipped.append))
     assert facts == [Fact("a", source="table"), Fact("e", source="table", metadata={"year": 1})]
@@ -236,7 +303,7 @@ def test_hugging_face_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         read_dataset(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize(("module", "name"), [("pypdf", "a.pdf"), ("bs4", "a.html")])
+@pytest.mark.parametrize(("module", "name"), [("pypdf", "a.pdf"), ("bs4", "a.html"), ("docx", "a.docx")])
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=r"knowledge-packs\[files\]"):

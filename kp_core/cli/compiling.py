@@ -1,0 +1,84 @@
+"""What `kp build` compiles, and what it says of that beforehand."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kp_core.cli.ingesting import bar_of
+from kp_core.cli.shared import ModelOptions
+from kp_core.delivery import Delivery, Unit
+from kp_core.engines.session import Session
+from kp_core.facts import Fact
+from kp_core.packs.store import PackStore
+from kp_core.rates import compile_cost
+
+__all__ = ["CompileOptions", "say_plan"]
+
+_BATCH = 64
+_MUCH = 10**9
+
+
+@dataclass(frozen=True)
+class CompileOptions(ModelOptions):
+    """Whether packs are compiled now, and which."""
+
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile packs of all facts now. Without, each is when it is first found.")
+    ] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how many packs, tokens, bytes and minutes --compile would take.")
+    ] = False
+    unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
+    kv: Annotated[Literal["stored", "lazy"], typer.Option(help="Whether --compile stores KV, or text alone.")] = (
+        "stored"
+    )
+
+    def plan(self, units: Iterable[Fact], store: PackStore | None, session: Session) -> dict[str, Any]:
+        """What compiling the units takes that have no pack yet."""
+        texts, stored = [], 0
+        for unit in units:
+            pack = store and store.peek(store.handle(unit.text, unit.namespace))
+            if pack and pack.fingerprint == session.fingerprint and (pack.stored_bytes or self.kv == "lazy"):
+                stored += 1
+            else:
+                texts.append(unit.text)
+        cost = compile_cost(texts, session, lazy=self.kv == "lazy")
+        about = {"packs": cost.packs, "tokens": cost.tokens, "bytes": cost.nbytes, "minutes": cost.seconds / 60}
+        return about | {"stored": stored}
+
+    def preview(self, facts: Iterable[Fact], bank_size: int) -> list[Fact]:
+        """The units that facts will make, about: which banks there will be, nobody knows before they are made."""
+        groups = defaultdict[object, list[str]](list)
+        for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
+            key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[self.unit]
+            groups[space, key].append(text)
+        return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
+
+    def run(self, delivery: Delivery, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
+        """Say what it takes, and compile; an interrupted run goes on where it stopped."""
+        units = delivery.all_units()
+        plan = self.plan(units, store, session)
+        say_plan(plan, err=as_json)
+        with bar_of("Compiling", len(units), "pack") as bar:
+            for at in range(0, len(units), _BATCH):
+                part = units[at : at + _BATCH]
+                delivery.compile(part, progress=False)
+                bar.update(len(part))
+        return plan
+
+
+def say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
+    """Print a plan in one line, and a warning when it fills the disk."""
+    size = plan["bytes"]
+    typer.echo(
+        f"To compile: {plan['packs']:,} packs of {plan['tokens']:,} tokens, {size / 1e6:,.1f} MB on disk, about "
+        f"{plan['minutes']:.1f} minutes; compiled already: {plan['stored']:,}.",
+        err=err,
+    )
+    if size > _MUCH:
+        typer.echo(f"That is {size / 1e9:.1f} GB; `--kv lazy` keeps text alone, and computes KV on use.", err=True)

@@ -1,0 +1,103 @@
+"""Where a collection is, how it is opened, and where its packs are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kp_core.cli.shared import did_you_mean
+from kp_core.errors import BankError
+from kp_core.facts import ChromaFactStore, FactStore
+from kp_core.facts.base import content_id
+from kp_core.facts.chroma import is_fact_store
+from kp_core.facts.client import is_url
+from kp_core.facts.embed import SentenceTransformerEmbedder
+
+__all__ = ["Place", "PlaceOptions", "ReadOptions", "is_collection", "open_collection"]
+
+_DATABASE = "chroma.sqlite3"
+_OLD = "facts.jsonl"  # What version 0.1 kept facts in.
+
+Place = Annotated[
+    str, typer.Argument(metavar="COLLECTION", help="The folder of the collection, or the URL of a Chroma server.")
+]
+
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """What opening a collection takes."""
+
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Embedding model: a folder, or a name on the hub. Default: what it was made with, else the bundled.",
+        ),
+    ] = None
+    packs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Where packs are. Default: COLLECTION/packs; of what is not ours, the user's cache."
+        ),
+    ] = None
+
+    def embedding(self) -> SentenceTransformerEmbedder | None:
+        """The embedder that was named."""
+        return None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
+
+    def folder(self, place: str, facts: FactStore) -> Path:
+        """Where the packs of `facts`, opened from `place`, are: nothing is put into a folder that is not ours."""
+        if self.packs is not None:
+            return self.packs
+        if isinstance(facts, ChromaFactStore) and facts.path is not None:
+            return facts.path / "packs"
+        where = f"{place if is_url(place) else Path(place).resolve()} {getattr(facts, 'name', '')}".strip()
+        slug = re.sub(r"\W+", "-", where).strip("-")[-40:]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "knowledge-packs" / f"{slug}-{content_id(where)[:8]}"
+
+
+@dataclass(frozen=True)
+class ReadOptions(PlaceOptions):
+    """What reading a collection takes, which may be another's."""
+
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Of a Chroma folder or server that is not ours: read this collection, as it is."
+        ),
+    ] = None
+
+    @contextmanager
+    def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[FactStore]:
+        """The facts in `place`: those of a collection of ours, else of any Chroma collection, as it is."""
+        ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
+        if self.collection is None and ours:
+            with open_collection(place, self, read_only=read_only, wait=wait) as facts:
+                if not is_url(place) or len(facts):
+                    yield facts
+                    return
+        yield ChromaFactStore.from_collection(self.collection, self.embedding(), path=place)
+
+
+def is_collection(place: str) -> bool:
+    """Whether a collection lies here; a server may hold one."""
+    return is_url(place) or is_fact_store(Path(place))
+
+
+def open_collection(place: str, options: PlaceOptions, *, new: bool = False, **settings: Any) -> ChromaFactStore:  # noqa: ANN401 - those of `ChromaFactStore`
+    """The collection in a folder or on a server; raises `BankError` where there is none, unless it may be `new`."""
+    path = Path(place)
+    if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
+        around = path.parent.iterdir() if path.parent.is_dir() else ()
+        names = [str(each) for each in around if is_fact_store(each)]
+        hint = did_you_mean(place, names, "`kp build COLLECTION FILE...` makes one.")
+        raise BankError(f"There is no collection in {place}. {hint}")
+    return ChromaFactStore(place, options.embedding(), **settings)

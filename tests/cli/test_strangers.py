@@ -1,0 +1,153 @@
+"""`kp` on Chroma databases that somebody else made, holds, or runs."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kp_core import PackStore, SentenceTransformerEmbedder
+from kp_core.facts.client import open_client
+from tests.cli.conftest import ENVIRONMENT, FACTS, Kp, as_json
+
+TINY = ("--engine", "tests.cli.engines:tiny", "--max-tokens", "2")
+QUESTION = "Which bird is on the flag?"
+
+
+def one_line(result: tuple[int, str, str], *words: str) -> None:
+    code, out, err = result
+    assert (code, out) == (1, "")
+    # Of a library that was imported before `kp` could switch its bars off.
+    [said] = [line for line in err.splitlines() if line.strip() and "Loading weights" not in line]
+    assert said.startswith("kp: ")
+    assert all(word in said for word in words), said
+
+
+def fill(client: Any, name: str) -> None:
+    """A collection as another program makes it."""
+    texts = [str(fact["text"]) for fact in FACTS]
+    made = client.create_collection(name, embedding_function=None)
+    about = [{"source": "theirs", "year": fact["year"]} for fact in FACTS]
+    vectors = SentenceTransformerEmbedder().embed(texts)
+    made.add(ids=[str(fact["id"]) for fact in FACTS], documents=texts, metadatas=about, embeddings=vectors)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    client = open_client(folder, migrations="validate")
+    found = {each.name: each.get(include=["documents", "metadatas"]) for each in client.list_collections()}
+    client.close()
+    return found
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    client = open_client(tmp_path / "theirs")
+    fill(client, "facts")
+    client.close()
+    return tmp_path / "theirs"
+
+
+def test_a_strangers_folder_is_read_and_never_changed(kp: Kp, theirs: Path, tmp_path: Path) -> None:
+    before = content(theirs)
+    [hit] = as_json(kp("search", "theirs", QUESTION, "-k", "1", "--json"))["hits"]
+    assert (hit["id"], hit["source"], hit["handle"]) == ("bird", "theirs", None)
+    asked = as_json(kp("ask", "theirs", QUESTION, "-k", "1", "--collection", "facts", *TINY, "--json"))
+    assert asked["answers"]["packs"]["usage"]["pack_tokens"] > 0
+    [folder] = (tmp_path / "cache" / "knowledge-packs").iterdir()
+    assert len(PackStore(folder)) == 1
+    [hit] = as_json(kp("search", "theirs", QUESTION, "-k", "1", "--json"))["hits"]
+    assert hit["handle"] == asked["sources"][0]["handle"]
+    assert kp("ask", "theirs", QUESTION, "-k", "2", "--packs", "mine", *TINY)[0] == 0
+    assert len(PackStore(tmp_path / "mine")) == 2
+    for command in (
+        ("build", "theirs", "facts.jsonl"),
+        ("add", "theirs", "--fact", "The ferry leaves at six."),
+        ("remove", "theirs", "bird"),
+        ("remove", "theirs", "--source", "theirs"),
+    ):
+        (tmp_path / "facts.jsonl").write_text('{"text": "a"}\n')
+        one_line(kp(*command), "that we did not make; it stays as it is")
+    one_line(kp("search", "theirs", QUESTION, "--probes", "1"), "is not ours, so no banks are kept for it")
+    assert as_json(kp("gc", "theirs", "--json")) == {"packs": 0, "vacuumed": False}
+    assert not (theirs / "kp.json").exists()
+    assert not (theirs / "packs").exists()
+    assert content(theirs) == before
+
+
+def test_of_several_collections_one_is_named(kp: Kp, theirs: Path) -> None:
+    client = open_client(theirs)
+    client.create_collection("notes")
+    client.close()
+    one_line(kp("search", "theirs", QUESTION), "Name a collection of theirs; there are", "'facts'", "'notes'")
+    one_line(kp("ask", "theirs", QUESTION, "--collection", "fact", *TINY), "'fact' in theirs; there are", "'notes'")
+    assert kp("search", "theirs", QUESTION, "--collection", "facts")[0] == 0
+
+
+def test_gc_of_a_strangers_packs_follows_their_facts(kp: Kp, theirs: Path) -> None:
+    assert kp("ask", "theirs", QUESTION, "-k", "4", "--packs", "mine", *TINY)[0] == 0
+    client = open_client(theirs, migrations="validate")
+    client.get_collection("facts").delete(ids=["bird"])
+    client.close()
+    assert as_json(kp("gc", "theirs", "--packs", "mine", "--json"))["packs"] == 1
+
+
+def test_an_embedder_of_other_vectors_is_refused(kp: Kp, tmp_path: Path) -> None:
+    client = open_client(tmp_path / "theirs")
+    client.create_collection("facts", embedding_function=None).add(ids=["a"], documents=["A."], embeddings=[[1.0, 0.0]])
+    client.close()
+    one_line(kp("search", "theirs", QUESTION), "vectors of 2 dimensions", "'all-MiniLM-L6-v2' makes 384")
+
+
+def test_folders_of_other_things_are_named(kp: Kp, bank: Path, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    shutil.copy(tmp_path / "facts.jsonl", tmp_path / "old")
+    (tmp_path / "other").mkdir()
+    shutil.copy(tmp_path / "facts.jsonl", tmp_path / "other" / "mine.txt")
+    one_line(kp("build", "other", "facts.jsonl"), "other holds other things (mine.txt), and stays as it is")
+    one_line(kp("search", "old", QUESTION), "holds facts of version 0.1", "`kp build NEW old/facts.jsonl`")
+
+
+def test_a_folder_that_another_process_holds_is_read_and_not_written(kp: Kp, bank: Path) -> None:
+    script = "import kp_core, sys; held = kp_core.ChromaFactStore(sys.argv[1]); print(1, flush=True); input()"
+    command = [sys.executable, "-c", script, str(bank)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=ENVIRONMENT, **pipes) as holder:  # noqa: S603 - our own
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        for given in (("add", "bank", "--fact", "a"), ("remove", "bank", "bird"), ("gc", "bank", "--wait", "0.1")):
+            one_line(kp(*given), "is open for writing in another process")
+        assert kp("search", "bank", QUESTION)[0] == 0
+        holder.communicate(b"\n")
+    assert kp("add", "bank", "--fact", "The ferry leaves at six.")[0] == 0
+
+
+def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path, emptied: str) -> None:
+    (tmp_path / "facts.txt").write_text("\n\n".join(str(fact["text"]) for fact in FACTS))
+    one_line(kp("search", emptied, QUESTION), f"Name a collection of {emptied}; there are []")
+    fill(open_client(emptied), "docs")
+    [hit] = as_json(kp("search", emptied, QUESTION, "-k", "1", "--json"))["hits"]
+    assert hit["id"] == "bird"
+    assert as_json(kp("build", emptied, "facts.txt", "--json"))["facts"] == 4
+    [hit] = as_json(kp("search", emptied, QUESTION, "-k", "1", "--probes", "1", "--json"))["hits"]
+    assert (hit["source"], hit["bank"]) == ("facts.txt", "default/0")
+    assert kp("ask", emptied, QUESTION, "-k", "1", *TINY)[0] == 0
+    assert as_json(kp("inspect", emptied, "--json"))["packs"]["packs"] == 1
+    assert kp("verify", emptied, "--no-template")[0] == 0
+    code, out, _ = kp("remove", emptied, "--source", "facts.txt")
+    assert (code, "packs: 1; facts left: 0." in out) == (0, True)
+    assert "until `chroma vacuum --path FOLDER` is run there" in out
+    assert len(open_client(emptied).get_collection("docs").get()["ids"]) == 4
+
+
+def test_a_server_that_is_away_is_named(kp: Kp, tmp_path: Path) -> None:
+    (tmp_path / "facts.txt").write_text("A.")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    for command in (("search", url, QUESTION), ("build", url, "facts.txt"), ("verify", url), ("inspect", url)):
+        one_line(kp(*command), f"There is no Chroma server at {url}", "chroma run")

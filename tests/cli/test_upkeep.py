@@ -1,0 +1,164 @@
+"""Compiling, removing, verifying and inspecting a collection, as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kp_core import ChromaFactStore
+from kp_core.facts.client import open_client
+from tests.cli.conftest import FACTS, Kp, as_json, started
+from tests.conftest import until
+
+TINY = ("--engine", "tests.cli.engines:tiny")
+COMPILE = ("build", "bank", "--compile", *TINY)
+
+
+def on_disk(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_plan_says_what_compiling_takes_and_changes_nothing(kp: Kp, bank: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    for place in ("bank", "new"):
+        about = as_json(kp("build", place, "facts.jsonl", "--dry-run", *TINY, "--json"))
+        assert (about["plan"]["packs"], about["plan"]["stored"]) == (4, 0)
+    assert sorted(tmp_path.rglob("*")) == before
+    for unit in ("document", "bank"):
+        plan = as_json(kp("build", "new", "facts.jsonl", "--dry-run", "--unit", unit, *TINY, "--json"))["plan"]
+        assert plan["packs"] == 1
+        assert plan["tokens"] == pytest.approx(about["plan"]["tokens"], abs=16)
+    done = as_json(kp(*COMPILE, "--json"))["plan"]
+    packs = as_json(kp("inspect", "bank", "--json"))["packs"]
+    assert (packs["packs"], packs["with_kv"], packs["tokens"]) == (4, 4, about["plan"]["tokens"])
+    assert (done["tokens"], done["bytes"]) == (packs["tokens"], pytest.approx(packs["bytes"], rel=0.1))
+    again = as_json(kp(*COMPILE, "--json"))["plan"]
+    assert (again["packs"], again["stored"]) == (0, 4)
+
+
+def test_a_build_says_its_plan_warns_of_gigabytes_and_goes_on_in_lines(
+    kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kp_core.cli.compiling._MUCH", 1000)
+    monkeypatch.setattr("kp_core.cli.ingesting._LINE_EVERY_S", 0.0)
+    code, out, err = kp(*COMPILE, "facts.jsonl", "--kv", "lazy")
+    assert code == 0
+    assert "To compile: 4 packs of" in out
+    assert "MB on disk" in out
+    assert "`--kv lazy` keeps text alone" in err
+    assert "Compiling: 100%" in err
+    assert "\r" not in err
+    assert as_json(kp("inspect", "bank", "--json"))["packs"]["with_kv"] == 0
+
+
+def test_banks_are_made_when_they_are_asked_for(kp: Kp, bank: Path) -> None:
+    about = as_json(kp("inspect", "bank", "--json"))
+    assert (about["facts"], about["banks"], about["embedder"]) == (4, None, "all-MiniLM-L6-v2")
+    assert about["namespaces"] == {"default": 4}
+    assert about["bytes"]["chroma"] > about["bytes"]["text"] > 0
+    assert kp("build", "bank", "facts.jsonl", "--bank-size", "2")[0] == 0
+    assert as_json(kp("inspect", "bank", "--json"))["banks"] == 2
+    assert "chroma" in kp("inspect", "bank")[1]
+
+
+def test_what_is_removed_leaves_the_disk_with_its_packs(kp: Kp, bank: Path) -> None:
+    assert kp(*COMPILE)[0] == 0
+    said = as_json(kp("remove", "bank", "tid", "--dry-run", "--json"))
+    assert said == {"removed": ["tide"], "dry_run": True, "facts": 4}
+    code, out, _ = kp("remove", "bank", "tid", "--no-vacuum")
+    assert (code, out.splitlines()[0][:46]) == (0, "Facts removed: 1; packs: 1; facts left: 3. Chr")
+    assert "until `kp gc bank`" in out
+    assert as_json(kp("gc", "bank", "--json")) == {"packs": 0, "vacuumed": True}
+    assert b"Grey Tide" not in on_disk(bank)
+    named = ("--where", '{"year": {"$gt": 1900}}', "--source", "facts.jsonl")
+    said = as_json(kp("remove", "bank", *named, "--json"))
+    assert (said["removed"], said["packs"], said["facts"]) == (["bird", "bread"], 2, 1)
+    assert b"heron" not in on_disk(bank)
+    assert b"four sails" in on_disk(bank)
+    assert as_json(kp("remove", "bank", "--source", "other", "--no-vacuum", "--json"))["removed"] == []
+
+
+def test_packs_of_an_old_text_go_with_it(kp: Kp, bank: Path) -> None:
+    assert kp(*COMPILE)[0] == 0
+    assert kp("add", "bank", "--fact", "The mill has six sails.", "--id", "mill", "--replace")[0] == 0
+    assert as_json(kp("inspect", "bank", "--json"))["packs"]["packs"] == 3
+
+
+def test_verify_repairs_vectors_and_names_packs_that_no_fact_uses(kp: Kp, bank: Path) -> None:
+    assert kp(*COMPILE)[0] == 0
+    verify = ("verify", "bank", *TINY)
+    assert as_json(kp(*verify, "--json"))["orphans"] == []
+    with ChromaFactStore(bank) as facts:
+        facts.delete(["bread"])
+    [orphan] = as_json(kp(*verify, "--json"))["orphans"]
+    code, out, _ = kp(*verify)
+    assert (code, f"uses any more: {orphan}; `kp gc bank` removes them." in out) == (0, True)
+    assert kp("gc", "bank", "--no-vacuum")[1].startswith("Packs removed: 1. ")
+    client = open_client(bank)
+    client.get_collection("kp-default-facts").update(ids=["mill"], embeddings=np.eye(1, 384, dtype=np.float32))
+    client.close()
+    code, out, _ = kp(*verify)
+    assert (code, "have the vector of another text, e.g. mill" in out) == (3, True)
+    code, out, _ = kp(*verify, "--repair", "--json")
+    assert (code, len(json.loads(out)["wrong"]), json.loads(out)["left"]) == (0, 1, [])
+    assert kp(*verify)[0] == 0
+    [hit] = as_json(kp("search", "bank", "How many sails has the mill?", "-k", "1", "--json"))["hits"]
+    assert hit["id"] == "mill"
+
+
+def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
+    assert kp(*COMPILE)[0] == 0
+    pack = next((bank / "packs").glob("packs/*/*/*.safetensors"))
+    assert as_json(kp("inspect", str(pack), "--json"))["text"] in {fact["text"] for fact in FACTS}
+    data = bytearray(pack.read_bytes())
+    data[-5] ^= 1
+    pack.write_bytes(data)
+    code, out, _ = kp("verify", "bank", *TINY)
+    assert (code, "The pack kp:default/" in out) == (3, True)
+    assert kp("verify", "bank", "--repair", *TINY)[0] == 0
+    assert kp("verify", "bank", *TINY)[0] == 0
+    (bank / "chroma.sqlite3").write_bytes(b"garbage" * 999)
+    # In a process of its own, as Chroma remembers the files it has opened.
+    with started("verify", str(bank), "--no-template", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert b"is no database, or damaged" in process.communicate()[0]
+        assert process.returncode == 3
+
+
+def test_standard_input_becomes_facts(tmp_path: Path) -> None:
+    rows = "".join(json.dumps(fact) + "\n" for fact in FACTS)
+    command = ("build", str(tmp_path / "new"), "-", "--json")
+    with started(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert json.loads(process.communicate(rows.encode())[0])["facts"] == 4
+        assert process.returncode == 0
+
+
+@pytest.mark.slow
+def test_an_interrupted_build_goes_on_with_nothing_twice(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"Fact number {number} is about the number {number}."}) for number in range(3000)]
+    (tmp_path / "many.jsonl").write_text("\n".join(rows))
+    command = ("build", "bank", "many.jsonl", "--json")
+    database = f"{(tmp_path / 'bank' / 'chroma.sqlite3').as_uri()}?mode=ro"
+
+    def some_are_stored() -> bool:
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(database, uri=True)) as opened:
+            return bool(opened.execute("SELECT count(*) FROM embeddings").fetchone()[0])
+        return False
+
+    with started(*command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        until(lambda: process.poll() is not None or some_are_stored(), 200)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(300) == 130
+    with ChromaFactStore(tmp_path / "bank", read_only=True) as facts:
+        held = len(facts)
+    assert 0 < held < 3000
+    with started(*command, cwd=tmp_path, stdout=subprocess.PIPE) as process:
+        report = json.loads(process.communicate()[0])
+    assert (report["added"], report["duplicates"], report["facts"]) == (3000 - held, held, 3000)
