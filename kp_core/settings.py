@@ -102,7 +102,7 @@ class EngineSettings(BaseModel):
         if not (store is None or isinstance(store, Packs)):
             raise ValueError(
                 f"Got a {type(store).__name__} as store; expected a `kp_core.PackStore`, its path, or an object with "
-                "`handle`, `peek`, `get`, `put` and `view`."
+                "`handle`, `peek`, `get`, `put`, `remove`, `view` and iteration over its handles."
             )
         return store
 

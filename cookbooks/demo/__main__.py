@@ -73,9 +73,7 @@ def _run(options: argparse.Namespace) -> None:
         folder /= "demo" if options.data is None else options.data.stem
         facts = stack.enter_context(kp_core.ChromaFactStore(folder / "facts", embedder))
         world = World(corpus, engine, facts, folder)
-        console.print(
-            f"{len(facts)} facts in Chroma, in {len(facts.banks())} banks; compiling the packs that the questions will find ..."
-        )
+        console.print(f"{len(facts.banks())} banks in Chroma; compiling the packs that the questions will find ...")
         packs = world.compile(corpus.questions)
         console.print(f"{packs} packs, {world.store.nbytes / 1e6:.0f} MB.")
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

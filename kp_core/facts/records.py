@@ -71,7 +71,9 @@ def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
         return None
     conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
     kept = {how: _plain(value) for how, value in conditions.items() if _understood(how, value)}
-    names = [name, _OURS + name] if name in {"title", "source", "version"} else [name]
+    # The fact's own fields stand under our names, or, in a collection of others, under the plain ones.
+    plain = name.removeprefix(_OURS)
+    names = [plain, _OURS + plain] if plain in {"title", "source", "version"} else [name]
     found = []
     for each in names:
         tests = [

@@ -6,7 +6,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from pydantic import ValidationError
 
-from kp_core import ModelFingerprint, NaiveComposer, PackStore, PackView, Session, TokenStream
+from kp_core import Handle, ModelFingerprint, NaiveComposer, PackStore, PackView, Session, TokenStream
 from kp_core.errors import FingerprintMismatchError, ModelError, UnsupportedRequestError
 from kp_core.testing import tiny_tokenizer
 from kp_langchain import ChatKnowledgePacks
@@ -81,6 +81,12 @@ class ListStore:
         handle = self.handle(pack.text, pack.namespace)
         self.packs[str(handle)] = pack
         return handle
+
+    def remove(self, handle):
+        del self.packs[str(handle)]
+
+    def __iter__(self):
+        return map(Handle.parse, self.packs)
 
     def view(self, *namespaces, **options):
         return PackView(self, namespaces, **options)

@@ -344,6 +344,7 @@ def test_any_collection_is_read_as_it_is(tmp_path, space):
         assert facts.search("q", 3, where={"n": {"$lt": 3}}, namespace="default")
         assert facts.get("7") == Fact(texts[7], title="t7", source="a.md", metadata=about[7], id="7")
         assert len(list(facts.facts(where={"n": {"$gte": 30}}))) == 10
+        assert len(list(facts.facts(where={"kp:source": "a.md"}))) == 40
         for change, value in ((facts.add, [Fact("x")]), (facts.delete, ["7"]), (facts.update, Fact("x"))):
             with pytest.raises(BankError, match="not ours"):
                 change(value)
