@@ -26,6 +26,7 @@ from kp_core.cli.shared import (
     print_json,
     spread,
 )
+from kp_core.compose import Order
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError
@@ -50,6 +51,9 @@ class _AskOptions(SearchOptions, ModelOptions):
         Literal["exact", "naive"],
         typer.Option(help="Makes the KV of packs behind other packs; naive is wrong, for measuring."),
     ] = "exact"
+    order: Annotated[
+        Order, typer.Option(help="Free: facts are sent in the order that leaves the fewest tokens to compute.")
+    ] = "given"
     mismatch: Annotated[
         Mismatch, typer.Option(help="What to do with a pack of another model; accept: of other numerics only.")
     ] = "error"
@@ -65,7 +69,8 @@ class _AskOptions(SearchOptions, ModelOptions):
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
         steering = None if self.steering is None else (load_steering(self.steering), self.alpha)
-        return {"composer": _COMPOSERS[self.composer], "mismatch": self.mismatch, "steering": steering}
+        made = {"composer": _COMPOSERS[self.composer], "order": self.order}
+        return made | {"mismatch": self.mismatch, "steering": steering}
 
 
 @spread

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 
 from kp_core.compose import Composer, NaiveComposer
+from kp_core.engines.ordering import Missing, Ordering, missing
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
@@ -52,7 +54,15 @@ class _Sourced:
 class Planner:
     """Makes plans for one model."""
 
-    def __init__(self, template: ChatTemplate, identity: ModelFingerprint, max_positions: int) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        identity: ModelFingerprint,
+        max_positions: int,
+        found: Callable[[Plan], int],
+    ) -> None:
+        """`found` tells how many tokens of a prompt, from the first on, are in memory."""
+        self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._chunk_tokens = int(identity.chunk_tokens)
         self._met: Counter[tuple[str, int]] = Counter()
@@ -78,7 +88,8 @@ class Planner:
         readable = None
         if view is not None:
             readable = replace(checked_view(view, checked), recognise=view.recognise and request.recognise)
-        prompt = self._template.render(
+        render = partial(
+            self._template.render,
             messages,
             view=readable,
             packs=explicit_packs(request.packs, view, checked),
@@ -86,6 +97,9 @@ class Planner:
             compact=request.compact,
             shape=request.shape,
             thinking=request.thinking,
+        )
+        prompt, reordered = self._ordering.prompt(
+            render, lambda prompt: self._missing(prompt, request), is_free=request.order == "free", learn=learn
         )
         cuts, sourced = self._cut(prompt, request, learn=learn)
         prompt = cuts.prompt
@@ -99,6 +113,7 @@ class Planner:
             packs=checked,
             reuse=request.reuse,
             deterministic=request.deterministic,
+            reordered=reordered,
             limit=limit,
         )
         if blocks:
@@ -164,6 +179,13 @@ class Planner:
             return home or span in sourced.composed
 
         return cut(prompt, self._chunk_tokens, stands), sourced
+
+    def _missing(self, prompt: Prompt, request: Request) -> Missing:
+        """What a prompt would cost to compute now."""
+        cuts, sourced = self._cut(prompt, request)
+        regions = plan_regions(cuts, sourced.packs, sourced.composed)
+        plan = Plan(cuts.prompt, regions, reuse=request.reuse, deterministic=request.deterministic)
+        return missing(plan, self._found(plan))
 
     def _again(self, span: Span, prefix: Prefix, *, learn: bool) -> bool:
         """Whether a pack that was recognised by its text was met behind this prefix before."""

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from kp_core.compose import Composer, ExactComposer
+from kp_core.compose import Composer, ExactComposer, Order
 from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
@@ -64,6 +64,10 @@ _ABOUT: Mapping[str, str] = {
         "a prompt stays as long as it was however often an agent searched."
     ),
     "recognise": ("Exact texts of packs of at least 64 tokens, in messages of trusted roles, are read from their KV."),
+    "order": (
+        "`given`: packs stand in the order in which they were named. `free`: packs side by side in one message are a "
+        "set; they are sent in the order that leaves the fewest tokens to compute, each once."
+    ),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
@@ -105,6 +109,7 @@ class Request(Sampling):
     placement: Placement = "in_place"
     compact: bool = False
     recognise: bool = True
+    order: Order = "given"
     composer: Composer = _EXACT
     mismatch: Mismatch = "error"
     steering: AskedSteering | None = None
@@ -128,6 +133,8 @@ class Request(Sampling):
             raise SamplingError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
         if self.mismatch not in ("error", "rebuild", "accept"):
             raise OptionError(f"Got mismatch={self.mismatch!r}; expected 'error', 'rebuild' or 'accept'.")
+        if self.order not in ("given", "free"):
+            raise OptionError(f"Got order={self.order!r}; expected 'given' or 'free'.")
         if not isinstance(self.composer, Composer) or isinstance(self.composer, type):
             raise OptionError(
                 f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "
@@ -216,6 +223,11 @@ class Generation:
     """The calls that were completed, in order."""
     reasoning: str = ""
     """What stood in the `<think>` block."""
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The handles of the packs that the prompt held, in the order in which they were sent."""
+        return tuple(span.handle for span in self.prompt.spans)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,11 @@ class Session:
 
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(self.template, self.engine.identity, self.max_positions)
+        return Planner(self.template, self.engine.identity, self.max_positions, self._found)
+
+    def _found(self, plan: Plan) -> int:
+        """How many tokens of a prompt, from the first on, are in memory."""
+        return self._cache("found").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
@@ -123,8 +127,7 @@ class Session:
         """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
-        found = self._cache("explain").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
-        return explain(plan, found, seconds / tokens if tokens else self._probe())
+        return explain(plan, self._found(plan), seconds / tokens if tokens else self._probe())
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.

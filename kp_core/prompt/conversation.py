@@ -118,9 +118,8 @@ def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[T
         new: dict[str, PackRef] = {}
         for span in spans:
             brought = [part for at in span for part in turns[at].segments if _by_handle(part)]
-            for part in brought:
-                if part.handle not in seen:
-                    new.setdefault(part.handle, replace(part, memory=True, batch=span.start))
+            fresh = {part.handle: part for part in reversed(brought) if part.handle not in seen | new.keys()}
+            new |= {name: replace(fresh[name], memory=True, batch=span.start) for name in reversed(fresh)}
         seen |= new.keys()
         if anchor < 0:
             orphans = list(new.values())

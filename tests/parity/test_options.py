@@ -37,6 +37,7 @@ VALUES = {
     "placement": lambda _: "system",
     "compact": lambda _: True,
     "recognise": lambda _: False,
+    "order": lambda _: "free",
     "composer": lambda _: NaiveComposer(),
     "mismatch": lambda _: "rebuild",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),

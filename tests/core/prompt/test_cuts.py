@@ -14,7 +14,7 @@ HEAD, GAP, QUESTION, PASS = 10, 2, 20, 64
 
 
 def message(sizes, *, home=True, question=QUESTION, lead=0, batches=None):
-    """A prompt of one message: a lead, packs of `sizes` tokens that stand `GAP` apart, a question; the first is home."""
+    """A prompt of one message: a lead, packs of `sizes` tokens `GAP` apart, a question; the first pack is at home."""
     ids = [1] * (HEAD + lead)
     spans = []
     for number, size in enumerate(sizes):
