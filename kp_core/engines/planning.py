@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 
-from kp_core.compose import Composer, NaiveComposer
+from kp_core.compose import Composer, ExactComposer, NaiveComposer
 from kp_core.engines.ordering import Missing, Ordering, missing
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Request
@@ -101,6 +101,8 @@ class Planner:
         prompt, reordered = self._ordering.prompt(
             render, lambda prompt: self._missing(prompt, request), is_free=request.order == "free", learn=learn
         )
+        if request.upgrade == "background" and self._is_upgraded(prompt, request):
+            request = replace(request, composer=ExactComposer())
         cuts, sourced = self._cut(prompt, request, learn=learn)
         prompt = cuts.prompt
         blocks = self.blocks(prompt, cuts, request)
@@ -179,6 +181,18 @@ class Planner:
             return home or span in sourced.composed
 
         return cut(prompt, self._chunk_tokens, stands), sourced
+
+    def exact(self, plan: Plan) -> Plan:
+        """The plan for the same prompt with nothing composed."""
+        cuts, sourced = self._cut(plan.prompt, Request())
+        return replace(plan, prompt=cuts.prompt, regions=plan_regions(cuts, sourced.packs))
+
+    def _is_upgraded(self, prompt: Prompt, request: Request) -> bool:
+        """Whether the packs of a prompt, up to the last one, are in memory as exact composition has them."""
+        if request.composer.exact or not prompt.spans:
+            return False
+        plan = self.exact(Plan(prompt, (), reuse=request.reuse, deterministic=request.deterministic))
+        return self._found(plan) >= prompt.spans[-1].stop
 
     def _missing(self, prompt: Prompt, request: Request) -> Missing:
         """What a prompt would cost to compute now."""

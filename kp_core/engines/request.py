@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from kp_core.compose import Composer, ExactComposer, Order
+from kp_core.compose import Composer, ExactComposer, Order, composer_of
 from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
@@ -40,6 +40,7 @@ __all__ = [
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
+Upgrade: TypeAlias = Literal["none", "background"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 
 _EXACT = ExactComposer()
@@ -69,6 +70,10 @@ _ABOUT: Mapping[str, str] = {
         "set; they are sent in the order that leaves the fewest tokens to compute, each once."
     ),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
+    "upgrade": (
+        "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the next "
+        "request with these packs is exact and as fast. `none` (default) leaves it."
+    ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
         "of the same model in other numerics as an approximation."
@@ -111,6 +116,7 @@ class Request(Sampling):
     recognise: bool = True
     order: Order = "given"
     composer: Composer = _EXACT
+    upgrade: Upgrade = "none"
     mismatch: Mismatch = "error"
     steering: AskedSteering | None = None
     scope: Scope | None = None
@@ -133,8 +139,13 @@ class Request(Sampling):
             raise SamplingError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
         if self.mismatch not in ("error", "rebuild", "accept"):
             raise OptionError(f"Got mismatch={self.mismatch!r}; expected 'error', 'rebuild' or 'accept'.")
+        if self.upgrade not in ("none", "background"):
+            raise OptionError(f"Got upgrade={self.upgrade!r}; expected 'none' or 'background'.")
         if self.order not in ("given", "free"):
             raise OptionError(f"Got order={self.order!r}; expected 'given' or 'free'.")
+        named: object = self.composer
+        if isinstance(named, str):
+            object.__setattr__(self, "composer", composer_of(named))
         if not isinstance(self.composer, Composer) or isinstance(self.composer, type):
             raise OptionError(
                 f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "

@@ -12,13 +12,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from statistics import fmean
 from typing import Any, cast
 
 from tqdm.auto import tqdm
 
 from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStream
+from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
@@ -26,6 +27,7 @@ from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
+from kp_core.engines.upgrading import exact_steps
 from kp_core.errors import BusyError, ShortTextError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
@@ -69,7 +71,7 @@ class Session:
         """The model's tokenizer."""
         self.max_positions = engine.max_positions
         """Most tokens of prompt and answer together."""
-        self._idle = IdleQueue()
+        self._idle, self._doubts = IdleQueue(), Doubts()
         self._planning = threading.Lock()
         self._pace = (0, 0.0)  # Tokens computed, and seconds until their first answers.
 
@@ -257,7 +259,11 @@ class Session:
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         self._need("deterministic", "deterministic=True", needed=request.deterministic)
         if learn:
+            self._doubts.say(plan, request.view, self.fingerprint.identity)
             self._compile(learned, request)
+            if request.upgrade == "background" and any(region.composer for region in plan.regions):
+                with suppress(BusyError):  # It will be met again.
+                    self.when_idle(exact_steps(self.engine, planner.exact(plan)))
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
 
     def _run(self, plan: Plan) -> TokenStream:
@@ -287,9 +293,8 @@ class Session:
                 put(replace(each.pack(), kv=kv))
                 yield
 
-        with suppress(BusyError):  # It will be met again.
-            for each in learned:
-                self.when_idle(partial(work, each))
+            with suppress(BusyError):  # It will be met again.
+                self.when_idle(work)
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:

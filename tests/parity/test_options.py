@@ -39,6 +39,7 @@ VALUES = {
     "recognise": lambda _: False,
     "order": lambda _: "free",
     "composer": lambda _: NaiveComposer(),
+    "upgrade": lambda _: "background",
     "mismatch": lambda _: "rebuild",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),
     "scope": lambda _: "system",
