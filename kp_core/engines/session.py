@@ -293,8 +293,9 @@ class Session:
                 put(replace(each.pack(), kv=kv))
                 yield
 
-            with suppress(BusyError):  # It will be met again.
-                self.when_idle(work)
+        with suppress(BusyError):  # It will be met again.
+            for each in learned:
+                self.when_idle(partial(work, each))
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:
