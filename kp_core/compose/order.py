@@ -21,6 +21,7 @@ Order: TypeAlias = Literal["given", "free"]
 Handles: TypeAlias = tuple[str, ...]
 
 _PLACES = 256
+_LOOKED_AT = 4  # Each costs a rendering.
 _SEQUENCES = 256  # At one place, a few hundred bytes each.
 
 
@@ -96,12 +97,11 @@ class OrderMemory:
         return next((known for known in self._known(group) if wanted == set(known)), None)
 
     def candidates(self, group: Group, is_home: Callable[[PackRef], bool]) -> list[Handles]:
-        """Orders worth looking at: the longest known beginning, and the largest pack at home, each continued."""
+        """Orders worth looking at: the longest known beginnings, and the largest pack at home, each continued."""
         sizes = {pack.handle: len(pack.pack.token_ids) for pack in group.packs}
-        begins: list[Handles] = []
-        shared = [_common(known, sizes) for known in self._known(group)]
-        if longest := max(shared, key=lambda begin: sum(sizes[handle] for handle in begin), default=()):
-            begins.append(longest)
+        # The longest may be gone from memory, so a few are looked at.
+        shared = dict.fromkeys(_common(known, sizes) for known in self._known(group))
+        begins = sorted(filter(None, shared), key=lambda begin: -sum(sizes[handle] for handle in begin))[:_LOOKED_AT]
         home = [pack.handle for pack in group.packs if is_home(pack)]
         if home:
             begins.append((max(home, key=sizes.__getitem__),))

@@ -83,8 +83,11 @@ class Ordering:
                 prompt, best = trial, found
             else:
                 orders, known = {}, set()
-        for at in sorted(set(range(len(given.groups))) - known):
+        for at in range(len(given.groups)):
             group = self._group(at, orders, given)
+            # What was sent in this order may be gone from memory, and something else be there.
+            if at in known and best.tokens < min(len(pack.pack.token_ids) for pack in group.packs):
+                continue
             for order in self._memory.candidates(group, partial(_stands, prompt)):
                 if order != orders.get(at, group.handles):
                     trial = render(arrange=Arrangement({**orders, at: order}))

@@ -93,6 +93,14 @@ def test_a_conversation_keeps_its_order(isles):
     assert second.usage.reused_tokens >= first.prompt.spans[-1].stop
 
 
+def test_what_is_gone_from_memory_holds_nothing_up(isles):
+    engine, free, ask, sent = isles
+    engine.prefill(ask("abcd"), **free | {"order": "given"})
+    engine.clear_cache()
+    engine.prefill(ask("cd", "Why?"), **free | {"order": "given"})
+    assert sent(engine.prefill(ask("abcd", "Who?"), **free))[:2] == "cd"
+
+
 def test_what_is_no_list_keeps_its_order(isles):
     engine, free, ask, sent = isles
     engine.prefill(ask("ba", "Why?"), **free)
