@@ -295,7 +295,7 @@ class Session:
 
         with suppress(BusyError):  # It will be met again.
             for each in learned:
-                self.when_idle(partial(work, each))
+                self.when_idle(lambda each=each: work(each))  # type: ignore[misc]
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:
