@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from kp_core.bundled import bundled_embedder
-from kp_core.compose import Composer, ExactComposer, NaiveComposer
+from kp_core.compose import BlendComposer, Composer, ExactComposer, NaiveComposer, SpliceComposer
 from kp_core.engines.base import Engine, TokenStream
+from kp_core.engines.comparing import Calibration, Comparison, calibrate_composer, compare_composers
 from kp_core.engines.local.tree import PrefixTree
 from kp_core.engines.request import Generation, Request
 from kp_core.engines.session import Session
@@ -35,8 +36,11 @@ from kp_core.usage import Usage
 
 __all__ = [
     "AsyncStream",
+    "BlendComposer",
+    "Calibration",
     "ChatTemplate",
     "ChromaFactStore",
+    "Comparison",
     "Composer",
     "Delta",
     "Embedder",
@@ -68,6 +72,7 @@ __all__ = [
     "SentenceTransformerEmbedder",
     "Session",
     "Span",
+    "SpliceComposer",
     "Steering",
     "Stream",
     "TokenStream",
@@ -77,6 +82,8 @@ __all__ = [
     "Usage",
     "bundled_embedder",
     "bundled_model",
+    "calibrate_composer",
+    "compare_composers",
     "find_handles",
     "load_engine",
     "strip_handles",

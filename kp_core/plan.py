@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal, Protocol, TypeAlias
 
@@ -19,6 +19,9 @@ from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Block
 
 __all__ = ["KeptKV", "Limit", "Plan", "Region", "Sampling", "Source", "plan_regions"]
+
+_GAP_TOKENS = 64
+"""Text between two packs of one stretch; longer text is computed by itself."""
 
 Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
 """Where the KV of a region comes from when the prefix tree lacks it."""
@@ -103,6 +106,8 @@ class Region:
     composer: Composer | None = None
     block: Block | None = None
     label: int = 0
+    spans: tuple[Span, ...] = ()
+    """The packs of a composed stretch, the first of which is `span`."""
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -154,6 +159,8 @@ class Plan:
     """The tokens whose KV `Engine.kv` gives; they are computed, only what stands before them is looked up."""
     reuse: bool = True
     deterministic: bool = False
+    reordered: int = 0
+    """Packs at another place among their neighbours than they were named at."""
     limit: Limit = field(default_factory=Limit, compare=False)
 
     @property
@@ -191,10 +198,28 @@ def plan_regions(
             span = next((each for each in cuts.prompt.spans if each.start <= piece[0] and stop <= each.stop), None)
             composer = None if span is None or blocks else (composed or {}).get(span)
             source: Source = "composed" if composer else "pack" if span in packs and not blocks else "computed"
-            label = 0 if composer is None or span is None else _label(composer, span)
-            _append(regions, Region(*piece, (piece,), source, span, composer, label=label))
+            _append(regions, Region(*piece, (piece,), source, span, composer))
             done = stop
-    return tuple(regions)
+    return _stretched(regions)
+
+
+def _stretched(regions: Sequence[Region]) -> tuple[Region, ...]:
+    """`regions` with what one composer makes, and the few tokens between, as one: it is filled in one go."""
+    made: list[Region] = []
+    for region in regions:
+        new = region
+        if region.composer is not None and region.span is not None:
+            spans: tuple[Span, ...] = (region.span,)
+            gap = made[-1] if made and made[-1].source == "computed" and len(made[-1]) <= _GAP_TOKENS else None
+            before = made[-1 if gap is None else -2] if len(made) > (gap is not None) else None
+            if before is not None and before.composer == region.composer:
+                pieces = [before, *([] if gap is None else [gap]), region]
+                del made[-len(pieces) + 1 :]
+                spans, chunks = (*before.spans, *spans), tuple(chunk for piece in pieces for chunk in piece.chunks)
+                new = replace(region, start=before.start, chunks=chunks, span=before.span)
+            new = replace(new, spans=spans, label=_label(region.composer, spans, new.start))
+        made.append(new)
+    return tuple(made)
 
 
 def _append(regions: list[Region], new: Region) -> None:
@@ -209,8 +234,8 @@ def _append(regions: list[Region], new: Region) -> None:
         regions.append(new)
 
 
-def _label(composer: Composer, span: Span) -> int:
-    """A negative number for what `composer` makes of the pack, whose own prefix and numerics matter to it."""
-    pack = span.pack
-    about = f"{composer.key}\0{pack.fingerprint.id}\0{pack.prefix}\0{pack.token_ids}"
+def _label(composer: Composer, spans: Sequence[Span], start: int) -> int:
+    """A negative number for what `composer` makes of the packs, whose own prefix and numerics matter to it."""
+    packs = [(span.start - start, span.pack.fingerprint.id, span.pack.prefix, span.pack.token_ids) for span in spans]
+    about = f"{composer.key}\0{packs}"
     return -1 - int.from_bytes(blake2b(about.encode(), digest_size=16).digest(), "little")

@@ -31,6 +31,8 @@ class Usage:
     """Those of `prompt_tokens` in which packs were recognised by their text."""
     approximate_tokens: int = 0
     """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
+    reordered_packs: int = 0
+    """Packs that were sent at another place among their neighbours than they were named at (`order="free"`)."""
 
     def to_dict(self) -> dict[str, int | float]:
         """The fields by name."""

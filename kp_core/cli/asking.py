@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.columns import Columns
@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from kp_core import Composer, ExactComposer, Generation, Message, NaiveComposer, PackStore
+from kp_core import Generation, Message, PackStore
 from kp_core.cli.places import Place, ReadOptions
 from kp_core.cli.shared import (
     JsonFlag,
@@ -25,6 +25,7 @@ from kp_core.cli.shared import (
     print_json,
     spread,
 )
+from kp_core.compose import Order, composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError
@@ -34,7 +35,6 @@ __all__ = ["ask", "chat"]
 
 _NOTHING = "none, as no fact passes the filter"
 _INSTRUCTION = "Answer the question with a few words, using the facts."
-_COMPOSERS: Mapping[str, Composer] = {"exact": ExactComposer(), "naive": NaiveComposer()}
 
 _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 
@@ -46,9 +46,16 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
     kv: Annotated[KV, typer.Option(help="Store KV or not; auto: whichever is faster on this machine.")] = "lazy"
     composer: Annotated[
-        Literal["exact", "naive"],
-        typer.Option(help="Makes the KV of packs behind other packs; naive is wrong, for measuring."),
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Makes the KV of packs behind other packs: exact, or an approximation by name: splice, "
+            "blend:r=0.15,rule=first (or deviation, attention); naive is wrong, for measuring.",
+        ),
     ] = "exact"
+    order: Annotated[
+        Order, typer.Option(help="Free: facts are sent in the order that leaves the fewest tokens to compute.")
+    ] = "given"
     mismatch: Annotated[
         Mismatch, typer.Option(help="What to do with a pack of another model; accept: of other numerics only.")
     ] = "error"
@@ -64,7 +71,8 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
         steering = None if self.steering is None else (load_steering(self.steering), self.alpha)
-        return {"composer": _COMPOSERS[self.composer], "mismatch": self.mismatch, "steering": steering}
+        made = {"composer": composer_of(self.composer), "order": self.order}
+        return made | {"mismatch": self.mismatch, "steering": steering}
 
 
 @spread

@@ -1,7 +1,24 @@
 """Composers: what a pack's KV may stand for, in a prompt that holds several packs."""
 
-from kp_core.compose.base import Composer, Forward
+from kp_core.compose.base import Composer, Forward, Stretch
+from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
+from kp_core.compose.names import composer_of
+from kp_core.compose.order import Order
+from kp_core.compose.splice import SpliceComposer
+from kp_core.compose.stretch import join, recompute
 
-__all__ = ["Composer", "ExactComposer", "Forward", "NaiveComposer"]
+__all__ = [
+    "BlendComposer",
+    "Composer",
+    "ExactComposer",
+    "Forward",
+    "NaiveComposer",
+    "Order",
+    "SpliceComposer",
+    "Stretch",
+    "composer_of",
+    "join",
+    "recompute",
+]

@@ -3,20 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
+from kp_core.rope import Rope
 
-__all__ = ["Composer", "Forward"]
+__all__ = ["Composer", "Forward", "Stretch"]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The tokens `start:stop` of a prompt that a composer makes KV for: packs, and the few tokens between them.
+
+    `token_ids` are those of the stretch, `behind` those of the prompt from `stop` on, which end with the question.
+    """
+
+    start: int
+    stop: int
+    spans: tuple[Span, ...]
+    token_ids: tuple[int, ...]
+    behind: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def between(self) -> tuple[int, ...]:
+        """The positions, counted from `start`, of the tokens that no pack delivers."""
+        inside = {at for span in self.spans for at in range(span.start, span.stop)}
+        return tuple(at - self.start for at in range(self.start, self.stop) if at not in inside)
 
 
 class Forward(Protocol):
-    """What a composer computes with."""
+    """What a composer computes with: the model, and what stands before the stretch.
 
-    def __call__(self, ids: Sequence[int], past: KVTensors | None = None) -> KVTensors:
-        """KV of `ids` behind `past`: per layer `(kv_heads, len(ids), head_dim)`."""
+    Attention masks by position: a token at position `p` sees what stands at positions up to `p`, in whatever order the
+    keys come. So queries need not be the tail of the keys.
+    """
+
+    @property
+    def before(self) -> KVTensors | None:
+        """KV of all tokens before the stretch, not to be changed; `None` at the beginning of the prompt."""
+
+    @property
+    def rope(self) -> Rope:
+        """Moves keys; raises `UnsupportedRequestError` where the model's RoPE forbids it."""
+
+    def __call__(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int] | None = None,
+        past: KVTensors | None = None,
+        past_positions: Sequence[int] | None = None,
+        layers: int | None = None,
+    ) -> KVTensors:
+        """KV of `ids` behind `past`: per layer `(kv_heads, len(ids), head_dim)`, of the first `layers` layers.
+
+        By default `past` stands at the positions from 0 on, and `ids` behind it.
+        """
+
+    def attention(
+        self, ids: Sequence[int], positions: Sequence[int], past: KVTensors, past_positions: Sequence[int]
+    ) -> Tensor:
+        """How much `ids` look at each token of `past`: weights summed over queries, heads and layers, `(tokens,)`.
+
+        Raises `UnsupportedRequestError` where the model's attention does not tell.
+        """
 
 
 @runtime_checkable
@@ -24,7 +81,8 @@ class Composer(Protocol):
     """Makes the KV of packs that do not stand where they were compiled.
 
     Packs behind the very prefix they were compiled for are exact and shared by all composers; a composer is asked about
-    the others.
+    the others. What it makes may depend on what stands before a stretch and in it; where it depends on what stands
+    behind as well, its class says `keeps = False`, and the prefix tree does not keep it.
     """
 
     @property
@@ -38,9 +96,9 @@ class Composer(Protocol):
     def regions(self, prompt: Prompt) -> Sequence[Span]:
         """The spans of `prompt` whose KV it makes; the other ones are computed."""
 
-    def fill(self, region: Span, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """KV for the tokens of `region`: per layer `(kv_heads, tokens, head_dim)`.
 
-        `packs` are those of the region, with their KV, and are not to be changed; what comes back is written to the
-        cache as it is. `forward` computes with the model.
+        `packs` are those of the region's spans, with their KV, and are not to be changed; what comes back is written to
+        the cache as it is. `forward` computes with the model; `kp_core.compose.stretch` has what most methods need.
         """

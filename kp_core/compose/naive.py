@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose.base import Forward
+from kp_core.compose.base import Forward, Stretch
+from kp_core.compose.stretch import join
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
@@ -28,9 +29,9 @@ class NaiveComposer:
         """All packs."""
         return prompt.spans
 
-    def fill(self, region: Span, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:  # noqa: ARG002
-        """The pack's KV as it is."""
-        [pack] = packs
-        if pack.kv is None:
+    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+        """The packs' KV as it is."""
+        parts = [pack.kv for pack in packs if pack.kv is not None]
+        if len(parts) < len(packs):
             raise KVShapeError(f"Got a lazy pack for the region {region.start}:{region.stop}; expected its KV.")
-        return pack.kv
+        return join(region, parts, forward)

@@ -67,10 +67,11 @@ def explicit_packs(
 ) -> tuple[PackRef, ...]:
     """Packs that a caller named outright; a handle that does not resolve is an error here, not text."""
     references = []
-    for pack in packs:
+    # The list of an agent's memory grows by one pack after the other, so each is a batch of its own.
+    for number, pack in enumerate(packs, 1):
         if isinstance(pack, KnowledgePack):
             name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
-            references.append(PackRef(name, checked.check(pack, name)))
+            references.append(PackRef(name, checked.check(pack, name), batch=-number))
             continue
         handle = Handle.parse(pack)
         found = None if view is None else checked_view(view, checked).resolve(handle, "system")
@@ -78,5 +79,5 @@ def explicit_packs(
             raise PackNotFoundError(
                 f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."
             )
-        references.append(PackRef(pack, found))
+        references.append(PackRef(pack, found, batch=-number))
     return tuple(references)

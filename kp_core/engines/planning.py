@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 
-from kp_core.compose import Composer, NaiveComposer
+from kp_core.compose import Composer, ExactComposer, NaiveComposer
 from kp_core.engines.keeping import Keeper
+from kp_core.engines.ordering import Missing, Ordering, missing
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
@@ -55,7 +57,15 @@ class _Sourced:
 class Planner:
     """Makes plans for one model."""
 
-    def __init__(self, template: ChatTemplate, identity: ModelFingerprint, max_positions: int) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        identity: ModelFingerprint,
+        max_positions: int,
+        found: Callable[[Plan], int],
+    ) -> None:
+        """`found` tells how many tokens of a prompt, from the first on, are in memory."""
+        self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._chunk_tokens = int(identity.chunk_tokens)
         self._keeper = Keeper(template, identity)
@@ -82,7 +92,8 @@ class Planner:
         readable = None
         if view is not None:
             readable = replace(checked_view(view, checked), recognise=view.recognise and request.recognise)
-        prompt = self._template.render(
+        render = partial(
+            self._template.render,
             messages,
             view=readable,
             packs=explicit_packs(request.packs, view, checked),
@@ -91,6 +102,11 @@ class Planner:
             shape=request.shape,
             thinking=request.thinking,
         )
+        prompt, reordered = self._ordering.prompt(
+            render, lambda prompt: self._missing(prompt, request, checked), is_free=request.order == "free", learn=learn
+        )
+        if request.upgrade == "background" and self._is_upgraded(prompt, request, checked):
+            request = replace(request, composer=ExactComposer())
         cuts, sourced = self._cut(prompt, request, checked, learn=learn)
         prompt = cuts.prompt
         blocks = self.blocks(prompt, cuts, request)
@@ -104,6 +120,7 @@ class Planner:
             reuse=request.reuse,
             # What is behind decoded KV could not be read again bit for bit.
             deterministic=request.deterministic or (request.keep == "always" and view is not None),
+            reordered=reordered,
             limit=limit,
         )
         if blocks:
@@ -193,6 +210,25 @@ class Planner:
         else:
             return None
         return True
+
+    def exact(self, plan: Plan) -> Plan:
+        """The plan for the same prompt with nothing composed."""
+        cuts, sourced = self._cut(plan.prompt, Request(), plan.packs)
+        return replace(plan, prompt=cuts.prompt, regions=plan_regions(cuts, sourced.packs))
+
+    def _is_upgraded(self, prompt: Prompt, request: Request, source: PackSource) -> bool:
+        """Whether the packs of a prompt, up to the last one, are in memory as exact composition has them."""
+        if request.composer.exact or not prompt.spans:
+            return False
+        plan = self.exact(Plan(prompt, (), packs=source, reuse=request.reuse, deterministic=request.deterministic))
+        return self._found(plan) >= prompt.spans[-1].stop
+
+    def _missing(self, prompt: Prompt, request: Request, source: PackSource) -> Missing:
+        """What a prompt would cost to compute now."""
+        cuts, sourced = self._cut(prompt, request, source)
+        regions = plan_regions(cuts, sourced.packs, sourced.composed)
+        plan = Plan(cuts.prompt, regions, reuse=request.reuse, deterministic=request.deterministic)
+        return missing(plan, self._found(plan))
 
     def _again(self, span: Span, prefix: Prefix, *, learn: bool) -> bool:
         """Whether a pack that was recognised by its text was met behind this prefix before."""

@@ -138,6 +138,7 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         ttft_s=ttft,
         recognised_tokens=prompt.recognised_tokens,
         approximate_tokens=stream.approximate_tokens,
+        reordered_packs=plan.reordered,
     )
 
 

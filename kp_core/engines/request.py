@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from kp_core.compose import Composer, ExactComposer
+from kp_core.compose import Composer, ExactComposer, Order, composer_of
 from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
@@ -42,6 +42,7 @@ __all__ = [
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
+Upgrade: TypeAlias = Literal["none", "background"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 
 _EXACT = ExactComposer()
@@ -66,6 +67,10 @@ _ABOUT: Mapping[str, str] = {
         "a prompt stays as long as it was however often an agent searched."
     ),
     "recognise": ("Exact texts of packs of at least 64 tokens, in messages of trusted roles, are read from their KV."),
+    "order": (
+        "`given`: packs stand in the order in which they were named. `free`: packs side by side in one message are a "
+        "set; they are sent in the order that leaves the fewest tokens to compute, each once."
+    ),
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
         "Whether KV that was computed behind other packs is kept in the store of the view, so that it survives a "
@@ -75,6 +80,10 @@ _ABOUT: Mapping[str, str] = {
     "keep_in": (
         "The namespace of this conversation: where KV behind its own words is kept. By default that of the view, when "
         "it has one alone; with several, such KV is not kept."
+    ),
+    "upgrade": (
+        "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the next "
+        "request with these packs is exact and as fast. `none` (default) leaves it."
     ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
@@ -116,9 +125,11 @@ class Request(Sampling):
     placement: Placement = "in_place"
     compact: bool = False
     recognise: bool = True
+    order: Order = "given"
     composer: Composer = _EXACT
     keep: Keep = "used_twice"
     keep_in: str | None = None
+    upgrade: Upgrade = "none"
     mismatch: Mismatch = "error"
     steering: AskedSteering | None = None
     scope: Scope | None = None
@@ -143,6 +154,13 @@ class Request(Sampling):
             raise OptionError(f"Got mismatch={self.mismatch!r}; expected 'error', 'rebuild' or 'accept'.")
         if self.keep not in ("used_twice", "always", "never"):
             raise OptionError(f"Got keep={self.keep!r}; expected 'used_twice', 'always' or 'never'.")
+        if self.upgrade not in ("none", "background"):
+            raise OptionError(f"Got upgrade={self.upgrade!r}; expected 'none' or 'background'.")
+        if self.order not in ("given", "free"):
+            raise OptionError(f"Got order={self.order!r}; expected 'given' or 'free'.")
+        named: object = self.composer
+        if isinstance(named, str):
+            object.__setattr__(self, "composer", composer_of(named))
         if not isinstance(self.composer, Composer) or isinstance(self.composer, type):
             raise OptionError(
                 f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "
@@ -231,6 +249,11 @@ class Generation:
     """The calls that were completed, in order."""
     reasoning: str = ""
     """What stood in the `<think>` block."""
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The handles of the packs that the prompt held, in the order in which they were sent."""
+        return tuple(span.handle for span in self.prompt.spans)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from statistics import fmean
 from typing import Any, cast
 
 from tqdm.auto import tqdm
 
 from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStream
+from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
@@ -27,6 +28,7 @@ from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
+from kp_core.engines.upgrading import exact_steps
 from kp_core.errors import BusyError, ShortTextError, UnsupportedRequestError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -71,7 +73,7 @@ class Session:
         """The model's tokenizer."""
         self.max_positions = engine.max_positions
         """Most tokens of prompt and answer together."""
-        self._idle = IdleQueue()
+        self._idle, self._doubts = IdleQueue(), Doubts()
         self._planning = threading.Lock()
         self._pace = (0, 0.0)  # Tokens computed, and seconds until their first answers.
 
@@ -82,7 +84,11 @@ class Session:
 
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(self.template, self.engine.identity, self.max_positions)
+        return Planner(self.template, self.engine.identity, self.max_positions, self._found)
+
+    def _found(self, plan: Plan) -> int:
+        """How many tokens of a prompt, from the first on, are in memory."""
+        return self._cache("found").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
 
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
@@ -126,8 +132,7 @@ class Session:
         """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
-        found = self._cache("explain").found(plan) if "cache" in self.engine.supports and plan.reuse else 0
-        return explain(plan, found, seconds / tokens if tokens else self._probe())
+        return explain(plan, self._found(plan), seconds / tokens if tokens else self._probe())
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
@@ -259,7 +264,11 @@ class Session:
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         self._need("deterministic", "deterministic=True", needed=request.deterministic)
         if learn:
+            self._doubts.say(plan, request.view, self.fingerprint.identity)
             self._compile(learned, request)
+            if request.upgrade == "background" and any(region.composer for region in plan.regions):
+                with suppress(BusyError):  # It will be met again.
+                    self.when_idle(exact_steps(self.engine, planner.exact(plan)))
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
 
     def _run(self, plan: Plan) -> TokenStream:
@@ -292,7 +301,7 @@ class Session:
 
         with suppress(BusyError):  # It will be met again.
             for each in learned:
-                self.when_idle(partial(work, each))
+                self.when_idle(lambda each=each: work(each))  # type: ignore[misc]
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:

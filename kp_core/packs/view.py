@@ -29,6 +29,8 @@ class PackRef:
     memory: bool = False
     recognised: bool = False
     """Whether the message holds the pack's text itself: the prompt is the same with and without the pack."""
+    batch: int = 0
+    """In memory: packs of one number came together, in one message or exchange."""
 
     @property
     def text(self) -> str:

@@ -83,9 +83,12 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
 
 def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
     """`turns` with each pack's handle in place of the pack, and the packs in order of first appearance."""
-    packs = [part for turn in turns for part in turn.segments if _by_handle(part)]
+    brought = ((at, part) for at, turn in enumerate(turns) for part in turn.segments if _by_handle(part))
+    found: dict[str, PackRef] = {}
+    for number, pack in brought:
+        found.setdefault(pack.handle, replace(pack, batch=number))
     lifted = [turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns]
-    return tuple(lifted), tuple({pack.handle: pack for pack in packs}.values())
+    return tuple(lifted), tuple(found.values())
 
 
 def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
@@ -112,8 +115,11 @@ def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[T
     made: list[Turn | None] = list(turns)
     seen, orphans = set(elsewhere), []
     for anchor, spans in held.items():
-        brought = [part for span in spans for at in span for part in turns[at].segments if _by_handle(part)]
-        new = {part.handle: replace(part, memory=True) for part in brought if part.handle not in seen}
+        new: dict[str, PackRef] = {}
+        for span in spans:
+            brought = [part for at in span for part in turns[at].segments if _by_handle(part)]
+            fresh = {part.handle: part for part in reversed(brought) if part.handle not in seen | new.keys()}
+            new |= {name: replace(fresh[name], memory=True, batch=span.start) for name in reversed(fresh)}
         seen |= new.keys()
         if anchor < 0:
             orphans = list(new.values())

@@ -8,7 +8,7 @@ is what goes wrong elsewhere: a second call repeats the default system message, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
@@ -111,6 +111,7 @@ class ChatTemplate:
         compact: bool = False,
         shape: AnswerShape = _FREE,
         thinking: bool | None = None,
+        arrange: Callable[[Sequence[Turn]], Sequence[Turn]] | None = None,
         add_generation_prompt: bool = True,
     ) -> Prompt:
         """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
@@ -119,7 +120,7 @@ class ChatTemplate:
         order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought
         nothing but packs shrink to the latest call (see `kp_core.prompt.conversation.compacted`). The tools of `shape`
         are shown by the template where it can, else listed at the end of the system message, as is the schema of the
-        answer. `thinking` switches templates that can.
+        answer. `thinking` switches templates that can. `arrange` may put packs in another order.
 
         Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
         """
@@ -134,6 +135,8 @@ class ChatTemplate:
             turns, _ = lift_packs(turns)
         if packs:
             turns = with_memory(turns, packs)
+        if arrange is not None:
+            turns = tuple(arrange(turns))
         switches = self._switches(thinking=thinking)
         if shape.tools:
             turns = self._shaper.offer(turns, shape.tools)

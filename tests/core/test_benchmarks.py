@@ -10,7 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import accumulation, common, equivalence, kills, recognition, routing, scale, side_by_side, ttft
+from benchmarks import (
+    accumulation,
+    common,
+    composition,
+    equivalence,
+    kills,
+    recognition,
+    routing,
+    scale,
+    side_by_side,
+    ttft,
+)
 from benchmarks.synthetic import synthetic
 
 
@@ -212,3 +223,23 @@ def test_synthetic_facts_are_told_apart_by_two_of_three_words() -> None:
     assert len(parts) > 20
     for one, other in itertools.combinations(parts, 2):
         assert sum(mine == theirs for mine, theirs in zip(one, other, strict=True)) <= 1
+
+
+def test_needles_hold_their_answer() -> None:
+    for question in composition.needles(20):
+        assert sum(question.answer in text for text in question.texts) == 1
+        assert question.asked.split()[-1].rstrip("?") in next(t for t in question.texts if question.answer in t)
+
+
+@pytest.mark.slow
+def test_composition(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--packs", "2", "400", "--sizes", "25", "--shares", "0.5", "--pairs", "1", "--limit", "1"]
+    passages = ["--passages", data("wiki_passages.jsonl")]
+    composition.main(["--data", data("hotpotqa_gold.jsonl"), *passages, *sizes, "--json", str(out)])
+    rows = json.loads(out.read_text())["rows"]
+    timed = {row["variant"]: row for row in rows if "ttft_s" in row}
+    assert timed["exact"]["kl"] == timed["free"]["kl"] == 0
+    assert timed["free, all seen"]["computed"] <= timed["exact"]["computed"]
+    assert {row["set"] for row in rows if "em" in row} == {"hotpotqa", "needle"}
+    assert [row["packs"] for row in rows if row["composer"] == "left out"] == [400]

@@ -23,17 +23,20 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     """Causal attention of the last `query` tokens of a sequence over all of it.
 
     `query` is `(batch, heads, new, head_dim)`, `key` and `value` are `(batch, kv_heads, tokens, head_dim)`; returns
-    `(batch, new, heads, head_dim)`. `module` and `attention_mask` are part of the interface; sequences here carry no
-    padding, so causality is all the mask there is.
+    `(batch, new, heads, head_dim)`. Sequences here carry no padding, so causality is all the mask there is, unless
+    `attention_mask`, `(batch, 1, new, tokens)`, is added: tokens then stand at any positions. With it, a list
+    `kp_weights` takes how much the queries look at each key, `(tokens,)`, summed over queries and heads.
 
     Raises `ValueError` when a model asks for what this does not do (softcap, sinks, windows, position bias).
     """
-    del module, attention_mask
+    del module
     asked = [name for name in ("softcap", "s_aux", "sliding_window", "position_bias") if extra.get(name) is not None]
     if asked:
         raise ValueError(f"Split attention does not do {', '.join(asked)}.")
     new, tokens = query.shape[2], key.shape[2]
-    if 1 < new < tokens:
+    if attention_mask is not None and attention_mask.ndim == 4:
+        output = _placed(query, key, value, attention_mask, scaling, extra.get("kp_weights"))
+    elif 1 < new < tokens:
         splits = query.device.type == "cpu" and key.shape[3] == value.shape[3]
         attend = _past_and_present if splits else _masked
         output = attend(query, key, value, scaling)
@@ -72,6 +75,18 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
     heads, new, tokens = query.shape[1], query.shape[2], key.shape[2]
     key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
     mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
+    return _attention(query, key, value, attn_mask=mask, scale=scale)
+
+
+def _placed(  # noqa: PLR0913
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, weights: object
+) -> Tensor:
+    """As the mask says; `weights` is a list to add to, or nothing."""
+    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    if isinstance(weights, list):
+        factor = query.shape[3] ** -0.5 if scale is None else scale
+        scores = query.float() @ key.float().mT * factor + mask.float()
+        weights.append(scores.softmax(dim=-1).sum(dim=(0, 1, 2)))
     return _attention(query, key, value, attn_mask=mask, scale=scale)
 
 

@@ -7,19 +7,24 @@ import inspect
 import itertools
 import logging
 import time
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kp_core.engines.hf import attention
+from kp_core.engines.hf.cache import cache_of
+from kp_core.engines.hf.placed import forward_at, rope_of
 from kp_core.engines.hf.sampling import Sampler
-from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer
+from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.errors import UnsupportedModelError
+from kp_core.kv import KVTensors
 from kp_core.plan import Sampling
+from kp_core.rope import Rope
 
 __all__ = ["CausalModel"]
 
@@ -78,17 +83,17 @@ class CausalModel:
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         """
         if not logits:
-            self._model.base_model(input_ids=ids, past_key_values=_cache_of(buffer), use_cache=True)
+            self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
             return None
         keep = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self._model(input_ids=ids, past_key_values=_cache_of(buffer), use_cache=True, **keep)
+        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True, **keep)
         last: Tensor = output.logits[:, -1]
         return last.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
-        output = self._model(input_ids=ids, past_key_values=_cache_of(buffer), use_cache=True)
+        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
         every: Tensor = output.logits[0]
         return every.clone()
 
@@ -101,6 +106,25 @@ class CausalModel:
         if logits is not None:
             logits.cpu()  # An accelerator is waited for.
         return (time.perf_counter() - began) / tokens
+
+    def forward_at(  # noqa: PLR0913 - as `PlacedModel` has it
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        past: KVTensors | None,
+        past_positions: Sequence[int],
+        *,
+        layers: int | None = None,
+        weights: list[Tensor] | None = None,
+    ) -> KVTensors:
+        """KV of `ids` at any `positions`; see `kp_core.engines.hf.placed`."""
+        base = self._model.base_model
+        return forward_at(base, self.shape, ids, positions, past, past_positions, layers=layers, weights=weights)
+
+    @cached_property
+    def rope(self) -> Rope:
+        """How keys are moved; raises `UnsupportedRequestError` where they cannot be."""
+        return rope_of(self._model.base_model, self.shape, rope_parameters(self.config))
 
     def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
         """How the next token is chosen."""
@@ -149,44 +173,6 @@ class CausalModel:
         edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
         return torch.cat([step for step in steps if step is not None]).float()
-
-
-class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a buffer."""
-
-    is_sliding = False
-
-    def __init__(self, layer: BufferLayer) -> None:
-        super().__init__()
-        self._layer = layer
-        self.keys, self.values = layer.keys, layer.values
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: a buffer is allocated whole."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `BufferLayer.update`."""
-        return self._layer.update(key_states, value_states)
-
-    def get_seq_length(self) -> int:
-        """Tokens filled."""
-        return self._layer.length
-
-    def get_max_length(self) -> int:
-        """Tokens there is memory for."""
-        return int(self.keys.shape[2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will see."""
-        return self._layer.length + query_length, 0
-
-
-def _cache_of(buffer: KVBuffer) -> Cache:
-    """The cache that reads and writes `buffer`."""
-    if not isinstance(buffer.view, Cache):
-        buffer.view = Cache(layers=[_Layer(layer) for layer in buffer.layers])
-    return buffer.view
 
 
 def refuse_unsupported(config: Any) -> None:  # noqa: ANN401

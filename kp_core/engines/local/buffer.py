@@ -87,6 +87,13 @@ class KVBuffer:
             tuple(layer.values[row, :, start:stop] for layer in self.layers),
         ).clone()
 
+    def view_of(self, start: int, stop: int) -> KVTensors:
+        """The tokens `start:stop` of the first sequence, as views that are right until the buffer is written there."""
+        return KVTensors(
+            tuple(layer.keys[0, :, start:stop] for layer in self.layers),
+            tuple(layer.values[0, :, start:stop] for layer in self.layers),
+        )
+
     def shared(self, runs: Sequence[Run]) -> int:
         """How many of `runs` this buffer holds already, from the first on."""
         count = 0

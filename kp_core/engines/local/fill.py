@@ -11,8 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kp_core.compose import Stretch
 from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
+from kp_core.engines.local.computing import Computing, PlacedModel
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -27,7 +29,7 @@ __all__ = ["Cancelled", "Filled", "Filler", "LocalModel"]
 logger = logging.getLogger(__name__)
 
 
-class LocalModel(Protocol):
+class LocalModel(PlacedModel, Protocol):
     """A causal language model on this machine: one chunk in, KV and logits out."""
 
     @property
@@ -139,10 +141,10 @@ class Filler:
         run = self._at(self.match(plan, tree, logits=logits), plan.prompt, capacity)
         try:
             for region in plan.regions:
-                is_composed = region.composer is not None
-                kv = None if region.stop <= run.buffer.length else self._load(region, plan)
-                if is_composed and (kv is not None or region.stop <= run.buffer.length):
-                    run.approximate += 0 if region.composer is None or region.composer.exact else len(region)
+                is_composed, is_there = region.composer is not None, region.stop <= run.buffer.length
+                kv = None if is_there else self._load(region, plan, run)
+                if region.composer is not None and (kv is not None or is_there):
+                    run.approximate += 0 if region.composer.exact else sum(map(len, region.spans))
                 if is_composed and kv is not None:
                     self._keep(run, plan.prompt, region, kv)
                 self._chunks(run, plan, region, kv, logits=logits)
@@ -242,23 +244,27 @@ class Filler:
     def _keep(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors) -> None:
         """Write the KV of a labelled region to the buffer, and to the tree as one node."""
         run.buffer.append(kv)
-        if run.path.is_open and run.path.tokens == region.start:
+        # What depends on what stands behind it is found by no other prompt.
+        is_kept = getattr(region.composer, "keeps", True)
+        if is_kept and run.path.is_open and run.path.tokens == region.start:
             run.path.extend((*prompt.token_ids[region.start : region.stop], region.label), kv)
 
-    def _load(self, region: Region, plan: Plan) -> KVTensors | None:
+    def _load(self, region: Region, plan: Plan, run: Filled) -> KVTensors | None:
         """The KV that a pack or a composer brings for a region, on the device of the cache."""
         if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
             return None
-        span = region.span
-        pack = self._read(span, plan)
-        if pack is None or pack.kv is None:
-            logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
-            return None
-        kv = pack.kv if region.composer is None else region.composer.fill(span, [pack], self._forward)
-        if kv.tokens != len(region):
+        packs = []
+        for span in region.spans or (region.span,):
+            pack = self._read(span, plan)
+            if pack is None or pack.kv is None:
+                logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
+                return None
+            packs.append(pack)
+        kv = packs[0].kv if region.composer is None else self._compose(region, packs, plan, run)
+        if kv is None or kv.tokens != len(region):
             raise KVShapeError(
-                f"The composer {region.composer and region.composer.key!r} made KV of {kv.tokens} tokens; expected "
-                f"{len(region)}, as the pack {span.handle} has at its position."
+                f"The composer {region.composer and region.composer.key!r} made KV of {kv and kv.tokens} tokens; "
+                f"expected {len(region)}, as the pack {region.span.handle} has at its position."
             )
         return self._placed(kv)
 
@@ -280,15 +286,16 @@ class Filler:
             return None
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
 
-    def _forward(self, ids: Sequence[int], past: KVTensors | None = None) -> KVTensors:
-        """See `kp_core.compose.Forward`."""
-        before = 0 if past is None else past.tokens
-        buffer = KVBuffer(self.model.shape, before + len(ids))
-        if past is not None:
-            buffer.append(past)
-        for at in range(0, len(ids), self.chunk_tokens):
-            self.forward(ids[at : at + self.chunk_tokens], buffer, logits=False)
-        return buffer.read(before, before + len(ids))
+    def _compose(self, region: Region, packs: Sequence[KnowledgePack], plan: Plan, run: Filled) -> KVTensors | None:
+        """What the composer of a region makes."""
+        if region.composer is None:
+            return None
+        ids = plan.prompt.token_ids
+        stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
+        forward = Computing(self.model, self._computing, run.buffer)
+        kv = region.composer.fill(stretch, packs, forward)
+        run.computed += min(forward.tokens, len(region))
+        return kv
 
 
 def _check(limit: Limit) -> None:

@@ -3,8 +3,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kp_core import ExactComposer, KVTensors, NaiveComposer, PackStore
-from kp_core.compose import Composer
+from kp_core import BlendComposer, ExactComposer, KVTensors, NaiveComposer, PackStore, SpliceComposer
+from kp_core.compose import Composer, join
 from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine
@@ -25,8 +25,8 @@ class Scaled:
         return prompt.spans[1:]
 
     def fill(self, region, packs, forward):
-        [pack] = packs
-        return KVTensors(pack.kv.keys, tuple(value * self.factor for value in pack.kv.values))
+        scaled = [KVTensors(pack.kv.keys, tuple(value * self.factor for value in pack.kv.values)) for pack in packs]
+        return join(region, scaled, forward)
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,19 @@ class Forwarded:
         return prompt.spans
 
     def fill(self, region, packs, forward):
-        return forward(packs[0].token_ids)
+        return join(region, [forward(pack.token_ids) for pack in packs], forward)
 
 
-COMPOSERS = [ExactComposer(), NaiveComposer(), Scaled(0.5), Forwarded()]
+COMPOSERS = [
+    ExactComposer(),
+    NaiveComposer(),
+    Scaled(0.5),
+    Forwarded(),
+    SpliceComposer(),
+    BlendComposer(0.3, "first"),
+    BlendComposer(0.3, "deviation"),
+    BlendComposer(1.0),
+]
 TEXTS = ["The first island is green.", "The second island is blue."]
 
 
@@ -109,6 +118,8 @@ def test_a_composer_that_makes_too_little_is_named(isles):
 
 def test_what_is_no_composer_is_refused_at_the_call(isles):
     engine, request, _, both = isles()
-    with pytest.raises(OptionError, match="Got composer='exact'; expected a composer"):
-        engine.stream(both, **request, composer="exact")
+    with pytest.raises(OptionError, match="Got composer='exakt'; expected one of exact, naive, splice, blend"):
+        engine.stream(both, **request, composer="exakt")
+    with pytest.raises(OptionError, match="Got composer=7; expected a composer"):
+        engine.stream(both, **request, composer=7)
     assert all(isinstance(composer, Composer) for composer in COMPOSERS)

@@ -346,14 +346,13 @@ def test_chunks_depend_on_what_stands_before_only():
     assert [a for a, _ in chunks][1:] == [b for _, b in chunks][:-1]
 
 
-def test_text_between_packs_is_one_chunk_with_the_pack_behind_it():
+def test_packs_that_bring_no_kv_are_one_chunk_with_what_follows():
     made, view = template("plain"), Packs().view()
     together = made.render(f"{HANDLE} and {OTHER} and more", view=view)
     first, second = together.spans
-    edges = [0, first.start, first.stop, second.stop, len(together)]
-    assert cut(together, 1000).chunks == tuple(pairwise(edges))
-    # Where a pack's own KV may stand, it is a chunk of its own, and so is a pack in another message.
-    edges.insert(3, second.start)
+    assert cut(together, 1000).chunks == ((0, first.start), (first.start, len(together)))
+    # Where a pack's own KV may stand, it is a chunk of its own, and a pack in another message begins one.
+    edges = [0, first.start, first.stop, second.start, second.stop, len(together)]
     assert cut(together, 1000, lambda *_: True).chunks == tuple(pairwise(edges))
     apart = made.render(
         [{"role": role, "content": text} for role, text in (("system", HANDLE), ("user", OTHER))], view=view

@@ -1,0 +1,112 @@
+"""Spliced packs of which some tokens are computed again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from kp_core.compose.base import Forward, Stretch
+from kp_core.compose.splice import spliced
+from kp_core.compose.stretch import recompute
+from kp_core.errors import OptionError
+from kp_core.kv import KVTensors
+from kp_core.packs.pack import KnowledgePack
+from kp_core.prompt.prompt import Prompt, Span
+
+__all__ = ["BlendComposer", "Rule"]
+
+Rule: TypeAlias = Literal["first", "deviation", "attention"]
+
+_QUESTION = 32
+"""Tokens of the prompt's end whose attention counts."""
+
+
+@dataclass(frozen=True)
+class BlendComposer:
+    """Splices packs, then computes a share `r` of each pack's tokens anew behind all that stands before them.
+
+    `rule` chooses the tokens: `first`, the first of each pack (EPIC, arXiv 2410.15332); `deviation`, those whose values
+    in the second layer differ most from the pack's (CacheBlend, arXiv 2405.16444, section 4.3); `attention`, those that
+    the question looks at most (ProphetKV), which is never kept, as it depends on the question. With `r=1` nothing is
+    composed and all is exact. Approximate: measure with `compare_composers` before you answer with it.
+
+    Raises `OptionError` for `r` outside [0, 1] or an unknown rule.
+    """
+
+    r: float = 0.15
+    rule: Rule = "first"
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.r, int | float) and 0 <= self.r <= 1):
+            raise OptionError(f"Got r={self.r!r}; expected a share of the tokens to compute anew, from 0 to 1.")
+        if self.rule not in get_args(Rule):
+            raise OptionError(f"Got rule={self.rule!r}; expected one of {', '.join(get_args(Rule))}.")
+
+    @property
+    def exact(self) -> bool:
+        """Only where all tokens are computed."""
+        return self.r == 1
+
+    @property
+    def key(self) -> str:
+        """Method, share and rule."""
+        return f"blend:r={self.r:g},rule={self.rule}"
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what it makes depends on nothing behind it."""
+        return self.rule != "attention"
+
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
+        """All packs, or none where all tokens are to be computed: in such a loop they would round otherwise."""
+        return () if self.exact else prompt.spans
+
+    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+        """The packs' KV, moved, with the chosen tokens computed anew."""
+        kv = spliced(region, packs, forward)
+        if self.r == 0:
+            return kv
+        scores = _RULES[self.rule](region, kv, forward)
+        chosen: list[int] = []
+        for span in region.spans:
+            own = scores[span.start - region.start : span.stop - region.start]
+            best = own.topk(math.ceil(self.r * len(span))).indices
+            chosen += [span.start - region.start + int(at) for at in best]
+        return recompute(region, kv, sorted(chosen), forward)
+
+
+def _first(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:  # noqa: ARG001
+    """The earlier in its pack, the higher."""
+    return -kv.keys[0].new_tensor(range(len(region))).double()
+
+
+def _deviation(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
+    """How far the values of the second layer are from those of the text behind what stands before it."""
+    layer = min(1, kv.layers - 1)
+    positions = range(region.start, region.stop)
+    fresh = forward(region.token_ids, positions, forward.before, layers=layer + 1)
+    apart = fresh.values[layer].float() - kv.values[layer].float()
+    score: Tensor = torch.linalg.vector_norm(apart, dim=-1).sum(dim=0)
+    return score
+
+
+def _attention(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
+    """How much the end of the prompt looks at each token."""
+    before = forward.before
+    past = kv if before is None else KVTensors.concat((before, kv))
+    question = region.behind[-_QUESTION:]
+    end = region.stop + len(region.behind)
+    weights = forward.attention(question, range(end - len(question), end), past, range(past.tokens))
+    return weights[-len(region) :]
+
+
+_RULES: Mapping[Rule, Callable[[Stretch, KVTensors, Forward], Tensor]] = {
+    "first": _first,
+    "deviation": _deviation,
+    "attention": _attention,
+}

@@ -1,0 +1,212 @@
+"""What an approximate composer costs in answers: against exact composition, on the user's own prompts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer
+from kp_core.errors import OptionError
+from kp_core.plan import Plan
+from kp_core.prompt.prompt import common_length
+from kp_core.prompt.resolve import Message
+
+if TYPE_CHECKING:
+    from kp_core.engines.session import Session
+
+__all__ = ["Calibration", "Comparison", "Doubts", "calibrate_composer", "compare_composers"]
+
+logger = logging.getLogger(__name__)
+
+THRESHOLD = 0.95
+"""Share of answers that must be those of exact composition for a composer to be used without a warning."""
+_COMPOSERS: tuple[Composer, ...] = (
+    SpliceComposer(),
+    BlendComposer(0.15, "first"),
+    BlendComposer(0.15, "deviation"),
+    BlendComposer(0.15, "attention"),
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One composer on one prompt, against exact composition of the same token ids."""
+
+    composer: str
+    kl: float
+    """Divergence of the first token's distribution from the exact one, in nats."""
+    same: bool
+    """Whether the greedy answers are token for token the same."""
+    agreement: float
+    """Share of the exact answer up to the first token that differs."""
+    ttft_s: float
+    """Seconds to the first token, with nothing of the prompt in memory."""
+    exact_ttft_s: float
+    """The same for exact composition."""
+    computed_tokens: int
+    approximate_tokens: int
+
+
+def compare_composers(
+    session: Session,
+    messages: Sequence[Message] | str,
+    composers: Sequence[Composer | str] | None = None,
+    *,
+    max_tokens: int = 24,
+    **options: Any,  # noqa: ANN401 - of `Request`
+) -> tuple[Comparison, ...]:
+    """What each of `composers` (by default splice and the three rules of blend) does to the answer to `messages`.
+
+    Answers are greedy, of at most `max_tokens` tokens. Drops all KV that is neither pinned nor in use before each, so
+    that times are those of a first use. Raises as `Session.generate`.
+    """
+    # What the first request of all pays for is nobody's cost.
+    session.prefill(messages, **options | {"composer": ExactComposer()})
+
+    def answer(composer: Composer | str) -> Any:  # noqa: ANN401
+        session.clear_cache()
+        return session.generate(messages, **options | {"composer": composer, "max_tokens": max_tokens})
+
+    exact = answer(ExactComposer())
+    found = []
+    for composer in _COMPOSERS if composers is None else composers:
+        other = answer(composer)
+        found.append(
+            Comparison(
+                composer if isinstance(composer, str) else composer.key,
+                _divergence(exact.first_logits, other.first_logits),
+                exact.token_ids == other.token_ids,
+                common_length(exact.token_ids, other.token_ids) / max(len(exact.token_ids), 1),
+                other.usage.ttft_s,
+                exact.usage.ttft_s,
+                other.usage.computed_tokens,
+                other.usage.approximate_tokens,
+            )
+        )
+    session.clear_cache()
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was measured of one composer with one model, on so many questions."""
+
+    composer: str
+    model: str
+    """Identity of the model."""
+    questions: int
+    same: float
+    """Share of the answers that are those of exact composition, token for token."""
+    agreement: float
+    """Mean share of an exact answer up to the first token that differs."""
+    kl: float
+    """Mean divergence of the first token, in nats."""
+    faster: float
+    """Time to first token of exact composition, divided by this one's; medians."""
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether it answers as exact composition does, but for one answer in twenty."""
+        return self.same >= THRESHOLD
+
+    def __str__(self) -> str:
+        return f"{self.same:.0%} of {self.questions} answers are those of exact composition"
+
+
+def calibrate_composer(
+    session: Session,
+    questions: Iterable[Sequence[Message] | str],
+    composer: Composer | str = "splice",
+    **options: Any,  # noqa: ANN401
+) -> Calibration:
+    """Measure `composer` on your questions, each with the handles of its packs, and keep the result beside the packs.
+
+    `options` are those of `compare_composers`; with `view=store.view(...)` the result is kept in that store, and the
+    warning at its use gives the figure, or is silent where at least 95 % of the answers are the same. Raises
+    `OptionError` without questions, or when no question held anything to compose.
+    """
+    every = [compare_composers(session, question, [composer], **options)[0] for question in questions]
+    rows = [row for row in every if row.approximate_tokens]
+    if not rows:
+        raise OptionError(
+            f"Got {len(every)} questions, none with a pack that {composer!r} would compose; expected questions with "
+            "the handles of at least two packs each."
+        )
+
+    def median(values: Iterable[float]) -> float:
+        return float(torch.tensor(list(values)).median())
+
+    count = len(rows)
+    found = Calibration(
+        rows[0].composer,
+        session.fingerprint.identity,
+        count,
+        sum(row.same for row in rows) / count,
+        sum(row.agreement for row in rows) / count,
+        sum(row.kl for row in rows) / count,
+        median(row.exact_ttft_s for row in rows) / median(row.ttft_s for row in rows),
+    )
+    blobs = _blobs(options.get("view"))
+    if blobs is not None:
+        blobs.write(_key(found.composer, found.model), [json.dumps(asdict(found), indent=2).encode()])
+    return found
+
+
+class Doubts:
+    """Says once, for each store and composer, what an approximate composer is known to cost."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def say(self, plan: Plan, view: object, model: str) -> None:
+        """Log a warning for each approximate composer in `plan` that was not found safe."""
+        made = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
+        for key in made - {"accept"}:  # Other numerics are asked for by a name of their own.
+            blobs = _blobs(view)
+            with self._lock:
+                if (str(blobs), key) in self._said:
+                    continue
+                self._said.add((str(blobs), key))
+            known = None if blobs is None else _stored(blobs, key, model)
+            if known is None:
+                logger.warning(
+                    "Answers with composer %r are approximate, and nothing says how good they are on your data: "
+                    "measure with `kp_core.calibrate_composer(engine, questions, %r, view=...)`.",
+                    key,
+                    key,
+                )
+            elif not known.is_safe:
+                logger.warning("Answers with composer %r are approximate: %s.", key, known)
+
+
+def _stored(blobs: Any, composer: str, model: str) -> Calibration | None:  # noqa: ANN401 - `Blobs`
+    with suppress(FileNotFoundError, TypeError, ValueError):
+        found = Calibration(**json.loads(bytes(blobs.read(_key(composer, model)))))
+        return found if (found.composer, found.model) == (composer, model) else None
+    return None
+
+
+def _key(composer: str, model: str) -> str:
+    return f"composers/{blake2b(f'{model} {composer}'.encode(), digest_size=16).hexdigest()}.json"
+
+
+def _blobs(view: object) -> Any:  # noqa: ANN401
+    """Where the packs of a view lie, if they lie in a store."""
+    return getattr(getattr(view, "source", None), "blobs", None)
+
+
+def _divergence(exact: Tensor | None, found: Tensor | None) -> float:
+    if exact is None or found is None:
+        return float("nan")
+    expected, other = (logits.double().log_softmax(dim=-1) for logits in (exact, found))
+    return float((expected.exp() * (expected - other)).sum())

@@ -1,0 +1,118 @@
+"""Forward passes whose tokens stand at any positions, over keys in any order; and how the keys of a model are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kp_core.engines.hf.cache import LayersDone, cache_of
+from kp_core.engines.local.buffer import CacheShape, KVBuffer
+from kp_core.errors import UnsupportedRequestError
+from kp_core.kv import KVTensors
+from kp_core.rope import Rope
+
+__all__ = ["forward_at", "rope_of"]
+
+_GROWING = ("dynamic", "longrope")
+_TOLERANCE = {torch.float32: 1e-3}
+_APART = 37
+"""Positions between the two at which a key is computed to see how it turns."""
+
+
+@torch.inference_mode()
+def forward_at(  # noqa: PLR0913
+    base: Any,  # noqa: ANN401 - a transformers model without its head
+    shape: CacheShape,
+    ids: Sequence[int],
+    positions: Sequence[int],
+    past: KVTensors | None,
+    past_positions: Sequence[int],
+    *,
+    layers: int | None = None,
+    weights: list[Tensor] | None = None,
+) -> KVTensors:
+    """KV of `ids` at `positions`, which see all of `past` and of one another at no later position.
+
+    Only the first `layers` layers are run, if given. `weights` takes the attention that each layer pays to `past`,
+    `(past tokens,)`, summed over queries and heads.
+    """
+    count = 0 if past is None else past.tokens
+    buffer = KVBuffer(shape, count + len(ids))
+    if past is not None:
+        buffer.append(past)
+    device = base.device
+    own = torch.tensor(list(positions), device=device)
+    keys = torch.cat([torch.tensor(list(past_positions), device=device, dtype=own.dtype), own])
+    mask = torch.zeros(len(ids), count + len(ids), dtype=shape.dtype, device=device)
+    mask.masked_fill_(keys[None] > own[:, None], torch.finfo(shape.dtype).min)
+    watching = {} if weights is None else {"kp_weights": weights}
+    with suppress(LayersDone):
+        base(
+            input_ids=torch.tensor([list(ids)], device=device),
+            position_ids=own[None],
+            attention_mask=mask[None, None],
+            past_key_values=cache_of(buffer, layers),
+            use_cache=True,
+            **watching,
+        )
+    if weights is not None:
+        if not weights:
+            raise UnsupportedRequestError(
+                "This model's attention does not tell what it looks at; use another rule than 'attention'."
+            )
+        weights[:] = [each[:count] for each in weights]
+    found = buffer.read(count, buffer.length)
+    return found if layers is None else KVTensors(found.keys[:layers], found.values[:layers])
+
+
+def rope_of(base: Any, shape: CacheShape, parameters: Mapping[str, Any]) -> Rope:  # noqa: ANN401
+    """How the keys of this model turn, found out by computing some at two positions.
+
+    A token that stands alone sees nothing but itself, so its keys at two positions differ by the rotation alone, in
+    every layer. Raises `UnsupportedRequestError` for frequencies that change with the length, and for keys that turn
+    in no way known here.
+    """
+    kind = parameters.get("rope_type", "default")
+    if kind in _GROWING:
+        raise UnsupportedRequestError(
+            f"The keys of this model cannot be moved: the frequencies of its RoPE ({kind}) change with the length. Use "
+            "composer='exact'."
+        )
+    rotary = getattr(base, "rotary_emb", None)
+    frequencies = getattr(rotary, "inv_freq", None)
+    if frequencies is None:
+        raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
+    near, far = (_alone(base, shape, at) for at in (1, 1 + _APART))
+    none = tuple(False for _ in near.keys)
+    found: list[bool] = []
+    for interleaved in (False, True):
+        rope = Rope(frequencies.detach().float().cpu(), none, interleaved)
+        found = []
+        for key, expected in zip(near.keys, far.keys, strict=True):
+            turns = _close(rope.turned(key, _APART), expected)
+            if not turns and not _close(key, expected):
+                break
+            found.append(turns)
+        if len(found) == near.layers and any(found):
+            return Rope(rope.frequencies, tuple(found), interleaved)
+    raise UnsupportedRequestError(
+        f"The keys of this model cannot be moved: those of layer {len(found)} do not turn as its RoPE ({kind}) says. "
+        "Use composer='exact'."
+    )
+
+
+def _alone(base: Any, shape: CacheShape, position: int) -> KVTensors:  # noqa: ANN401
+    """KV of some tokens, each alone, at a position."""
+    vocabulary = base.config.vocab_size
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (4,), generator=draw).tolist()
+    return KVTensors.concat(forward_at(base, shape, [token], [position], None, ()) for token in ids)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = _TOLERANCE.get(expected.dtype, 0.02)
+    return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())

@@ -1,0 +1,79 @@
+"""What a composer is given to compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kp_core.engines.local.buffer import KVBuffer
+from kp_core.kv import KVTensors
+from kp_core.rope import Rope
+
+__all__ = ["Computing", "PlacedModel"]
+
+
+class PlacedModel(Protocol):
+    """A model whose tokens may stand at any positions."""
+
+    @property
+    def rope(self) -> Rope:
+        """Moves its keys; raises `UnsupportedRequestError` where they cannot be moved."""
+
+    def forward_at(  # noqa: PLR0913
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        past: KVTensors | None,
+        past_positions: Sequence[int],
+        *,
+        layers: int | None = None,
+        weights: list[Tensor] | None = None,
+    ) -> KVTensors:
+        """See `Forward`; `weights` takes the attention of each layer, `(past tokens,)`."""
+
+
+class Computing:
+    """A `Forward` behind what a buffer holds."""
+
+    def __init__(self, model: PlacedModel, lock: Lock, buffer: KVBuffer) -> None:
+        self._model, self._lock = model, lock
+        self.before = buffer.view_of(0, buffer.length) if buffer.length else None
+        self.tokens = 0
+        """Tokens that were computed in all layers."""
+
+    @property
+    def rope(self) -> Rope:
+        """See `Forward.rope`."""
+        return self._model.rope
+
+    def __call__(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int] | None = None,
+        past: KVTensors | None = None,
+        past_positions: Sequence[int] | None = None,
+        layers: int | None = None,
+    ) -> KVTensors:
+        """See `Forward.__call__`."""
+        count = 0 if past is None else past.tokens
+        places = range(count) if past_positions is None else past_positions
+        with self._lock:
+            found = self._model.forward_at(
+                ids, range(count, count + len(ids)) if positions is None else positions, past, places, layers=layers
+            )
+        self.tokens += len(ids) if layers is None else 0
+        return found
+
+    def attention(
+        self, ids: Sequence[int], positions: Sequence[int], past: KVTensors, past_positions: Sequence[int]
+    ) -> Tensor:
+        """See `Forward.attention`."""
+        weights: list[Tensor] = []
+        with self._lock:
+            self._model.forward_at(ids, positions, past, past_positions, weights=weights)
+        self.tokens += len(ids)
+        return torch.stack(weights).sum(dim=0)

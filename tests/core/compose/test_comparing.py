@@ -1,0 +1,83 @@
+"""Approximate composers are measured, warned about, and made good when there is time."""
+
+import logging
+
+import pytest
+import torch
+
+from kp_core import PackStore, SpliceComposer, calibrate_composer, compare_composers
+from kp_core.errors import OptionError
+from tests.conftest import tiny_engine
+
+TEXTS = ["The first island is green and flat. " * 5, "The second island is blue. " * 5, "The third one is red. " * 5]
+
+
+@pytest.fixture
+def isles(tmp_path):
+    """An engine that has said nothing, its options, and how a question about all packs is asked."""
+    engine, store = tiny_engine(chunk_tokens=1024), PackStore(tmp_path)
+    engine.clear_cache()
+    engine._doubts.__init__()
+    handles = [str(store.put(engine.build_pack(text, namespace="isles"))) for text in TEXTS]
+    return engine, {"view": store.view("isles")}, lambda question: "\n\n".join((*handles, question))
+
+
+def test_comparing(isles):
+    engine, request, ask = isles
+    rows = compare_composers(engine, ask("Which?"), ["exact", "splice", "blend:r=0.5"], max_tokens=8, **request)
+    assert [row.composer for row in rows] == ["exact", "splice", "blend:r=0.5"]
+    exact, splice, blend = rows
+    assert (exact.kl, exact.same, exact.agreement, exact.approximate_tokens) == (0, True, 1, 0)
+    assert splice.kl > 0
+    assert splice.approximate_tokens == blend.approximate_tokens > 0
+    assert splice.computed_tokens < blend.computed_tokens < exact.computed_tokens
+    assert all(row.ttft_s > 0 and row.exact_ttft_s > 0 for row in rows)
+    assert {row.composer for row in compare_composers(engine, ask("Which?"), max_tokens=2, **request)} == {
+        "splice",
+        *(f"blend:r=0.15,rule={rule}" for rule in ("first", "deviation", "attention")),
+    }
+
+
+def test_calibration_is_kept_beside_the_packs_and_told(isles, caplog):
+    engine, request, ask = isles
+    caplog.set_level(logging.WARNING)
+    engine.prefill(ask("What?"), **request, composer="splice")
+    engine.prefill(ask("What now?"), **request, composer="splice")
+    assert caplog.text.count("nothing says how good they are") == 1
+    found = calibrate_composer(engine, [ask("Which?"), ask("Who?")], SpliceComposer(), max_tokens=8, **request)
+    assert found.questions == 2
+    assert found.is_safe == (found.same >= 0.95)
+    caplog.clear()
+    engine._doubts.__init__()
+    engine.prefill(ask("Where?"), **request, composer="splice")
+    assert (f"{found.same:.0%} of 2 answers" in caplog.text) == (not found.is_safe)
+    # Another share is another composer.
+    engine.prefill(ask("Where?"), **request, composer="blend")
+    assert "nothing says how good" in caplog.text
+    with pytest.raises(OptionError, match="none with a pack that 'splice' would compose"):
+        calibrate_composer(engine, ["Which?"], "splice", **request)
+
+
+def test_exact_composition_warns_of_nothing(isles, caplog):
+    engine, request, ask = isles
+    caplog.set_level(logging.WARNING)
+    engine.prefill(ask("What?"), **request)
+    engine.prefill(ask("What?"), **request, composer="blend:r=1")
+    assert not caplog.text
+
+
+def test_an_answer_is_made_good_when_the_engine_is_idle(isles):
+    engine, request, ask = isles
+    options = {**request, "composer": "splice", "upgrade": "background"}
+    first = engine.prefill(ask("Which?"), **options)
+    assert first.usage.approximate_tokens > 0
+    engine.when_idle(lambda: None).result(60)  # Jobs are done in order.
+    second = engine.prefill(ask("And who?"), **options)
+    assert second.usage.approximate_tokens == 0
+    assert second.usage.computed_tokens == len(second.prompt) - second.prompt.spans[-1].stop
+    oracle = engine.prefill(ask("And who?"), **request, reuse=False)
+    assert torch.equal(second.logits, oracle.logits)
+    # Without being asked to, nothing is made good.
+    assert engine.prefill(ask("Which?"), **request, composer="splice").usage.approximate_tokens > 0
+    with pytest.raises(OptionError, match="Got upgrade='later'"):
+        engine.prefill(ask("Which?"), **request, upgrade="later")

@@ -1,0 +1,94 @@
+"""Where a prompt with several packs is cut: what it costs beside text, and what the next prompt finds again."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kp_core import KnowledgePack
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import Prefix
+from kp_core.packs.view import PackRef
+from kp_core.prompt.cuts import cut
+from kp_core.prompt.prompt import Prompt, Span
+
+HEAD, GAP, QUESTION, PASS = 10, 2, 20, 64
+
+
+def message(sizes, *, home=True, question=QUESTION, lead=0, batches=None):
+    """A prompt of one message: a lead, packs of `sizes` tokens `GAP` apart, a question; the first pack is at home."""
+    ids = [1] * (HEAD + lead)
+    spans = []
+    for number, size in enumerate(sizes):
+        ids += [2] * GAP if number else []
+        own = tuple(100 + number for _ in range(size))
+        cuts = (HEAD, HEAD + lead) if lead else (HEAD,)
+        prefix = Prefix(tuple(ids), cuts) if home and not number else Prefix((7,), (1,))
+        pack = KnowledgePack(f"pack {number}", "a", own, prefix, ModelFingerprint.unknown())
+        memory = {"memory": True, "batch": batches[number]} if batches else {}
+        spans.append(Span(len(ids), len(ids) + size, PackRef(f"kp:a/{number}", pack, **memory)))
+        ids += own
+    return Prompt((*ids, *[3] * question), tuple(spans), (HEAD,))
+
+
+def computed(prompt, longest=1024):
+    """The chunks behind the head that have to be computed: those of no pack that brings its KV."""
+    found = cut(prompt, longest)
+    own = {(span.start, span.stop) for span in found.own}
+    inside = [(a, b) for a, b in found.chunks if a >= HEAD and not any(s <= a and b <= e for s, e in own)]
+    return [b - a for a, b in inside]
+
+
+def cost(chunks, per_pass=45):
+    """Of so many tokens in so many passes, in tokens."""
+    return sum(chunks) + per_pass * len(chunks)
+
+
+def test_short_facts_are_computed_in_one_pass_with_the_question():
+    assert computed(message([25, 25, 25])) == [2 * (GAP + 25) + QUESTION]
+    assert computed(message([25, 25, 25], home=False)) == [3 * 25 + 2 * GAP + QUESTION]
+
+
+def test_longer_packs_are_found_again_one_by_one():
+    assert computed(message([140, 140])) == [142, QUESTION]
+    assert computed(message([140] * 4)) == [142, 284, QUESTION]
+    assert computed(message([500] * 4)) == [502, 502, 502, QUESTION]
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=24), st.integers(0, 400))
+def test_the_first_use_costs_no_more_than_text(sizes, question):
+    prompt = message(sizes, question=question)
+    tokens = len(prompt) - HEAD
+    text = [1024] * (tokens // 1024) + ([tokens % 1024] if tokens % 1024 else [])
+    # An eighth of what is computed may go into what the next use finds, at a price per pass that no machine reached.
+    assert cost(computed(prompt)) <= 1.10 * cost(text) + 3 * GAP
+    # An end of a chunk of the longest kind comes wherever it comes.
+    assert len(computed(prompt)) <= len(text) + 1 + len(sizes)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(1, 200), st.integers(1, 200))
+def test_cuts_do_not_depend_on_the_question(sizes, one, other):
+    first, second = (message(sizes, question=question) for question in (one, other))
+    stop = first.spans[-1].stop
+    assert [c for c in cut(first, 1024).chunks if c[1] <= stop] == [c for c in cut(second, 1024).chunks if c[1] <= stop]
+
+
+def test_a_long_pack_that_is_not_at_home_ends_its_chunk():
+    assert computed(message([600], home=False, lead=30)) == [630, QUESTION]
+    assert computed(message([300], home=False, lead=30)) == [330 + QUESTION]
+
+
+def test_packs_that_came_one_by_one_are_cut_apart_wherever_the_memory_grows():
+    ends = []
+    for count in range(1, 6):
+        prompt = message([20] * count, batches=range(count))
+        ends.append([span.stop for span in prompt.spans])
+        stops = {stop for _, stop in cut(prompt, 1024).chunks}
+        assert set(ends[-1]) <= stops
+    together = message([20] * 4, batches=[0, 0, 1, 1])
+    assert computed(together) == [GAP + 20, 2 * (GAP + 20), QUESTION]
+
+
+def test_a_break_right_behind_a_pack_is_a_cut():
+    prompt = message([25, 25])
+    stop = prompt.spans[1].stop
+    broken = Prompt(prompt.token_ids, prompt.spans, (HEAD, stop))
+    assert stop in {stop for _, stop in cut(broken, 1024).chunks}

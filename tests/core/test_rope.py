@@ -1,0 +1,91 @@
+"""Moved keys against keys computed where they are moved to."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, Phi3Config, SmolLM3Config
+
+from kp_core import KVTensors, load_engine
+from kp_core.errors import KVShapeError, UnsupportedRequestError
+from kp_core.rope import Rope
+from kp_core.testing import _COMMON, ARCHITECTURES, tiny_model, tiny_tokenizer
+
+GROUPED = _COMMON | {"num_key_value_heads": 2}
+SCALED = {
+    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 512},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+        "rope_theta": 1e4,
+    },
+}
+MODELS = {
+    **{name: lambda name=name, **_: tiny_model(name) for name in ARCHITECTURES},
+    **{name: lambda rope=rope: made(LlamaConfig(**GROUPED, rope_parameters=rope)) for name, rope in SCALED.items()},
+    "partial": lambda: made(Phi3Config(**GROUPED, sliding_window=None, partial_rotary_factor=0.5)),
+    "nope": lambda: made(SmolLM3Config(**GROUPED, no_rope_layers=[1, 0], no_rope_layer_interval=2)),
+    "interleaved": lambda: made(CohereConfig(**GROUPED)),
+}
+
+
+def made(config):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+
+
+def engine_of(model):
+    return load_engine(model, tokenizer=tiny_tokenizer(), chunk_tokens=64, cache_bytes=10_000_000)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_moved_keys_are_those_computed_there(name):
+    model = engine_of(MODELS[name]()).engine._filler.model
+    ids, by = list(range(5, 25)), 300
+    here = model.forward_at(ids, range(len(ids)), None, ())
+    there = model.forward_at(ids, range(by, by + len(ids)), None, ())
+    # RoPE is relative, so the same tokens by themselves have the same keys anywhere, but for their turn.
+    moved = model.rope.move(here, by)
+    for layer, (found, expected) in enumerate(zip(moved.keys, there.keys, strict=True)):
+        assert torch.allclose(found, expected, atol=2e-5), (name, layer)
+    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(here.values, there.values, strict=True))
+    assert model.rope.layers == ((True, False) if name == "nope" else (True, True))
+    assert model.rope.interleaved == (name == "interleaved")
+    back = model.rope.move(there, -by)
+    assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(back.keys, here.keys, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_are_turned_in_float32_and_rounded_once(dtype):
+    rope = Rope(torch.tensor([1.0, 0.1, 0.01, 0.001]), (True,))
+    keys = torch.randn(2, 50, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    moved = rope.move(KVTensors((keys,), (keys,)), 777)
+    precise = rope.turned(keys.double().float(), 777)
+    assert torch.equal(moved.keys[0], precise.to(dtype))
+    assert torch.equal(moved.values[0], keys)
+
+
+def test_what_grows_with_the_length_is_not_moved():
+    short = [1.0] * 4
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": [2.0] * 4,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 512,
+    }
+    config = Phi3Config(**GROUPED, sliding_window=None, rope_parameters=rope, original_max_position_embeddings=512)
+    engine = engine_of(made(config))
+    with pytest.raises(UnsupportedRequestError, match=r"\(longrope\) change with the length"):
+        _ = engine.engine._filler.model.rope
+
+
+def test_kv_of_another_model_is_refused():
+    rope = Rope(torch.ones(4), (True, True))
+    keys = torch.zeros(1, 3, 8)
+    with pytest.raises(KVShapeError, match="1 layers; expected the 2"):
+        rope.move(KVTensors((keys,), (keys,)), 1)
+    with pytest.raises(KVShapeError, match="4 dimensions; expected at least the 8"):
+        Rope(torch.ones(4), (True,)).move(KVTensors((keys[..., :4],), (keys,)), 1)

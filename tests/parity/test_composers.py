@@ -1,0 +1,51 @@
+"""Composers and orders by name, through both adapters."""
+
+import pytest
+from langchain_core.messages import HumanMessage
+from llama_index.core.llms import ChatMessage
+
+from kp_core import PackStore, SpliceComposer
+from kp_core.errors import OptionError
+from kp_langchain import ChatKnowledgePacks
+from kp_llamaindex import KnowledgePackLLM
+from tests.conftest import tiny_engine
+
+TEXTS = ["The first island is green and flat. " * 5, "The second island is blue. " * 5]
+NAMED = ["splice", "blend:r=0.5,rule=deviation", SpliceComposer()]
+
+
+def usage_of(adapter, store, question, **options):
+    """The counts of one answer, as the framework passes them on."""
+    if adapter == "langchain":
+        model = ChatKnowledgePacks(engine=tiny_engine(), store=store, namespaces=["isles"], max_tokens=2, **options)
+        return model.invoke([HumanMessage(question)]).response_metadata["kp"]
+    llm = KnowledgePackLLM(engine=tiny_engine(), store=store, namespaces=["isles"], max_tokens=2, **options)
+    return llm.chat([ChatMessage(role="user", content=question)]).raw["usage"]
+
+
+@pytest.fixture
+def isles(tmp_path):
+    """A store of two packs, and a question about both."""
+    store = PackStore(tmp_path)
+    handles = [str(store.put(tiny_engine().build_pack(text, namespace="isles"))) for text in TEXTS]
+    return store, handles
+
+
+@pytest.mark.parametrize("composer", NAMED, ids=str)
+@pytest.mark.parametrize("adapter", ["langchain", "llamaindex"])
+def test_a_composer_by_name(adapter, composer, isles):
+    store, handles = isles
+    question = "\n\n".join((*handles, f"{adapter}?"))
+    assert usage_of(adapter, store, question)["approximate_tokens"] == 0
+    assert usage_of(adapter, store, question, composer=composer)["approximate_tokens"] > 0
+    with pytest.raises((OptionError, ValueError), match="expected one of exact, naive, splice, blend"):
+        usage_of(adapter, store, question, composer="mend")
+
+
+@pytest.mark.parametrize("adapter", ["langchain", "llamaindex"])
+def test_a_free_order(adapter, isles):
+    store, handles = isles
+    tiny_engine().clear_cache()
+    usage_of(adapter, store, "\n\n".join((*handles[::-1], "Why?")))
+    found = usage_of(adapter, store, "\n\n".join((*handles, f"{adapter}?")), order="free")
+    assert found["reordered_packs"] == 2

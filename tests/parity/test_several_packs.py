@@ -1,0 +1,39 @@
+"""Several packs in one prompt on the bundled model: warm, cold, restarted and reordered give the same bits."""
+
+import pytest
+import torch
+
+from kp_core import PackStore
+
+FACTS = [
+    "Orla Venn keeps the lighthouse of Brask.",
+    "The ferry to Brask leaves at six in the morning.",
+    "The mayor of Brask is a beekeeper. " * 6,
+    "Nobody has swum to Brask in winter. " * 12,
+]
+QUESTION = "Who keeps the lighthouse of Brask?"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_warm_is_cold_in_every_order(request, tmp_path, dtype):
+    engine, store = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16"), PackStore(tmp_path)
+    handles = [str(store.put(pack)) for pack in engine.build_packs(FACTS, namespace="brask", progress=False)]
+    view = store.view("brask")
+    engine.clear_cache()
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        for question in (QUESTION, "What is Brask?"):
+            prompt = "\n\n".join((*(handles[at] for at in order), question))
+            cold = engine.prefill(prompt, view=view, reuse=False)
+            warm = engine.prefill(prompt, view=view)
+            assert torch.equal(cold.logits, warm.logits)
+    # The largest pack stood first and is at home there: nothing else is cheaper.
+    free = engine.prefill("\n\n".join((*handles, "And?")), view=view, order="free")
+    cold = engine.prefill("\n\n".join((*free_order(free), "And?")), view=view, reuse=False)
+    assert free.prompt.token_ids == cold.prompt.token_ids
+    assert torch.equal(free.logits, cold.logits)
+    assert free.usage.reused_tokens >= max(map(len, free.prompt.spans))
+
+
+def free_order(found):
+    """The handles in the order in which they were sent."""
+    return [span.handle for span in found.prompt.spans]
