@@ -252,10 +252,10 @@ class Planner:
 
 def _with_entries(cuts: Cuts, sourced: _Sourced, entries: Mapping[Span, KnowledgePack]) -> Cuts:
     """`cuts` with the spans that are cut off from what stands before them read from the entries found for them."""
-    starts = {start for start, _ in cuts.chunks}
+    edges = {edge for chunk in cuts.chunks for edge in chunk}
     spans = list(cuts.prompt.spans)
     for at, span in enumerate(spans):
-        if span in entries and span.start in starts and span not in sourced.composed:
+        if span in entries and {span.start, span.stop} <= edges and span not in sourced.composed:
             spans[at] = replace(span, reference=replace(span.reference, pack=entries[span]))
             sourced.packs.add(span)
     return replace(cuts, prompt=replace(cuts.prompt, spans=tuple(spans)))

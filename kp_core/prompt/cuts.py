@@ -39,10 +39,11 @@ def is_home(span: Span, prefix: Callable[[], Prefix]) -> bool:
 def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
     """The chunks of `prompt`: cut at every message, at packs, and every `chunk_tokens` between.
 
-    There is a cut on both sides of a pack that brings KV of its own (`stands`). Packs that came together and have to be
-    computed share forward passes: behind one of them there is a cut only where `_Credit` can pay for it. Packs in
-    memory that came at different times are cut apart, as the messages that brought them would be. Where a cut falls
-    depends on the prompt before it, and on whether its message holds another pack, and on nothing that is cached.
+    There is a cut on both sides of a pack that brings KV of its own (`stands`), and of the first pack of a message where
+    it is worth a pass. Other packs that came together share forward passes: behind one of them there is a cut only
+    where `_Credit` can pay. Packs in memory that came at different times are cut apart, as the messages that brought
+    them would be. Where a cut falls depends on the prompt before it, and on whether its message holds another pack, and
+    on nothing that is cached.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}
@@ -63,7 +64,9 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
         kept.append(span)
         is_first, before = before < 0 or bool(between), span.stop
         credit.computes(span.start, cuts[-1])
-        if cuts[-1] < span.start and (brings or (is_first and credit.pays(_PASS_TOKENS))):
+        # It may have an entry for this place, which moves no cut: the first pack is cut off either way.
+        leads = is_first and len(span) >= _PASS_TOKENS
+        if brings or leads:
             _extend(cuts, span.start, chunk_tokens)
         if brings:
             own.add(span)
@@ -74,7 +77,7 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
         is_last = following is None or any(span.stop <= at <= following.start for at in breaks)
         ends = is_last or following is None or following.reference.batch != span.reference.batch
         # What comes to memory later stands behind this, so the end of what came together is where the two prompts part.
-        if (ends and span.reference.memory) or credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS):
+        if leads or (ends and span.reference.memory) or credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS):
             _extend(cuts, span.stop, chunk_tokens)
     for at in (*(at for at in breaks if at >= before), len(prompt)):
         _extend(cuts, at, chunk_tokens)

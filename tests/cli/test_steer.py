@@ -110,7 +110,7 @@ def test_the_bundled_model_is_the_default(kp: Kp) -> None:
 
 def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "facts.jsonl").write_text('{"text": "The bird on the flag is a heron."}')
-    assert run(["build", "bank", "facts.jsonl", "--no-chroma"]) == 0
+    assert run(["build", "bank", "facts.jsonl"]) == 0
     assert kp("make", "pairs.json", "-o", "s", "--layers", "0-1")[0] == 0
     told, steering = (
         ["ask", "bank", "Which bird?", "-k", "1", "--max-tokens", "6", "--json", *TINY],

@@ -14,7 +14,6 @@ from tests.conftest import tiny_engine
         ("banks", "facts"),
         ("banks.rerank", "facts.rerank"),
         ("bankpacks", "delivery"),
-        ("compiling", "delivery"),
         ("embed", "facts.embed"),
         ("sources", "facts.sources"),
         ("store", "packs.store"),

@@ -57,9 +57,8 @@ class LastComposer:
         return prompt.spans
 
     def fill(self, region, packs, forward):
-        [pack] = packs
-        assert pack.token_ids == region.pack.token_ids
-        return forward(pack.token_ids)
+        assert [pack.token_ids for pack in packs] == [span.pack.token_ids for span in region.spans]
+        return forward(region.token_ids)
 
 
 class ListStore:

@@ -61,7 +61,7 @@ def test_by_default_it_is_kept_when_it_is_met_twice(stored):
     for times in (1, 2, 3):
         ask(engine, store, message)
         engine.when_idle(lambda: None).result()
-        assert len(list(store.kept)) == (0 if times == 1 else 2)
+        assert len(list(store.kept)) == (0 if times == 1 else 1)
     assert computed_of_packs(ask(fresh_engine(), store, message)) <= 0
     hits = {entry.hits for entry in PackStore(store.path).kept}
     assert hits == {0}, "hits are written when the store is let go of"
@@ -93,21 +93,23 @@ def test_an_agent_of_ten_searches_computes_no_knowledge_after_a_restart(tmp_path
     messages += [{"role": "user", "content": "And now?"}]
     found = ask(fresh_engine(), PackStore(tmp_path), messages, keep="always")
     assert found.usage.pack_tokens > 500
-    assert found.usage.reused_tokens == found.usage.pack_tokens
+    assert found.usage.reused_tokens >= found.usage.pack_tokens
+    assert computed_of_packs(found) <= 0
     assert torch.equal(found.logits, ask(fresh_engine(), store, messages, reuse=False).logits)
 
 
 def test_only_a_view_of_all_that_stands_before_reads_it(tmp_path):
     engine, store = fresh_engine(), PackStore(tmp_path)
     ours = str(store.put(engine.build_pack(TEXTS[0], namespace="ours")))
-    theirs = str(store.put(engine.build_pack(TEXTS[1], namespace="theirs")))
+    words = f"{TEXTS[1]} {TEXTS[2]}"  # Long enough for a cut behind the second pack to pay.
+    theirs = str(store.put(engine.build_pack(words, namespace="theirs")))
     message = f"{theirs}\n\n{ours}{QUESTION}"
     ask(engine, store, message, "ours", "theirs", keep="always")
     (entry,) = store.kept
     assert entry.namespaces == {"ours", "theirs"}
     assert computed_of_packs(ask(fresh_engine(), store, message, "ours", "theirs")) <= 0
     # The same tokens, one of the packs as text: the KV is there, and not for this view.
-    text = f"{TEXTS[1]}\n\n{ours}{QUESTION}"
+    text = f"{words}\n\n{ours}{QUESTION}"
     found = ask(fresh_engine(), store, text, "ours")
     assert found.prompt.token_ids == ask(fresh_engine(), store, message, "ours", "theirs").prompt.token_ids
     assert found.usage.reused_tokens == 0
@@ -115,7 +117,8 @@ def test_only_a_view_of_all_that_stands_before_reads_it(tmp_path):
 
 def test_words_of_a_conversation_stay_in_its_namespace(stored):
     engine, store, handles = stored
-    message = f"My secret is 17. {handles[0]}{QUESTION}"
+    pack = store.put(engine.build_pack(" ".join(TEXTS), namespace="veyl"))
+    message = f"My secret is 17. {pack}{QUESTION}"
     with pytest.raises(OptionError, match="keep_in='elsewhere'"):
         ask(engine, store, message, keep_in="elsewhere")
     ask(engine, store, message, "veyl", "mine", keep="always")
@@ -134,7 +137,7 @@ def test_what_stands_behind_a_pack_is_deleted_with_it(stored):
     engine, store, handles = stored
     ask(engine, store, "\n\n".join(handles) + QUESTION, keep="always")
     ask(engine, store, "\n\n".join(handles[1:]) + QUESTION, keep="always")
-    assert len(list(store.kept)) == 3
+    assert len(list(store.kept)) == 2
     (first,) = [handle for handle in store if str(handle) == handles[0]]
     store.remove(first)
     assert [set(entry.packs) for entry in store.kept] == [set(handles[1:])]

@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 
 import chromadb
+import httpx
 import numpy as np
 import pytest
 from chromadb.config import Settings
@@ -313,7 +314,7 @@ def test_a_server_that_is_away_or_slow_is_named(emptied):
             ChromaFactStore(address, HashEmbedder(), timeout_s=0.3)
     with ChromaFactStore(emptied, HashEmbedder(), timeout_s=5) as store:
         store.add(facts_of(3))
-        store._client._server._session.timeout = 1e-6
+        store._client._server._session.timeout = httpx.Timeout(1e-6)
         with pytest.raises(BankError, match="Timeout"):
             store.search("q")
         with pytest.raises(BankError, match="chroma vacuum"):

@@ -71,9 +71,9 @@ def test_cuts_do_not_depend_on_the_question(sizes, one, other):
     assert [c for c in cut(first, 1024).chunks if c[1] <= stop] == [c for c in cut(second, 1024).chunks if c[1] <= stop]
 
 
-def test_a_long_pack_that_is_not_at_home_ends_its_chunk():
-    assert computed(message([600], home=False, lead=30)) == [630, QUESTION]
-    assert computed(message([300], home=False, lead=30)) == [330 + QUESTION]
+def test_a_first_pack_that_is_not_at_home_is_cut_off_where_it_is_worth_a_pass():
+    assert computed(message([64], home=False, lead=30)) == [30, 64, QUESTION]
+    assert computed(message([63], home=False, lead=30)) == [93 + QUESTION]
 
 
 def test_packs_that_came_one_by_one_are_cut_apart_wherever_the_memory_grows():
