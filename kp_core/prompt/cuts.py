@@ -39,11 +39,11 @@ def is_home(span: Span, prefix: Callable[[], Prefix]) -> bool:
 def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
     """The chunks of `prompt`: cut at every message, at packs, and every `chunk_tokens` between.
 
-    There is a cut on both sides of a pack that brings KV of its own (`stands`), and of the first pack of a message where
-    it is worth a pass. Other packs that came together share forward passes: behind one of them there is a cut only
-    where `_Credit` can pay. Packs in memory that came at different times are cut apart, as the messages that brought
-    them would be. Where a cut falls depends on the prompt before it, and on whether its message holds another pack, and
-    on nothing that is cached.
+    There is a cut on both sides of a pack that brings KV of its own (`stands`), and of the first pack of a message
+    where it is worth a pass. Other packs that came together share forward passes: behind one of them there is a cut
+    only where `_Credit` can pay. Packs in memory that came at different times are cut apart, as the messages that
+    brought them would be. Where a cut falls depends on the prompt before it, and on whether its message holds another
+    pack, and on nothing that is cached.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}

@@ -116,8 +116,8 @@ def test_only_a_view_of_all_that_stands_before_reads_it(tmp_path):
 
 
 def test_words_of_a_conversation_stay_in_its_namespace(stored):
-    engine, store, handles = stored
-    pack = store.put(engine.build_pack(" ".join(TEXTS), namespace="veyl"))
+    engine, store, _ = stored
+    pack = store.put(engine.build_pack(" ".join(TEXTS[:2]), namespace="veyl"))
     message = f"My secret is 17. {pack}{QUESTION}"
     with pytest.raises(OptionError, match="keep_in='elsewhere'"):
         ask(engine, store, message, keep_in="elsewhere")
