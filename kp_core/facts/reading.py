@@ -73,11 +73,13 @@ class SearchedFacts(ABC):
         if probes is not None and probes < 1:
             raise BankError(f"Got probes={probes}; expected at least 1.")
         predicate(where or {})
-        tables, query = self._filled(namespace), self._query(question)
+        query, tables = self._query(question), self._tables(namespace)
         if probes is None:
             found = [hit for table in tables for hit in table.nearest(query[None], wanted, where)[0]]
         else:
             found = self._probed(tables, query, wanted, probes, where)
+        if not found:
+            self._check_filled()
         best = sorted(found, key=lambda hit: (-hit.score, hit.fact.id))[:wanted]
         return reranked(question, best, rerank)[:k]
 
@@ -108,8 +110,10 @@ class SearchedFacts(ABC):
 
     def route(self, question: str, *, namespace: str | None = None) -> str:
         """See `FactStore.route`."""
-        [(table, bank), *_] = self._ranked(self._filled(namespace), self._query(question), 1)
-        return _name(table, bank.number)
+        for table, bank in self._ranked(self._tables(namespace), self._query(question), 1):
+            return _name(table, bank.number)
+        self._check_filled()
+        raise BankError(f"There are no facts{_within(namespace)}.")
 
     def _probed(self, tables: list[Table], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
@@ -130,11 +134,9 @@ class SearchedFacts(ABC):
         found = [(t, bank) for t in tables for bank in self._with_banks(t).nearest_banks(query[None], count)[0]]
         return sorted(found, key=lambda each: -float(each[1].centroid @ query))[:count]
 
-    def _filled(self, namespace: str | None) -> list[Table]:
-        tables = [table for table in self._tables(namespace) if len(table)]
-        if not tables and not any(len(table) for table in self._tables(None)):
+    def _check_filled(self) -> None:
+        if not any(len(table) for table in self._tables(None)):
             raise BankError("The store holds no facts yet. Call `add(facts)` with at least one first.")
-        return tables
 
     def _query(self, question: str) -> Vectors:
         if not question.strip():

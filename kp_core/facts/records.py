@@ -159,18 +159,15 @@ class QueriedCollection:
         return list(self.call("get", where={_OURS + "expires": {"$lte": now}}, include=[])["ids"])
 
     def nearest(self, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        test, asked, size = predicate(where or {}), count, len(self)
-        while size:
-            asked = min(asked, size)
+        test, asked = predicate(where or {}), count
+        while True:
             which = {"query_embeddings": vectors, "n_results": asked, **_narrowed(where)}
             found = self.call("query", include=[*_BASIC, "distances"], **which)
             parts = zip(found["ids"], found["documents"], found["metadatas"], found["distances"], strict=True)
             hits = [[hit for hit in self._hits(*part) if alive(hit.fact) and test(hit.fact)] for part in parts]
-            enough = all(len(each) >= count for each in hits)
-            if enough or asked == size or all(len(ids) < asked for ids in found["ids"]):
+            if all(len(each) >= count for each in hits) or all(len(ids) < asked for ids in found["ids"]):
                 return [each[:count] for each in hits]
             asked *= _GROWTH
-        return [[] for _ in vectors]
 
     def _get(self, vectors: bool, **which: Any) -> list[Row]:  # noqa: ANN401, FBT001
         found = self.call("get", include=[*_BASIC, *["embeddings"] * vectors], **which)
