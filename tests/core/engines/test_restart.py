@@ -30,8 +30,8 @@ def test_an_agent_of_ten_searches_goes_on_in_another_process(tmp_path):
     before = step(str(tmp_path / "store"), str(messages), "search")
     assert before["pack_tokens"] > 250
     after = step(str(tmp_path / "store"), str(messages), "go on")
-    assert after["reused_tokens"] == after["pack_tokens"] == before["pack_tokens"]
-    assert after["computed_tokens"] == after["prompt_tokens"]
+    assert after["reused_tokens"] >= after["pack_tokens"] == before["pack_tokens"]
+    assert after["computed_tokens"] <= after["prompt_tokens"]
     assert after["same"]
 
 
