@@ -161,12 +161,11 @@ class ChromaFactStore(LivingFacts):
         if self.path is None:
             raise BankError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
         with self._writing, told(self.where):
-            for each in self._client.list_collections():
-                own = self._client.get_collection(each.name, embedding_function=None)
+            for own in self._own_collections():
                 if own.count():
                     own.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
                 else:
-                    self._client.delete_collection(each.name)
+                    self._client.delete_collection(own.name)
             self._client.close()
             try:
                 run_vacuum(self.path)
@@ -174,9 +173,13 @@ class ChromaFactStore(LivingFacts):
                 self._client = open_client(self.path)
                 held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
                 self._opened = {name: self._table(name, each) for name, each in held.items()}
-                for each in self._client.list_collections():
-                    own = self._client.get_collection(each.name, embedding_function=None)
+                for own in self._own_collections():
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
+
+    def _own_collections(self) -> list[Any]:
+        """The collections that carry our marker; others in the same database are somebody else's."""
+        ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
+        return [self._client.get_collection(name, embedding_function=None) for name in ours]
 
     def _tables(self, namespace: str | None) -> list[Table]:
         self._check_open()
@@ -281,7 +284,8 @@ def _prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
 
 
 def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
-    return {key.removeprefix("kp:"): value for key, value in (collection.metadata or {}).items()}
+    held = (collection.metadata or {}).items()
+    return {key.removeprefix("kp:"): value for key, value in held if key.startswith("kp:")}
 
 
 def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401

@@ -20,6 +20,8 @@ _FLUSH = """
 import sys, chromadb
 client = chromadb.PersistentClient(sys.argv[1], settings=chromadb.config.Settings(anonymized_telemetry=False))
 for each in client.list_collections():
+    if "kp:kind" not in (each.metadata or {}):
+        continue
     held = client.get_collection(each.name, embedding_function=None)
     one = held.get(limit=1, include=["embeddings"])
     for _ in range(3):

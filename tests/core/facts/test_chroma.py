@@ -265,6 +265,22 @@ def test_removed_text_leaves_the_disk(tmp_path):
         check(store, facts_of(2))
 
 
+def test_a_vacuum_leaves_the_collections_of_others(tmp_path):
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.build(facts_of(5))
+    client = a_client(tmp_path)
+    client.create_collection("empty", metadata={"kind": "theirs"}, embedding_function=None)
+    client.create_collection("filled", embedding_function=None).add(ids=["1"], documents=["x"], embeddings=[[1.0] * 8])
+    client.close()
+    before = contents(tmp_path)
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.delete([facts_of(1)[0].id])
+        store.vacuum()
+        check(store, facts_of(4, start=1))
+    after = contents(tmp_path)
+    assert {name: after[name] for name in ("empty", "filled")} == {name: before[name] for name in ("empty", "filled")}
+
+
 def test_verify_finds_what_others_damaged_and_repairs_it(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
         store.build(facts_of(30))
