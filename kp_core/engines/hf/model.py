@@ -17,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.cache import cache_of
+from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_at, rope_of
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
@@ -45,6 +46,7 @@ class CausalModel:
     def __init__(self, model: PreTrainedModel) -> None:
         refuse_unsupported(model.config)
         self._model = _own_view(model).eval()
+        pack_weights(self._model, self._model.get_output_embeddings())
         self.config: Any = self._model.config
         """The architecture's configuration."""
         self.device: torch.device = self._model.device
