@@ -12,9 +12,11 @@ from kp_core.prompt.prompt import Prompt, Span
 
 __all__ = ["Cuts", "Stands", "cut", "is_home", "prefix_of"]
 
-_PASS_TOKENS = 64
-"""What a further forward pass costs, in tokens of a long one: 45 on 2 quiet cores (26 ms, and 0.6 ms a token)."""
-_INVESTED = 1 / 8
+_LEAD_TOKENS = 64
+"""The fewest tokens of a first pack that is cut off always: its own entries may then be read wherever it leads."""
+_PASS_TOKENS = 96
+"""What a further forward pass costs, in tokens of a long one: 45 on one machine with 2 cores, 90 on another."""
+_INVESTED = 1 / 32
 """Share of the tokens of a first use that may be spent on passes that only the next use gains by."""
 
 Stands: TypeAlias = Callable[[Span, Callable[[], Prefix]], bool | None]
@@ -65,7 +67,7 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
         is_first, before = before < 0 or bool(between), span.stop
         credit.computes(span.start, cuts[-1])
         # It may have an entry for this place, which moves no cut: the first pack is cut off either way.
-        leads = is_first and len(span) >= _PASS_TOKENS
+        leads = is_first and len(span) >= _LEAD_TOKENS
         if brings or leads:
             _extend(cuts, span.start, chunk_tokens)
         if brings:
@@ -89,7 +91,7 @@ class _Credit:
     """How many forward passes more than for text the packs of one message may take, counted in tokens.
 
     A further pass costs about what `_PASS_TOKENS` tokens cost. It is paid for by tokens that need no computing here,
-    as their pack was compiled for this place, and by an eighth of those that are computed: so much a first use may
+    as their pack was compiled for this place, and by a small share of those that are computed: so much a first use may
     take longer, so that the next one with these packs computes none of them. Short facts are thus computed together
     with the question, as text would be, and a combination of longer packs is found again at its last one.
     """

@@ -10,7 +10,7 @@ from kp_core.errors import OptionError
 from tests.conftest import tiny_engine
 
 TEXTS = {
-    name: f"Island {name} is {colour}. " + f"Its harbour is {colour} as well, and so are the boats of {name}. " * 3
+    name: f"Island {name} is {colour}. " + f"Its harbour is {colour} as well, and so are the boats of {name}. " * 5
     for name, colour in zip("abcde", ("green", "blue", "red", "white", "grey"), strict=True)
 }
 
@@ -50,8 +50,8 @@ def test_a_known_beginning_is_continued(isles):
 def test_the_largest_pack_at_home_goes_first(isles, tmp_path):
     engine, free, _, _ = isles
     store = PackStore(tmp_path / "other")
-    small, large = (str(store.put(engine.build_pack(TEXTS["a"] * times, namespace="isles"))) for times in (1, 3))
-    elsewhere = engine.build_pack(TEXTS["b"] * 5, namespace="isles", compiled_for="system")
+    small, large = (str(store.put(engine.build_pack(TEXTS["a"] * times, namespace="isles"))) for times in (1, 2))
+    elsewhere = engine.build_pack(TEXTS["b"] * 2, namespace="isles", compiled_for="system")
     away = str(store.put(elsewhere))
     found = engine.prefill(f"{away}\n\n{small}\n\n{large}\n\n?", **free | {"view": store.view("isles")})
     assert [span.handle for span in found.prompt.spans] == [large, away, small]

@@ -10,7 +10,7 @@ from kp_core.packs.view import PackRef
 from kp_core.prompt.cuts import cut
 from kp_core.prompt.prompt import Prompt, Span
 
-HEAD, GAP, QUESTION, PASS = 10, 2, 20, 64
+HEAD, GAP, QUESTION = 10, 2, 20
 
 
 def message(sizes, *, home=True, question=QUESTION, lead=0, batches=None):
@@ -37,7 +37,7 @@ def computed(prompt, longest=1024):
     return [b - a for a, b in inside]
 
 
-def cost(chunks, per_pass=45):
+def cost(chunks, per_pass):
     """Of so many tokens in so many passes, in tokens."""
     return sum(chunks) + per_pass * len(chunks)
 
@@ -49,7 +49,7 @@ def test_short_facts_are_computed_in_one_pass_with_the_question():
 
 def test_longer_packs_are_found_again_one_by_one():
     assert computed(message([140, 140])) == [142, QUESTION]
-    assert computed(message([140] * 4)) == [142, 284, QUESTION]
+    assert computed(message([140] * 4)) == [426, QUESTION]
     assert computed(message([500] * 4)) == [502, 502, 502, QUESTION]
 
 
@@ -58,8 +58,9 @@ def test_the_first_use_costs_no_more_than_text(sizes, question):
     prompt = message(sizes, question=question)
     tokens = len(prompt) - HEAD
     text = [1024] * (tokens // 1024) + ([tokens % 1024] if tokens % 1024 else [])
-    # An eighth of what is computed may go into what the next use finds, at a price per pass that no machine reached.
-    assert cost(computed(prompt)) <= 1.10 * cost(text) + 3 * GAP
+    # A little of what is computed may go into what the next use finds. What a pass costs depends on the machine.
+    for per_pass in (45, 90):
+        assert cost(computed(prompt), per_pass) <= 1.03 * cost(text, per_pass) + 3 * GAP
     # An end of a chunk of the longest kind comes wherever it comes.
     assert len(computed(prompt)) <= len(text) + 1 + len(sizes)
 
