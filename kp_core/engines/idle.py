@@ -100,7 +100,9 @@ class IdleQueue:
                     return
             future.set_exception(BusyError("The engine was closed before this background work was done."))
         except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
-            logger.warning("Background work failed: %s", error)
+            # At the end of the interpreter it may use no other threads; what it was for is met again.
+            is_over = not threading.main_thread().is_alive()
+            logger.log(logging.DEBUG if is_over else logging.WARNING, "Background work failed: %s", error)
             future.set_exception(error)
 
     def _may_begin(self) -> bool:
