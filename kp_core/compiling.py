@@ -17,10 +17,13 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
+from kp_core.rates import MUCH_BYTES, CompileCost, compile_cost
 
 __all__ = ["Unit", "compile_facts", "open_facts"]
 
 logger = logging.getLogger(__name__)
+
+_MANY = 256  # What fewer packs take, nobody asks beforehand.
 
 Unit: TypeAlias = Literal["fact", "bank", "document"]
 
@@ -68,9 +71,20 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         made |= {(space, text): store.handle(text, space) for text in done}
         missing = [text for text in wanted if text not in done]
         about = [_provenance(wanted[text], unit) for text in missing]
+        if progress and len(missing) >= _MANY:
+            _say_cost(compile_cost(missing, engine, lazy=lazy))
         for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
             made[space, pack.text] = store.put(pack)
     return [made.get((fact.namespace, fact.text)) for fact in facts]
+
+
+def _say_cost(cost: CompileCost) -> None:
+    level = logging.WARNING if cost.nbytes > MUCH_BYTES else logging.INFO
+    logger.log(
+        level,
+        "Compiling %d packs of %d tokens: %.1f MB on disk, about %.1f minutes; lazy packs keep text alone.",
+        *(cost.packs, cost.tokens, cost.nbytes / 1e6, cost.seconds / 60),
+    )
 
 
 def _provenance(fact: Fact, unit: Unit) -> dict[str, str]:

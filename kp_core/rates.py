@@ -17,13 +17,15 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["CompileCost", "Rates", "compile_cost", "measure_rates"]
+__all__ = ["MUCH_BYTES", "CompileCost", "Rates", "compile_cost", "measure_rates"]
 
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 _READ_BYTES = 64 * 2**20
 _READS = 7
 _LONGEST = 1.5  # How much longer a compressed pack may take to read.
 _COUNTED, _TIMED = 256, 8
+MUCH_BYTES = 10**9
+"""A compile that fills more of the disk is warned of."""
 
 
 @dataclass(frozen=True)

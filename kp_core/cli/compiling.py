@@ -15,12 +15,11 @@ from kp_core.delivery import Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.facts import Fact
 from kp_core.packs.store import PackStore
-from kp_core.rates import compile_cost
+from kp_core.rates import MUCH_BYTES, compile_cost
 
 __all__ = ["CompileOptions", "say_plan"]
 
 _BATCH = 64
-_MUCH = 10**9
 
 
 @dataclass(frozen=True)
@@ -80,5 +79,5 @@ def say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
         f"{plan['minutes']:.1f} minutes; compiled already: {plan['stored']:,}.",
         err=err,
     )
-    if size > _MUCH:
+    if size > MUCH_BYTES:
         typer.echo(f"That is {size / 1e9:.1f} GB; `--kv lazy` keeps text alone, and computes KV on use.", err=True)

@@ -28,11 +28,11 @@ from kp_core.cli.shared import (
 from kp_core.delivery import Delivery
 from kp_core.errors import BankError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit
+from kp_core.facts.banking import BANK_SIZE
 from kp_core.packs.store import PackStore
 
 __all__ = ["add", "build", "gc", "remove", "search"]
 
-_BANK_SIZE = 20
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 _Vacuum = Annotated[
@@ -51,7 +51,8 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     ] = None,
     *,
     bank_size: Annotated[
-        int | None, typer.Option(min=1, help="Make banks now, of about so many facts. Default: of 20, when needed.")
+        int | None,
+        typer.Option(min=1, help="Make banks now, of about so many facts. Default: when needed, of as many as before."),
     ] = None,
     source: SourceOptions,
     options: PlaceOptions,
@@ -68,15 +69,15 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
-    settings = {"bank_size": bank_size or _BANK_SIZE}
     with ExitStack() as stack:
         if compiling.dry_run:
-            store = None
+            store, size = None, bank_size or BANK_SIZE
             if there:
                 held = stack.enter_context(open_collection(place, options, read_only=True))
+                size = bank_size or held.bank_size
                 facts, folder = itertools.chain(held.facts(), facts), options.folder(place, held)
                 store = PackStore(folder) if is_store(folder) else None
-            plan = compiling.plan(compiling.preview(facts, settings["bank_size"]), store, compiling.load())
+            plan = compiling.plan(compiling.preview(facts, size), store, compiling.load())
             if as_json:
                 print_json({"dry_run": True, "plan": plan, "skipped": [str(error) for error in skipped]})
             else:
@@ -84,7 +85,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
             return
         # A model that is not there is said before hours of embedding.
         session = compiling.load() if compiling.compile else None
-        opened = stack.enter_context(open_collection(place, options, new=True, wait=wait, **settings))
+        opened = stack.enter_context(open_collection(place, options, new=True, wait=wait, bank_size=bank_size))
         told = tell(opened, ingest(opened, facts, files or [], source.ttl), skipped)
         if bank_size:
             opened.rebuild()

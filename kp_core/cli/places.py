@@ -47,6 +47,23 @@ class PlaceOptions:
             metavar="FOLDER", help="Where packs are. Default: COLLECTION/packs; of what is not ours, the user's cache."
         ),
     ] = None
+    tenant: Annotated[str | None, typer.Option(help="Tenant on the Chroma server.")] = None
+    database: Annotated[str | None, typer.Option(help="Database on the Chroma server.")] = None
+    header: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'NAME: VALUE'", help="Header for the Chroma server; may be repeated."),
+    ] = None
+
+    def server(self, place: str) -> dict[str, Any]:
+        """What Chroma is asked with; raises `BankError` for a header without a colon, or for a folder."""
+        given: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
+        pairs = [each.partition(":") for each in self.header or ()]
+        if wrong := [name for name, colon, _ in pairs if not colon or not name.strip()]:
+            raise BankError(f"Got --header {wrong[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
+        if pairs and not is_url(place):
+            raise BankError(f"Got --header for {place}, which is a folder; headers go to a server.")
+        given["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
+        return {name: value for name, value in given.items() if value is not None}
 
     def embedding(self) -> SentenceTransformerEmbedder | None:
         """The embedder that was named."""
@@ -84,7 +101,7 @@ class ReadOptions(PlaceOptions):
                 if not is_url(place) or len(facts):
                     yield facts
                     return
-        yield ChromaFactStore.from_collection(self.collection, self.embedding(), path=place)
+        yield ChromaFactStore.from_collection(self.collection, self.embedding(), path=place, **self.server(place))
 
 
 def is_collection(place: str) -> bool:
@@ -100,4 +117,4 @@ def open_collection(place: str, options: PlaceOptions, *, new: bool = False, **s
         names = [str(each) for each in around if is_fact_store(each)]
         hint = did_you_mean(place, names, "`kp build COLLECTION FILE...` makes one.")
         raise BankError(f"There is no collection in {place}. {hint}")
-    return ChromaFactStore(place, options.embedding(), **settings)
+    return ChromaFactStore(place, options.embedding(), **options.server(place), **settings)

@@ -10,9 +10,12 @@ from numpy.typing import NDArray
 
 from kp_core.errors import MissingDependencyError
 
-__all__ = ["Bank", "Vectors", "cluster", "make_banks", "split_bank"]
+__all__ = ["BANK_SIZE", "Bank", "Vectors", "cluster", "make_banks", "split_bank"]
 
 Vectors = NDArray[np.float32]
+
+BANK_SIZE = 20
+"""Facts in a bank where nothing is said, as in the paper."""
 
 _PLUS_PLUS_UP_TO = 5000
 _ROUNDS = 20

@@ -12,6 +12,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from kp_core.errors import BankError, BankLockedError
+from kp_core.facts.banking import BANK_SIZE
 from kp_core.facts.client import is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
@@ -36,10 +37,11 @@ class ChromaFactStore(LivingFacts):
     call. What a call has returned for is kept, whatever happens to the process. Collections and folders that we did
     not make are never changed; to read them, see `from_collection`.
 
-    Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM; LangChain
-    `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size`, `random_state`, `near_duplicate`: see
-    `LivingFacts`. The same folder may be opened again in one process. With `read_only` nothing is locked or changed,
-    and what another process writes is seen when the folder is opened again. Use it as a context manager, or `close` it.
+    Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
+    LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
+    it, `random_state` and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process.
+    With `read_only` nothing is locked or changed, and what another process writes is seen when the folder is opened
+    again. Use it as a context manager, or `close` it.
 
     Raises `BankLockedError` when another process does not let go of the folder within `wait` seconds; `BankError` for a
     folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to read;
@@ -52,7 +54,7 @@ class ChromaFactStore(LivingFacts):
         embedder: Embedder | Any | None = None,  # noqa: ANN401 - or another library's
         *,
         client: Any = None,  # noqa: ANN401 - a chromadb client
-        bank_size: int = 20,
+        bank_size: int | None = None,
         random_state: int = 0,
         near_duplicate: float | None = 0.97,
         read_only: bool = False,
@@ -71,10 +73,11 @@ class ChromaFactStore(LivingFacts):
             with told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
                 held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
-            name = next((_about(each)["embedder"] for each in held.values()), None)
+            made = next(map(_about, held.values()), {})
+            name, self._is_sized = made.get("embedder"), bank_size is not None
             super().__init__(
                 as_embedder(embedder) if embedder is not None else _embedder(name),
-                bank_size=bank_size,
+                bank_size=made.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
                 random_state=random_state,
                 near_duplicate=near_duplicate,
             )
@@ -196,6 +199,7 @@ class ChromaFactStore(LivingFacts):
             return found[0]
         name = f"kp-{namespace}-{_FACTS}"
         about = {"kind": _FACTS, "schema": _SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
+        about["bank_size"] = self.bank_size
         with told(self.where):
             if name in {each.name for each in self._client.list_collections()}:
                 raise BankError(
@@ -225,6 +229,8 @@ class ChromaFactStore(LivingFacts):
                 "or build another store."
             )
         own = self._client.get_collection(collection.name, embedding_function=None)
+        if self._is_sized and not self.read_only and about.get("bank_size") != self.bank_size:
+            own.modify(metadata={**own.metadata, "kp:bank_size": self.bank_size})
         return ChromaTable(self._client, own, namespace, self.where)
 
     def _check_open(self) -> None:

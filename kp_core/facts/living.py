@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from kp_core.errors import BankError
-from kp_core.facts.banking import Bank, Vectors, make_banks, split_bank
+from kp_core.facts.banking import BANK_SIZE, Bank, Vectors, make_banks, split_bank
 from kp_core.facts.base import Added, Fact, NearDuplicate
 from kp_core.facts.embed import Embedder, checked_vectors
 from kp_core.facts.reading import SearchedFacts, pages
@@ -43,7 +43,7 @@ class LivingFacts(SearchedFacts):
         self,
         embedder: Embedder,
         *,
-        bank_size: int = 20,
+        bank_size: int = BANK_SIZE,
         random_state: int = 0,
         near_duplicate: float | None = 0.97,
     ) -> None:

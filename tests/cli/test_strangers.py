@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from chromadb import AdminClient
+from chromadb.config import Settings
 
 from kp_core import PackStore, SentenceTransformerEmbedder
 from kp_core.facts.client import open_client
@@ -142,6 +145,24 @@ def test_a_server_is_a_place_as_well(kp: Kp, tmp_path: Path, emptied: str) -> No
     assert (code, "packs: 1; facts left: 0." in out) == (0, True)
     assert "until `chroma vacuum --path FOLDER` is run there" in out
     assert len(open_client(emptied).get_collection("docs").get()["ids"]) == 4
+
+
+def test_another_database_of_a_server(kp: Kp, tmp_path: Path, emptied: str) -> None:
+    (tmp_path / "facts.txt").write_text("\n\n".join(str(fact["text"]) for fact in FACTS))
+    address = urlsplit(emptied)
+    settings = Settings(
+        chroma_api_impl="chromadb.api.fastapi.FastAPI",
+        chroma_server_host=address.hostname,
+        chroma_server_http_port=address.port,
+    )
+    AdminClient(settings).create_database("team")
+    there = ("--database", "team", "--header", "x-token: abc")
+    assert as_json(kp("build", emptied, "facts.txt", *there, "--json"))["facts"] == 4
+    assert len(as_json(kp("search", emptied, QUESTION, *there, "--json"))["hits"]) == 4
+    one_line(kp("search", emptied, QUESTION), "Name a collection of")
+    one_line(kp("search", emptied, QUESTION, "--header", "token"), "'token'; expected 'NAME: VALUE'")
+    one_line(kp("search", "here", QUESTION, "--tenant", "nobody"), "no collection in here")
+    one_line(kp("build", "here", "facts.txt", "--header", "a: b"), "headers go to a server")
 
 
 def test_a_server_that_is_away_is_named(kp: Kp, tmp_path: Path) -> None:

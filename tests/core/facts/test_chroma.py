@@ -339,6 +339,23 @@ def test_a_server_that_is_away_or_slow_is_named(emptied):
         ChromaFactStore(emptied, HashEmbedder(), tenant="nobody")
 
 
+def test_the_size_of_banks_is_kept_with_the_collection(tmp_path):
+    def size(**given):
+        with ChromaFactStore(tmp_path, HashEmbedder(), **given) as store:
+            return store.bank_size
+
+    with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
+        store.build(facts_of(40))
+        assert len(store.banks()) >= 4
+    assert size() == 5
+    assert size(bank_size=7, read_only=True) == 7
+    assert size() == 5
+    assert size(bank_size=9) == 9
+    assert size() == 9
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        check(store, facts_of(40))
+
+
 # Collections of others
 
 
