@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -24,6 +24,7 @@ __all__ = ["Unit", "compile_facts", "open_facts"]
 logger = logging.getLogger(__name__)
 
 _MANY = 256  # What fewer packs take, nobody asks beforehand.
+_LOOKED_AT, _SAMPLE = 1024, 64
 
 Unit: TypeAlias = Literal["fact", "bank", "document"]
 
@@ -59,16 +60,12 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
         build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
-        stored = {text: handle for text in wanted if store.peek(handle := store.handle(text, space)) is not None}
-        # What stands before a pack is the same for all of them, or nearly; the others are planned anew.
-        first = next(iter(build(list(stored)[:1], lazy=True, progress=False)), None)
-        held = {text: store.peek(handle, first.key) for text, handle in stored.items()} if first else {}
-        done = {text for text, pack in held.items() if first and pack and _is_stored(store, pack, first, lazy=lazy)}
-        for plan in build([text for text in stored if text not in done], lazy=True, progress=progress):
-            pack = store.peek(stored[plan.text], plan.key)
-            if pack and pack.token_ids == plan.token_ids and _is_stored(store, pack, plan, lazy=lazy):
-                done.add(plan.text)
-        made |= {(space, text): store.handle(text, space) for text in done}
+        is_there = (
+            set(store).__contains__ if len(wanted) > _LOOKED_AT else lambda handle: store.peek(handle) is not None
+        )
+        stored = {text: handle for text in wanted if is_there(handle := store.handle(text, space))}
+        done = _done(stored, build, store, lazy=lazy, progress=progress)
+        made |= {(space, text): stored[text] for text in done}
         missing = [text for text in wanted if text not in done]
         about = [_provenance(wanted[text], unit) for text in missing]
         if progress and len(missing) >= _MANY:
@@ -91,6 +88,37 @@ def _provenance(fact: Fact, unit: Unit) -> dict[str, str]:
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
     about = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
     return {name: said for name, said in about.items() if said}
+
+
+def _done(
+    stored: Mapping[str, Handle],
+    build: Callable[..., Iterator[KnowledgePack]],
+    store: Packs,
+    *,
+    lazy: bool,
+    progress: bool,
+) -> set[str]:
+    """The texts whose packs need no compiling.
+
+    Of very many a sample is looked at: where that is right, the rest is taken to be, and looked at when it is found.
+    """
+    # What stands before a pack is the same for all of them, or nearly; the others are planned anew.
+    first = next(iter(build(list(stored)[:1], lazy=True, progress=False)), None)
+    if first is None:
+        return set()
+
+    def is_done(text: str) -> bool:
+        pack = store.peek(stored[text], first.key)
+        return pack is not None and _is_stored(store, pack, first, lazy=lazy)
+
+    if len(stored) > _LOOKED_AT and all(map(is_done, list(stored)[:: len(stored) // _SAMPLE])):
+        return set(stored)
+    done = set(filter(is_done, stored))
+    for plan in build([text for text in stored if text not in done], lazy=True, progress=progress):
+        pack = store.peek(stored[plan.text], plan.key)
+        if pack and pack.token_ids == plan.token_ids and _is_stored(store, pack, plan, lazy=lazy):
+            done.add(plan.text)
+    return done
 
 
 def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool) -> bool:

@@ -184,6 +184,25 @@ def test_what_many_packs_take_is_said_before_they_are_compiled(
     assert int(said[1]) == pytest.approx(tokens, rel=0.05)
 
 
+def test_of_very_many_packs_a_sample_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kp_core.compiling._LOOKED_AT", 8)
+    monkeypatch.setattr("kp_core.compiling._SAMPLE", 4)
+    peeks: list[object] = []
+    peek = PackStore.peek
+    monkeypatch.setattr(PackStore, "peek", lambda self, *which: peeks.append(which) or peek(self, *which))
+    facts = [Fact(f"Ship {number} came in.") for number in range(40)]
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    handles = compile_facts(facts, engine, store, lazy=True, progress=False)
+    peeks.clear()
+    store.remove(handles[7])  # type: ignore[arg-type]
+    assert compile_facts(facts, engine, store, lazy=True, progress=False) == handles
+    assert len(peeks) < 8
+    assert len(store) == 40
+    # KV is asked for now, which the sample does not have: all are looked at, and made.
+    compile_facts(facts, engine, store, progress=False)
+    assert all(not store.get(handle).is_lazy for handle in store)
+
+
 def test_rates_are_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
     rates = measure_rates(tiny_engine(), tmp_path)
     assert rates.bytes_per_token == tiny_engine().bytes_per_token
