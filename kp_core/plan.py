@@ -159,6 +159,8 @@ class Plan:
     """The tokens whose KV `Engine.kv` gives; they are computed, only what stands before them is looked up."""
     reuse: bool = True
     deterministic: bool = False
+    alone: bool = False
+    """Whether its answer is decoded by itself, and so rounded as it always is, whatever else is being answered."""
     reordered: int = 0
     """Packs at another place among their neighbours than they were named at."""
     limit: Limit = field(default_factory=Limit, compare=False)

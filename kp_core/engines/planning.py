@@ -120,6 +120,7 @@ class Planner:
             reuse=request.reuse,
             # What is behind decoded KV could not be read again bit for bit.
             deterministic=request.deterministic or (request.keep == "always" and view is not None),
+            alone=request.deterministic,
             reordered=reordered,
             limit=limit,
         )

@@ -8,7 +8,7 @@ import math
 import platform
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +24,7 @@ from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
 from kp_core.engines.keeping import write_kept
+from kp_core.engines.many import Asked, Key, generate_many
 from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
@@ -106,6 +107,23 @@ class Session:
         plan, reading = self._plan(messages, request)
         self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
         return Stream(self._answer(plan, reading, self.engine.run(plan)))
+
+    def generate_many(
+        self,
+        requests: Mapping[Key, Asked] | Iterable[tuple[Key, Asked]],
+        *,
+        at_once: int = 8,
+        done: Container[Key] = (),
+        progress: bool = True,
+        **options: Any,  # noqa: ANN401
+    ) -> Iterator[tuple[Key, Generation]]:
+        """Answers to many conversations by key, `at_once` at a time, each as it comes.
+
+        They are sorted by how they begin, prefilled one after the other, and decoded together where the engine does so.
+        `done` are keys to leave out: those of an interrupted run. `options` are those of `generate`, for all. An error
+        of one ends the run. Leaving the loop ends what is under way.
+        """
+        return generate_many(self, requests, at_once=at_once, done=done, progress=progress, **options)
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""

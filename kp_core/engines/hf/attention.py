@@ -25,16 +25,18 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     `query` is `(batch, heads, new, head_dim)`, `key` and `value` are `(batch, kv_heads, tokens, head_dim)`; returns
     `(batch, new, heads, head_dim)`. Sequences here carry no padding, so causality is all the mask there is, unless
     `attention_mask`, `(batch, 1, new, tokens)`, is added: tokens then stand at any positions. With it, a list
-    `kp_weights` takes how much the queries look at each key, `(tokens,)`, summed over queries and heads.
+    `kp_weights` takes how much the queries look at each key, `(tokens,)`, summed over queries and heads. Rows may be
+    sequences of their own: then `kp_rows` (see `Rows`) attends.
 
     Raises `ValueError` when a model asks for what this does not do (softcap, sinks, windows, position bias).
     """
-    del module
     asked = [name for name in ("softcap", "s_aux", "sliding_window", "position_bias") if extra.get(name) is not None]
     if asked:
         raise ValueError(f"Split attention does not do {', '.join(asked)}.")
     new, tokens = query.shape[2], key.shape[2]
-    if attention_mask is not None and attention_mask.ndim == 4:
+    if callable(rows := extra.get("kp_rows")):
+        output = rows(module.layer_idx, query, key, value, scaling)
+    elif attention_mask is not None and attention_mask.ndim == 4:
         output = _placed(query, key, value, attention_mask, scaling, extra.get("kp_weights"))
     elif 1 < new < tokens:
         splits = query.device.type == "cpu" and key.shape[3] == value.shape[3]

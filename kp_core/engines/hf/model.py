@@ -19,6 +19,7 @@ from kp_core.engines.hf import attention
 from kp_core.engines.hf.cache import cache_of
 from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_at, rope_of
+from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
@@ -99,6 +100,30 @@ class CausalModel:
         every: Tensor = output.logits[0]
         return every.clone()
 
+    @cached_property
+    def batches(self) -> bool:
+        """Whether several sequences decode in one pass here: the model lets attention know of its rows, and agrees."""
+        if self.config._attn_implementation != attention.NAME:  # noqa: SLF001 - the only place transformers keeps it
+            return False
+        buffers = [KVBuffer(self.shape, 2 * _PROBE) for _ in range(2)]
+        for row, buffer in enumerate(buffers):
+            self.forward(self._probe_ids()[:, : _PROBE + row], buffer, logits=False)
+        token = int(self._probe_ids()[0, -1])
+        try:
+            found = self.rows(buffers).step([token, token]).float()
+        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+            logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
+            return False
+        expected = []
+        for row, buffer in enumerate(buffers):
+            buffer.truncate(_PROBE + row)
+            expected.append(self.forward(torch.tensor([[token]], device=self.device), buffer))
+        return self._agree(found, torch.cat([each for each in expected if each is not None]).float())
+
+    def rows(self, buffers: Sequence[KVBuffer]) -> Rows:
+        """One token of each of these sequences at a time."""
+        return Rows(self._model, buffers, **({"logits_to_keep": 1} if self._keeps_logits else {}))
+
     def seconds_per_token(self) -> float:
         """What prefilling a token takes about, by one forward pass."""
         tokens = min(_PACE_TOKENS, self.max_positions)
@@ -162,15 +187,22 @@ class CausalModel:
         except (ValueError, TypeError, RuntimeError) as error:
             logger.info("%s keeps %s attention: %s", self.config.model_type, before, error)
             found = None
-        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.05
-        if found is None or ((found - expected).norm(dim=1) > tolerance * expected.norm(dim=1)).any():
+        if found is None or not self._agree(found, expected):
             self._model.set_attn_implementation(before)
+
+    def _agree(self, found: Tensor, expected: Tensor) -> bool:
+        """Whether logits are the same but for rounding."""
+        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.05
+        return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())
+
+    def _probe_ids(self) -> Tensor:
+        # Random tokens: the first of a vocabulary are special ones, behind which some models amplify rounding errors.
+        ids = torch.randint(self.config.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
+        return ids.to(self.device)
 
     def _probe_logits(self) -> Tensor:
         """Logits over a prefill, a chunk behind it, and a decoding step."""
-        # Random tokens: the first of a vocabulary are special ones, behind which some models amplify rounding errors.
-        ids = torch.randint(self.config.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
-        ids = ids.to(self.device)
+        ids = self._probe_ids()
         buffer = KVBuffer(self.shape, 2 * _PROBE)
         edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Lock
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.scheduler import Scheduler
 from kp_core.kv import KVTensors
 from kp_core.rope import Rope
 
@@ -39,8 +39,8 @@ class PlacedModel(Protocol):
 class Computing:
     """A `Forward` behind what a buffer holds."""
 
-    def __init__(self, model: PlacedModel, lock: Lock, buffer: KVBuffer) -> None:
-        self._model, self._lock = model, lock
+    def __init__(self, model: PlacedModel, scheduler: Scheduler, buffer: KVBuffer) -> None:
+        self._model, self._scheduler = model, scheduler
         self.before = buffer.view_of(0, buffer.length) if buffer.length else None
         self.tokens = 0
         """Tokens that were computed in all layers."""
@@ -61,7 +61,7 @@ class Computing:
         """See `Forward.__call__`."""
         count = 0 if past is None else past.tokens
         places = range(count) if past_positions is None else past_positions
-        with self._lock:
+        with self._scheduler.prefill():
             found = self._model.forward_at(
                 ids, range(count, count + len(ids)) if positions is None else positions, past, places, layers=layers
             )
@@ -73,7 +73,7 @@ class Computing:
     ) -> Tensor:
         """See `Forward.attention`."""
         weights: list[Tensor] = []
-        with self._lock:
+        with self._scheduler.prefill():
             self._model.forward_at(ids, positions, past, past_positions, weights=weights)
         self.tokens += len(ids)
         return torch.stack(weights).sum(dim=0)

@@ -10,6 +10,7 @@ from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.build import Builder
 from kp_core.engines.local.fill import Cancelled, Filled, Filler, LocalModel, Sampler
 from kp_core.engines.local.grammar import Grammars
+from kp_core.engines.local.scheduler import Decoding
 from kp_core.engines.local.tree import Node
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -133,6 +134,9 @@ class LocalEngine:
         if run is None:
             return
         tokens: list[int] = []
+        # Answers that began alike are decoded over the same keys.
+        run.buffer.note(run.path.runs)
+        decoding = Decoding(run.buffer, plan.alone)
         try:
             for left in range(plan.token_budget, 0, -1):
                 if run.logits is None:
@@ -148,8 +152,9 @@ class LocalEngine:
                     return
                 # The KV of a token is computed when the next one is asked for.
                 if left > 1:
-                    run.logits = self._filler.forward(tokens[-1:], run.buffer)
+                    run.logits = self._filler.scheduler.step(decoding, tokens[-1])
         finally:
+            self._filler.scheduler.leave(decoding)
             self._finish(run, plan, tokens)
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:

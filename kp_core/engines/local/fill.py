@@ -16,6 +16,7 @@ from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.computing import Computing, PlacedModel
 from kp_core.engines.local.grammar import Constraint
+from kp_core.engines.local.scheduler import BatchingModel, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import KVShapeError, PackNotFoundError
 from kp_core.kv import KVTensors
@@ -29,16 +30,12 @@ __all__ = ["Cancelled", "Filled", "Filler", "LocalModel"]
 logger = logging.getLogger(__name__)
 
 
-class LocalModel(PlacedModel, Protocol):
+class LocalModel(PlacedModel, BatchingModel, Protocol):
     """A causal language model on this machine: one chunk in, KV and logits out."""
 
     @property
     def shape(self) -> CacheShape:
         """What it caches."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go in."""
 
     @property
     def max_positions(self) -> int:
@@ -94,7 +91,7 @@ class Filler:
         self.pool = BufferPool(model.shape)
         # One prompt at a time: a second one that begins alike then finds the KV of the first.
         self._filling = threading.Lock()
-        self._computing = threading.Lock()
+        self.scheduler = Scheduler(model)
 
     def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Logits `(vocabulary,)` behind `ids`, or `None` without `logits`; threads take turns."""
@@ -103,7 +100,7 @@ class Filler:
 
     def forward_batch(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = False) -> Tensor | None:
         """Logits `(batch, vocabulary)` behind `ids` of shape `(batch, new)`, or `None` without `logits`."""
-        with self._computing:
+        with self.scheduler.prefill():
             return self.model.forward(ids, buffer, logits=logits)
 
     def losses(self, run: Filled, tokens: Sequence[int]) -> list[float]:
@@ -113,7 +110,7 @@ class Filler:
         ids = torch.tensor([tokens], device=self.model.device)
         logits = run.logits[None]
         if len(tokens) > 1:
-            with self._computing:
+            with self.scheduler.prefill():
                 logits = torch.cat([logits, self.model.forward_all(ids[:, :-1], run.buffer)])
         found = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
         return [float(loss) for loss in found]
@@ -292,7 +289,7 @@ class Filler:
             return None
         ids = plan.prompt.token_ids
         stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
-        forward = Computing(self.model, self._computing, run.buffer)
+        forward = Computing(self.model, self.scheduler, run.buffer)
         kv = region.composer.fill(stretch, packs, forward)
         run.computed += min(forward.tokens, len(region))
         return kv

@@ -1,0 +1,172 @@
+"""Who computes next on one model: decoding steps together, prefill in turns with them."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kp_core.engines.local.buffer import KVBuffer
+
+__all__ = ["BatchingModel", "DecodedRows", "Decoding", "Scheduler"]
+
+_MOST_ROWS = 16
+_INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
+_PATIENCE_S = 0.004
+"""How long a step waits for those that were decoded together with it before: a fraction of a step."""
+
+
+class DecodedRows(Protocol):
+    """Several sequences that are decoded together."""
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Run a token behind each, and write its KV to its buffer; the logits, `(rows, vocabulary)`."""
+
+
+class BatchingModel(Protocol):
+    """A model that may decode several sequences in one forward pass."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in."""
+
+    @property
+    def batches(self) -> bool:
+        """Whether it does; asked for when two wait."""
+
+    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+        """See `LocalModel.forward`."""
+
+    def rows(self, buffers: Sequence[KVBuffer]) -> DecodedRows:
+        """Sequences that go on behind these buffers."""
+
+
+@dataclass(eq=False)
+class Decoding:
+    """One answer that is being decoded: its buffer, and whether it computes alone, so that it rounds as it would."""
+
+    buffer: KVBuffer
+    is_alone: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
+    token: int = 0
+    logits: Tensor | None = None
+    error: BaseException | None = None
+
+
+class Scheduler:
+    """Gives the model to one forward pass at a time.
+
+    Decoding steps that wait together are one pass; a step waits a moment for those that were in the pass before with
+    it, so that answers which began at different times fall into step. No thread is needed: of those that wait, one
+    computes for all. A reader that does not ask for its next token holds nobody up. Where both wait, prefill and
+    decoding take turns, a chunk and a step.
+
+    A step that no other joins, and one that is `is_alone`, computes what it would without the others, bit for bit.
+    """
+
+    def __init__(self, model: BatchingModel) -> None:
+        self._model = model
+        self._changed = threading.Condition()
+        self._is_busy, self._was_prefill, self._prefilling = False, False, 0
+        self._waiting: list[Decoding] = []
+        self._together: set[Decoding] = set()
+        self._rows: tuple[list[Decoding], DecodedRows] | None = None
+
+    @contextmanager
+    def prefill(self) -> Iterator[None]:
+        """The model, for one chunk of a prompt."""
+        with self._changed:
+            self._prefilling += 1
+            try:
+                self._changed.wait_for(lambda: not self._is_busy and not (self._waiting and self._was_prefill))
+            finally:
+                self._prefilling -= 1
+            self._is_busy = True
+        try:
+            yield
+        finally:
+            self._free(was_prefill=True)
+
+    def leave(self, decoding: Decoding) -> None:
+        """An answer is complete: nobody waits for it any more."""
+        with self._changed:
+            self._together.discard(decoding)
+            if self._rows is not None and decoding in self._rows[0]:
+                self._rows = None
+            self._changed.notify_all()
+
+    def step(self, decoding: Decoding, token: int) -> Tensor:
+        """Compute `token` behind the buffer; the logits, `(vocabulary,)`."""
+        decoding.token, decoding.logits, decoding.error = token, None, None
+        until = time.monotonic() + _PATIENCE_S
+        with self._changed:
+            self._waiting.append(decoding)
+            self._changed.notify_all()
+            try:
+                while (batch := self._due(decoding, until)) is None:
+                    if decoding.logits is not None or decoding.error is not None:
+                        break
+                    self._changed.wait(None if self._is_busy else max(until - time.monotonic(), 0.0005))
+            except BaseException:  # Ctrl-C while it waits.
+                if decoding in self._waiting:
+                    self._waiting.remove(decoding)
+                self._together.discard(decoding)
+                raise
+        if batch is not None:
+            self._compute(batch)
+        if decoding.error is not None:
+            raise decoding.error
+        if decoding.logits is None:
+            raise AssertionError("a step that was computed has logits")
+        return decoding.logits
+
+    def _due(self, decoding: Decoding, until: float) -> list[Decoding] | None:
+        """What to compute now, if it is for this step to do so: it is taken from what waits, and the model is taken."""
+        if self._is_busy or decoding not in self._waiting or (self._prefilling and not self._was_prefill):
+            return None
+        batch = [decoding]
+        if not decoding.is_alone and (len(self._waiting) > 1 or self._together - {decoding}) and self._model.batches:
+            if not self._together <= {*self._waiting} and time.monotonic() < until:
+                return None
+            others = [each for each in self._waiting if not each.is_alone and each is not decoding]
+            batch = sorted([decoding, *others[: _MOST_ROWS - 1]], key=lambda each: each.number)
+            self._together = set(batch)
+        self._waiting = [each for each in self._waiting if each not in batch]
+        self._is_busy = True
+        return batch
+
+    def _compute(self, batch: list[Decoding]) -> None:
+        try:
+            for each, logits in zip(batch, self._logits(batch), strict=True):
+                each.logits = logits
+        except BaseException as error:
+            for each in batch:
+                each.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._free(was_prefill=False)
+
+    def _logits(self, batch: list[Decoding]) -> Tensor:
+        if len(batch) == 1:
+            found = self._model.forward(torch.tensor([[batch[0].token]], device=self._model.device), batch[0].buffer)
+            if found is None:
+                raise AssertionError("logits were asked for")
+            return found
+        rows = self._rows
+        if rows is None or rows[0] != batch:
+            rows = self._rows = batch, self._model.rows([each.buffer for each in batch])
+        return rows[1].step([each.token for each in batch])
+
+    def _free(self, *, was_prefill: bool) -> None:
+        with self._changed:
+            self._is_busy, self._was_prefill = False, was_prefill
+            self._changed.notify_all()

@@ -1,0 +1,73 @@
+"""Many requests at once: what begins alike one after the other, so many at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol, TypeVar
+
+from tqdm.auto import tqdm
+
+from kp_core.engines.request import Generation
+from kp_core.errors import OptionError
+from kp_core.prompt.resolve import Message
+
+__all__ = ["Asked", "Key", "generate_many"]
+
+Asked = Sequence[Message] | str
+Key = TypeVar("Key", bound=Hashable)
+
+
+class _Answers(Protocol):
+    def generate(self, messages: Asked, **options: Any) -> Generation: ...  # noqa: ANN401
+
+
+def generate_many(
+    engine: _Answers,
+    requests: Mapping[Key, Asked] | Iterable[tuple[Key, Asked]],
+    *,
+    at_once: int = 8,
+    done: Container[Key] = (),
+    progress: bool = True,
+    **options: Any,  # noqa: ANN401 - of `Request`
+) -> Iterator[tuple[Key, Generation]]:
+    """See `Session.generate_many`."""
+    if at_once < 1:
+        raise OptionError(f"Got at_once={at_once}; expected at least 1.")
+    if "cancel" in options:
+        raise OptionError("Got cancel=; leave the loop to stop, which ends what is under way.")
+    pairs = requests.items() if isinstance(requests, Mapping) else requests
+    # What begins alike finds the KV of those before it, and is decoded over the same keys.
+    todo = sorted((pair for pair in pairs if pair[0] not in done), key=lambda pair: _beginning(pair[1]))
+    return _run(engine, todo, at_once, progress=progress, options=options)
+
+
+def _run(
+    engine: _Answers, todo: list[tuple[Key, Asked]], at_once: int, *, progress: bool, options: dict[str, Any]
+) -> Generator[tuple[Key, Generation], None, None]:
+    cancel, left = threading.Event(), iter(todo)
+    running: dict[Future[Generation], Key] = {}
+    bar = tqdm(total=len(todo), desc="Answering", delay=1, unit="answer", disable=not progress)
+    with bar, ThreadPoolExecutor(at_once, "kp-many") as pool:
+        try:
+            while True:
+                for key, messages in left:
+                    running[pool.submit(engine.generate, messages, cancel=cancel, **options)] = key
+                    if len(running) >= at_once:
+                        break
+                if not running:
+                    return
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    key = running.pop(future)
+                    bar.update()
+                    yield key, future.result()
+        finally:
+            cancel.set()  # Whoever leaves early, or met an error, waits for a step at most.
+
+
+def _beginning(messages: Asked) -> str:
+    """What requests are sorted by: the conversation, from its first word on."""
+    if isinstance(messages, str):
+        return messages
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)

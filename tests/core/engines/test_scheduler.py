@@ -1,0 +1,263 @@
+"""Answers decoded together: the tokens of one by one, nobody held up, and turns with prefill."""
+
+import itertools
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kp_core import PackStore, load_engine
+from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.scheduler import Decoding, Scheduler
+from kp_core.errors import OptionError
+from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tests.conftest import tiny_engine, until
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+BOOK = "The keeper counts ships, and writes each of them into a long book. " * 4
+
+
+def filler_of(session):
+    return session.engine._filler
+
+
+def behind(filler, prefix, own):
+    """A buffer that begins with the run `prefix`, as a request that found it in the tree has it."""
+    buffer = KVBuffer(filler.model.shape, 512)
+    filler.forward(prefix, buffer, logits=False)
+    buffer.runs = [(7, len(prefix))]
+    if own:
+        filler.forward(own, buffer, logits=False)
+    return buffer
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("shared", [160, 40])
+def test_rows_are_what_each_is_alone(name, shared):
+    filler = filler_of(tiny_engine(name, chunk_tokens=1024))
+    if not filler.model.batches:
+        pytest.skip("one by one: its attention is the library's own")
+    draw = random.Random(shared)
+    prefix = [draw.randrange(256) for _ in range(shared)]
+    owns = [[draw.randrange(256) for _ in range(count)] for count in (3, 90, 0, 17)]
+    # Two begin otherwise, and share with nobody.
+    starts = [prefix, prefix, prefix[::-1], prefix, prefix[1:]]
+    owns.append([5])
+    together, alone = ([behind(filler, *pair) for pair in zip(starts, owns, strict=True)] for _ in range(2))
+    for buffers in (together, alone):
+        for row in (2, 4):
+            buffers[row].runs = [(20 + row, shared)]
+    rows = filler.model.rows(together)
+    for step in range(70):  # More than a tail has room for at first.
+        tokens = [draw.randrange(256) for _ in owns]
+        found = rows.step(tokens)
+        expected = torch.stack([filler.forward([token], buffer) for token, buffer in zip(tokens, alone, strict=True)])
+        assert torch.allclose(found, expected, atol=1e-4), step
+    for one, other in zip(together, alone, strict=True):
+        assert one.length == other.length
+        kept = [(buffer.read(0, buffer.length).keys, buffer.read(0, buffer.length).values) for buffer in (one, other)]
+        assert all(
+            torch.allclose(mine, theirs, atol=1e-4)
+            for sides in zip(*kept, strict=True)
+            for mine, theirs in zip(*sides, strict=True)
+        )
+
+
+def test_all_plain_architectures_decode_together():
+    assert {name for name in ARCHITECTURES if filler_of(tiny_engine(name)).model.batches} >= {
+        "llama", "qwen2", "qwen3", "mistral", "phi3", "gemma", "qwen3_moe"
+    }  # fmt: skip
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """An engine, a store with a long pack, and random requests."""
+    engine, store = tiny_engine(chunk_tokens=1024), PackStore(tmp_path)
+    handles = [str(store.put(engine.build_pack(BOOK + f"Book {number}."))) for number in range(3)]
+
+    def requests(seed, count):
+        draw = random.Random(seed)
+        for number in range(count):
+            options = {"max_tokens": draw.randint(1, 24)}
+            if draw.random() < 0.3:
+                options |= {"temperature": 0.8, "seed": draw.randrange(99)}
+            if draw.random() < 0.2:
+                options["stop"] = ["e"]
+            if draw.random() < 0.2:
+                options["deterministic"] = True
+            if draw.random() < 0.2:
+                options["response_schema"] = {
+                    "type": "object",
+                    "properties": {"a": {"enum": ["x", "y"]}},
+                    "required": ["a"],
+                }
+                options["max_tokens"] = 40
+            text = draw.choice([*handles, "", BOOK])
+            yield f"{text}\n\nWhat of {number}?", options
+
+    return engine, store.view("default"), requests
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
+def test_random_mixes_get_the_tokens_of_one_by_one(asked, seed):
+    engine, view, requests = asked
+    mixed = list(requests(seed, 10))
+    engine.clear_cache()
+    one = [engine.generate(text, view=view, **options).text for text, options in mixed]
+    engine.clear_cache()
+    with ThreadPoolExecutor(5) as pool:
+        together = list(pool.map(lambda each: engine.generate(each[0], view=view, **each[1]).text, mixed))
+    assert together == one
+
+
+def passes(engine, monkeypatch):
+    """What the scheduler computes from here on: how many rows each step has, `-1` for a chunk of a prompt."""
+    seen, scheduler = [], filler_of(engine).scheduler
+    logits, prefill = scheduler._logits, scheduler.prefill
+    monkeypatch.setattr(scheduler, "_logits", lambda batch: seen.append(len(batch)) or logits(batch))
+    monkeypatch.setattr(scheduler, "prefill", lambda: seen.append(-1) or prefill())
+    return seen
+
+
+def test_answers_fall_into_step_and_those_alone_do_not(monkeypatch):
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64)
+    scheduler = filler_of(engine).scheduler
+    seen = passes(engine, monkeypatch)
+    start = threading.Barrier(4)
+
+    def ask(number, is_alone):
+        buffer = KVBuffer(filler_of(engine).model.shape, 128)
+        filler_of(engine).forward([1, 2, 3 + number], buffer, logits=False)
+        decoding = Decoding(buffer, is_alone)
+        start.wait()
+        for _ in range(30):
+            scheduler.step(decoding, 5)
+        scheduler.leave(decoding)
+
+    for is_alone, least in ((False, 3.0), (True, 1.0)):
+        seen.clear()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(ask, range(4), [is_alone] * 4))
+        steps = [rows for rows in seen if rows > 0]
+        assert sum(steps) == 120
+        assert (sum(steps) / len(steps) >= least) if not is_alone else set(steps) == {1}
+
+
+def test_a_reader_that_pauses_holds_nobody_up():
+    engine = tiny_engine(chunk_tokens=1024)
+    paused = engine.stream(BOOK, max_tokens=50, temperature=1.0, seed=1)
+    next(paused.deltas())
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(engine.generate, f"Hello {number}", max_tokens=20) for number in range(2)]
+        assert all(job.result(timeout=30) for job in jobs)
+    assert paused.result().usage.completion_tokens > 0
+
+
+def test_prefill_and_decoding_take_turns():
+    class Model:
+        device, batches = torch.device("cpu"), False
+
+        def __init__(self):
+            self.log = []
+
+        def forward(self, ids, _buffer, *, logits=True):
+            del logits
+            self.log.append("step")
+            time.sleep(0.002)
+            return torch.zeros(len(ids), 4)
+
+    model = Model()
+    scheduler = Scheduler(model)
+    stop = threading.Event()
+
+    def decode():
+        decoding = Decoding(None)
+        while not stop.is_set():
+            scheduler.step(decoding, 1)
+
+    reader = threading.Thread(target=decode)
+    reader.start()
+    until(lambda: model.log)
+    for _ in range(10):
+        with scheduler.prefill():
+            model.log.append("chunk")
+            time.sleep(0.002)
+    stop.set()
+    reader.join()
+    chunks = [at for at, what in enumerate(model.log) if what == "chunk"]
+    assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(chunks)), model.log
+
+
+def test_an_error_of_a_step_reaches_all_who_wait_and_no_others(monkeypatch):
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64)
+    model = filler_of(engine).model
+    assert model.batches
+    monkeypatch.setattr(type(model), "rows", lambda *_: (_ for _ in ()).throw(MemoryError("no room for rows")))
+    failed = []
+
+    def ask(number):
+        try:
+            return engine.generate(f"Hello {number}", max_tokens=40, temperature=1.0, seed=number).text
+        except MemoryError as error:
+            failed.append(error)
+            return None
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(8)))
+    assert failed
+    monkeypatch.undo()
+    assert engine.generate("Hello", max_tokens=5).usage.completion_tokens > 0
+
+
+def test_many_requests_come_as_they_are_done_and_an_interrupted_run_goes_on(asked):
+    engine, view, requests = asked
+    texts = {number: text for number, (text, _) in enumerate(requests(1, 12))}
+    expected = {number: engine.generate(text, view=view, max_tokens=6).text for number, text in texts.items()}
+    found = {}
+    for key, answer in engine.generate_many(texts, at_once=4, view=view, max_tokens=6, progress=False):
+        found[key] = answer.text
+        if len(found) == 5:
+            break
+    rest = engine.generate_many(texts.items(), done=found, at_once=4, view=view, max_tokens=6, progress=False)
+    rest = {key: answer.text for key, answer in rest}
+    assert not set(rest) & set(found)
+    assert found | rest == expected
+    with pytest.raises(OptionError, match="at_once=0"):
+        engine.generate_many({}, at_once=0)
+    with pytest.raises(OptionError, match="temprature"):
+        list(engine.generate_many({"a": "Hello"}, temprature=1.0, progress=False))
+
+
+@pytest.mark.slow
+def test_soak(asked):
+    """Fifty threads, a third of the answers cancelled, a tenth of the requests bad, packs removed meanwhile."""
+    engine, view, requests = asked
+    mixed = list(requests(99, 60))
+    engine.clear_cache()
+    expected = [engine.generate(text, view=view, **options).text for text, options in mixed]
+    until_then, done, threads = time.monotonic() + 30, [], threading.active_count()
+
+    def work(seed):
+        draw = random.Random(seed)
+        while time.monotonic() < until_then:
+            at = draw.randrange(len(mixed))
+            text, options = mixed[at]
+            if draw.random() < 0.1:
+                with pytest.raises(OptionError):
+                    engine.generate(text, view=view, nonsense=1)
+                continue
+            stream = engine.stream(text, view=view, **options)
+            if draw.random() < 0.33:
+                next(stream.deltas(), None)
+                stream.close()
+                continue
+            done.append(stream.result().text == expected[at])
+
+    with ThreadPoolExecutor(50) as pool:
+        list(pool.map(work, range(50)))
+    assert all(done)
+    assert len(done) > 50
+    until(lambda: threading.active_count() <= threads + 1)
