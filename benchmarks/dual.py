@@ -14,7 +14,7 @@ is measured three ways: formality as in `benchmarks.scores`, the number of words
 the pairs (`kp_core.steering.likeness`, all-MiniLM-L6-v2). Differences are paired, with the 95 % interval of a bootstrap
 over questions.
 
-With `--batch 1` the engine answers, one by one; by default `benchmarks.batched` does, many at a time.
+`--batch` answers are decoded at a time; with 1 they round as each does by itself.
 
 Answers are kept in `--answers`, so that a run that was interrupted goes on, and several may share the work (`--skip`).
 """
@@ -29,12 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 from scipy.stats import bootstrap
 
-from benchmarks import batched, common, plots
+from benchmarks import common, plots
 from benchmarks.scores import INSTRUCTED, formality
-from kp_core import KnowledgePack, Message, SentenceTransformerEmbedder, Steering
+from kp_core import Message, SentenceTransformerEmbedder
 from kp_core.steering import likeness, preset
 
 __all__ = ["main"]
@@ -100,53 +99,20 @@ def answer(arguments: argparse.Namespace, examples: Sequence[common.Example], an
         return
     engine = common.load_engine(arguments)
     direction = engine.make_steering(preset(arguments.preset))
-    if arguments.batch > 1:
-        _answer_batches(arguments, engine, direction, examples, missing, answers)
-        return
-    for at in track(missing, "Answering one by one"):
-        # All conditions of a question share the prefill of its facts.
-        pack = engine.build_pack(_facts(examples[at]), compiled_for="system", lazy=True)
-        for condition in conditions:
-            if (at, condition.name) not in answers.said:
-                answers.keep(at, condition.name, _say(arguments, engine, direction, examples[at], pack, condition))
-        engine.clear_cache()
-
-
-def _answer_batches(  # noqa: PLR0913
-    arguments: argparse.Namespace,
-    engine: Any,  # noqa: ANN401
-    direction: Steering,
-    examples: Sequence[common.Example],
-    missing: Sequence[int],
-    answers: Answers,
-) -> None:
-    """Answer `--batch` questions of about the same length at a time, under all conditions that share their prompts."""
-    twin = common.Twin(arguments, engine.tokenizer)
     packs = {at: engine.build_pack(_facts(examples[at]), compiled_for="system", lazy=True) for at in missing}
-    ordered = sorted(missing, key=lambda at: len(packs[at].token_ids))
-    sharing: dict[tuple[bool, str | None, str], list[Condition]] = {}
-    for condition in _conditions(arguments):
-        asked = condition.with_pack, condition.instruction, condition.scope or "system"
-        sharing.setdefault(asked, []).append(condition)
-    for first in track(range(0, len(ordered), arguments.batch), "Answering in batches"):
-        batch = ordered[first : first + arguments.batch]
-        for (with_pack, _, scope), conditions in sharing.items():
-            wanted = {
-                condition.name: direction * condition.alpha if condition.alpha else None
-                for condition in conditions
-                if any((at, condition.name) not in answers.said for at in batch)
-            }
-            if not wanted:
-                continue
-            prompts = [
-                engine.prefill(_messages(examples[at], conditions[0]), packs=[packs[at]] if with_pack else ()).prompt
-                for at in batch
-            ]
-            said = batched.answers(twin, prompts, scope, wanted, arguments.tokens)
-            for name, texts in said.items():
-                for at, text in zip(batch, texts, strict=True):
-                    if (at, name) not in answers.said:
-                        answers.keep(at, name, text)
+    requests = {
+        (at, condition.name): {
+            "messages": _messages(examples[at], condition),
+            "packs": [packs[at]] if condition.with_pack else (),
+            "steering": (direction, condition.alpha),
+            "scope": condition.scope,
+        }
+        for at in missing
+        for condition in conditions
+    }
+    said = engine.generate_many(requests, done=answers.said, at_once=arguments.batch, max_tokens=arguments.tokens)
+    for (at, name), found in said:
+        answers.keep(at, name, found.text)
 
 
 def _messages(example: common.Example, condition: Condition) -> list[Message]:
@@ -158,24 +124,6 @@ def _messages(example: common.Example, condition: Condition) -> list[Message]:
 
 def _facts(example: common.Example) -> str:
     return "\n".join(map(str, example.paragraphs))
-
-
-def _say(  # noqa: PLR0913
-    arguments: argparse.Namespace,
-    engine: Any,  # noqa: ANN401
-    direction: Steering,
-    example: common.Example,
-    pack: KnowledgePack,
-    condition: Condition,
-) -> str:
-    found = engine.generate(
-        _messages(example, condition),
-        packs=[pack] if condition.with_pack else (),
-        steering=(direction, condition.alpha),
-        scope=condition.scope,
-        max_tokens=arguments.tokens,
-    )
-    return str(found.text)
 
 
 def score(arguments: argparse.Namespace, examples: Sequence[common.Example], answers: Answers) -> dict[str, Any]:
@@ -233,9 +181,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--others", action="store_true", help="also without facts, and with an instruction")
     parser.add_argument("--tokens", type=int, default=40, metavar="N", help="most tokens of an answer; default: 40")
     parser.add_argument("--skip", type=int, default=0, metavar="N", help="do not answer the first N rows")
-    parser.add_argument(
-        "--batch", type=int, default=20, metavar="N", help="questions at a time, in plain transformers; 1: the engine"
-    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="answers at a time")
     parser.add_argument("--answers", type=Path, metavar="FILE", help="keep answers here, and go on from there")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw EM and formality, as PNG and as SVG")
     arguments = parser.parse_args(argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from benchmarks import batched, common
 from kp_core import Message, Session, Steering
 from kp_core.steering import Scope, as_steering
 
@@ -47,32 +47,18 @@ class Remembered:
 
     def ahead(
         self,
-        twin: common.Twin,
         asked: Sequence[list[Message]],
         steerings: Sequence[Steering | None],
         scope: Scope | None,
         max_tokens: int,
     ) -> None:
-        """Compute at a time what `generate` will be asked; `twin` is the same model in plain transformers."""
-        keys = {
-            number: [
-                self._key("generate", messages, {"steering": steering, "scope": scope, "max_tokens": max_tokens})
-                for messages in asked
-            ]
-            for number, steering in enumerate(steerings)
-        }
-        missing = {
-            str(number): steerings[number]
-            for number, known in keys.items()
-            if any(key not in self._known for key in known)
-        }
-        if missing:
-            prompts = [self._engine.template.render(messages) for messages in asked]
-            said = batched.answers(twin, prompts, scope or "system", missing, max_tokens)
-            for number, texts in said.items():
-                for key, text in zip(keys[int(number)], texts, strict=True):
-                    if key not in self._known:
-                        self._keep(key, text)
+        """Compute at a time what `generate` will be asked."""
+        requests = {}
+        for steering, messages in itertools.product(steerings, asked):
+            options = {"steering": steering, "scope": scope, "max_tokens": max_tokens}
+            requests[self._key("generate", messages, options)] = {"messages": messages, **options}
+        for key, answer in self._engine.generate_many(requests, done=self._known):
+            self._keep(key, answer.text)
 
     def perplexity(self, messages: Any, answer: str, **request: Any) -> float:  # noqa: ANN401 - as the engine's
         """As the engine's."""

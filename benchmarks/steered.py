@@ -93,7 +93,7 @@ class Bench:
     def answers(self, steering: Steering | None = None, system: str | None = None, **request: Any) -> list[str]:  # noqa: ANN401
         """Greedy answers to the questions."""
         asked, tokens = self._asked(system), self.arguments.tokens
-        self.known.ahead(self.twin, asked, [steering], request.get("scope"), tokens)
+        self.known.ahead(asked, [steering], request.get("scope"), tokens)
         return [
             self.known.generate(messages, steering=steering, max_tokens=tokens, **request).text for messages in asked
         ]
@@ -101,11 +101,6 @@ class Bench:
     def _asked(self, system: str | None = None) -> list[list[Message]]:
         head: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         return [[*head, {"role": "user", "content": question}] for question in self.questions]
-
-    @cached_property
-    def twin(self) -> common.Twin:
-        """The model in plain transformers, which answers many questions at a time."""
-        return common.Twin(self.arguments, self.engine.tokenizer)
 
     def effect(self, texts: Sequence[str], score: Callable[[str], float] = formality) -> float:
         """Mean score less that of the unsteered answers."""
@@ -124,7 +119,7 @@ class Bench:
     def sweep(self) -> Calibration:
         """The alpha sweep."""
         asked, alphas, tokens = self._asked(), self.arguments.alphas, self.arguments.tokens
-        self.known.ahead(self.twin, asked, [None, *(self.formal * alpha for alpha in alphas)], None, tokens)
+        self.known.ahead(asked, [None, *(self.formal * alpha for alpha in alphas)], None, tokens)
         tasks = [Task(messages) for messages in asked]
         return calibrate(self.known, self.formal, tasks, formality, alphas=alphas, max_tokens=tokens)
 

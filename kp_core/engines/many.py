@@ -15,12 +15,13 @@ from kp_core.prompt.resolve import Message
 
 __all__ = ["Asked", "Key", "generate_many"]
 
-Asked = Sequence[Message] | str
+Asked = Sequence[Message] | str | Mapping[str, Any]
+"""A conversation, or a mapping of its `messages` and options of its own."""
 Key = TypeVar("Key", bound=Hashable)
 
 
 class _Answers(Protocol):
-    def generate(self, messages: Asked, **options: Any) -> Generation: ...  # noqa: ANN401
+    def generate(self, messages: Any, **options: Any) -> Generation: ...  # noqa: ANN401
 
 
 def generate_many(
@@ -37,7 +38,10 @@ def generate_many(
         raise OptionError(f"Got at_once={at_once}; expected at least 1.")
     if "cancel" in options:
         raise OptionError("Got cancel=; leave the loop to stop, which ends what is under way.")
-    pairs = requests.items() if isinstance(requests, Mapping) else requests
+    pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
+    if wrong := [key for key, asked in pairs if isinstance(asked, Mapping) and "messages" not in asked]:
+        what = "expected a conversation, or a mapping of `messages` and options"
+        raise OptionError(f"The request {wrong[0]!r} has no messages; {what}.")
     # What begins alike finds the KV of those before it, and is decoded over the same keys.
     todo = sorted((pair for pair in pairs if pair[0] not in done), key=lambda pair: _beginning(pair[1]))
     return _run(engine, todo, at_once, progress=progress, options=options)
@@ -52,8 +56,9 @@ def _run(
     with bar, ThreadPoolExecutor(at_once, "kp-many") as pool:
         try:
             while True:
-                for key, messages in left:
-                    running[pool.submit(engine.generate, messages, cancel=cancel, **options)] = key
+                for key, asked in left:
+                    own = asked if isinstance(asked, Mapping) else {"messages": asked}
+                    running[pool.submit(engine.generate, **{**options, **own, "cancel": cancel})] = key
                     if len(running) >= at_once:
                         break
                 if not running:
@@ -66,8 +71,14 @@ def _run(
             cancel.set()  # Whoever leaves early, or met an error, waits for a step at most.
 
 
-def _beginning(messages: Asked) -> str:
-    """What requests are sorted by: the conversation, from its first word on."""
-    if isinstance(messages, str):
-        return messages
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
+def _beginning(asked: Asked) -> str:
+    """What requests are sorted by: packs by name, then the conversation from its first word on."""
+    if isinstance(asked, Mapping):
+        return "".join(f"{pack}\n" for pack in map(_name, asked.get("packs") or ())) + _beginning(asked["messages"])
+    if isinstance(asked, str):
+        return asked
+    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in asked)
+
+
+def _name(pack: object) -> str:
+    return str(getattr(pack, "text", pack))

@@ -119,9 +119,10 @@ class Session:
     ) -> Iterator[tuple[Key, Generation]]:
         """Answers to many conversations by key, `at_once` at a time, each as it comes.
 
-        They are sorted by how they begin, prefilled one after the other, and decoded together where the engine does so.
-        `done` are keys to leave out: those of an interrupted run. `options` are those of `generate`, for all. An error
-        of one ends the run. Leaving the loop ends what is under way.
+        A request is what `generate` takes, or a mapping of `messages` and options of its own. They are sorted by how
+        they begin, prefilled one after the other, and decoded together where the engine does so. `done` are keys to
+        leave out: those of an interrupted run. `options` are those of `generate`, for all. An error of one ends the
+        run. Leaving the loop ends what is under way.
         """
         return generate_many(self, requests, at_once=at_once, done=done, progress=progress, **options)
 

@@ -14,6 +14,7 @@ from benchmarks import (
     accumulation,
     common,
     composition,
+    concurrency,
     equivalence,
     kills,
     recognition,
@@ -243,3 +244,16 @@ def test_composition(tmp_path: Path) -> None:
     assert timed["free, all seen"]["computed"] <= timed["exact"]["computed"]
     assert {row["set"] for row in rows if "em" in row} == {"hotpotqa", "needle"}
     assert [row["packs"] for row in rows if row["composer"] == "left out"] == [400]
+
+
+@pytest.mark.slow
+def test_concurrency(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    sizes = ["--users", "1", "2", "--tokens", "64", "--sharing", "pack", "text", "--answer", "4", "--long", "300"]
+    concurrency.main(["--data", data("wiki_passages.jsonl"), *sizes, "--json", str(out)])
+    found = json.loads(out.read_text())
+    assert [(row["users"], row["sharing"], row["at_once"]) for row in found["rows"]] == [
+        (users, sharing, at_once) for sharing in ("pack", "text") for users in (1, 2) for at_once in (users, 1)
+    ]
+    assert all(row["tok_s"] > 0 and row["ttft_p99"] >= row["ttft_p50"] > 0 for row in found["rows"])
+    assert found["long"]["itl_p99"] > 0

@@ -225,6 +225,8 @@ def test_many_requests_come_as_they_are_done_and_an_interrupted_run_goes_on(aske
     rest = {key: answer.text for key, answer in rest}
     assert not set(rest) & set(found)
     assert found | rest == expected
+    with pytest.raises(OptionError, match="'a' has no messages"):
+        engine.generate_many({"a": {"max_tokens": 3}})
     with pytest.raises(OptionError, match="at_once=0"):
         engine.generate_many({}, at_once=0)
     with pytest.raises(OptionError, match="temprature"):

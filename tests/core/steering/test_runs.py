@@ -8,9 +8,7 @@ import pytest
 
 from benchmarks import common
 from cookbooks.steering.__main__ import main as cookbook
-from kp_core.packs.view import PackRef
 from kp_core.steering import preset
-from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 
 
@@ -20,8 +18,6 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     from benchmarks import steering
 
     monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
-    twin = tiny_twin()
-    monkeypatch.setattr(common, "Twin", lambda *_: twin)
     arguments = "--questions 2 --tokens 6 --alphas 1 --alpha 1 --repeats 1"
     out, plots, answers = tmp_path / "figures.json", tmp_path / "plots", tmp_path / "answers.jsonl"
     told = ["--json", str(out), "--plots", str(plots), "--answers", str(answers), *arguments.split()]
@@ -40,8 +36,7 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     assert "Tokens added by steering: 0" in capsys.readouterr().out
     # What was answered is not asked again.
     held = answers.read_text()
-    monkeypatch.setattr(tiny_engine(), "generate", None)
-    monkeypatch.setattr("benchmarks.batched.answers", None)
+    monkeypatch.setattr(type(tiny_engine()), "generate", None)
     again = steering.main([*told, "--only", "alpha", "layers", "composition", "pairs", "cache"])
     assert all(again[name] == figures[name] for name in names)
     assert answers.read_text() == held
@@ -82,8 +77,6 @@ def test_both_channels_are_answered_in_batches_as_one_by_one(tmp_path, monkeypat
     from benchmarks import dual
 
     monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
-    twin = tiny_twin()
-    monkeypatch.setattr(common, "Twin", lambda *_: twin)
     data = tmp_path / "questions.jsonl"
     rows = [
         {
@@ -105,36 +98,24 @@ def test_both_channels_are_answered_in_batches_as_one_by_one(tmp_path, monkeypat
     assert len(said["1"]) == 3 * 7
 
 
-def tiny_twin():
-    """Plain transformers with the weights of the tiny engine."""
-    twin = common.Twin.__new__(common.Twin)
-    twin.model, twin.tokenizer = tiny_model("llama"), tiny_tokenizer(merges=7)
-    twin.end_tokens = {twin.model.generation_config.eos_token_id, twin.tokenizer.eos_token_id}
-    return twin
-
-
 @pytest.mark.parametrize("scope", ["system", "pack", "last_token"])
 def test_many_at_a_time_are_answered_as_one_by_one(scope):
-    pytest.importorskip("textstat")
-    from benchmarks import batched
-
     engine = tiny_engine()
     method = "last_token" if scope == "last_token" else "mean"
     pairs = preset("formal")[:2]
     steering = engine.make_steering(pairs, method=method, layers=(0.0, 1.0), progress=False).at_strength(2)
     asked = ["Who?", "Who is the 7th er of the 42 words?", "an, the"]
     packs = [engine.build_pack("A fact of the an. " * length, compiled_for="system") for length in (3, 1, 2)]
-    prompts = [engine.template.render(text, packs=[PackRef("", pack)]) for text, pack in zip(asked, packs, strict=True)]
-    steerings = {"plain": None, "steered": steering, "other way": -steering}
-    found = batched.answers(tiny_twin(), prompts, scope, steerings, 6)
-    assert len({tuple(texts) for texts in found.values()}) == 3
-    for name, texts in found.items():
-        one_by_one = [
-            engine.generate(text, packs=[pack], steering=steerings[name], scope=scope, max_tokens=6).token_ids
-            for text, pack in zip(asked, packs, strict=True)
-        ]
-        # The engine leaves out what is half a letter.
-        assert texts == [engine.tokenizer.decode(ids, skip_special_tokens=True) for ids in one_by_one], name
+    requests = {
+        (name, at): {"messages": text, "packs": [pack], "steering": made}
+        for name, made in {"plain": None, "steered": steering, "other way": -steering}.items()
+        for at, (text, pack) in enumerate(zip(asked, packs, strict=True))
+    }
+    found = engine.generate_many(requests, at_once=5, scope=scope, max_tokens=6, progress=False)
+    found = {key: answer.text for key, answer in found}
+    assert len({tuple(found[name, at] for at in range(3)) for name, _ in requests}) == 3
+    for key, request in requests.items():
+        assert engine.generate(**request, scope=scope, max_tokens=6).text == found[key], key
 
 
 def test_formality_and_brevity_order_texts():
@@ -169,8 +150,6 @@ def test_the_benchmark_of_code_compares_both_with_each(tmp_path, monkeypatch):
     from benchmarks import programs
 
     monkeypatch.setattr(common, "load_engine", lambda _: tiny_engine())
-    twin = tiny_twin()
-    monkeypatch.setattr(common, "Twin", lambda *_: twin)
     out = tmp_path / "figures.json"
     told = ["--json", str(out), "--plots", str(tmp_path), "--questions", "2", "--tokens", "6", "--strengths", "0.1"]
     figures = programs.main(told)
