@@ -84,15 +84,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                 for at_once in (users, 1):
                     _reset(engine, requests if sharing != "text" else (), view=view)
                     figures = measure(engine, requests, at_once, arguments.answer, view=view)
-                    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-                        1 if sys.platform == "darwin" else 1024
-                    )
+                    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
                     row = {"users": users, "tokens": size, "sharing": sharing, "at_once": at_once}
                     rows.append(row | figures | {"peak_bytes": peak})
         told: dict[str, Any] = {"rows": rows}
         if arguments.long:
             told["long"] = _beside_a_long_prompt(engine, texts, arguments)
-    return found
+    return told
 
 
 def _reset(engine: Session, requests: Sequence[str], **options: Any) -> None:  # noqa: ANN401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from kp_core.engines.request import Generation
@@ -14,6 +14,9 @@ from kp_core.tools import Delta
 __all__ = ["AsyncStream", "Stream", "in_thread"]
 
 T = TypeVar("T")
+
+# asyncio's own pool has few threads on a small machine, and answers that are decoded together wait for one another.
+_THREADS = ThreadPoolExecutor(64, "kp-async")
 
 
 class Stream:
@@ -102,7 +105,7 @@ class AsyncStream:
 
 async def in_thread(work: Callable[[], T], cancel: threading.Event, clean_up: Callable[[], None] | None = None) -> T:
     """Run `work` in a thread. Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned."""
-    future = asyncio.get_running_loop().run_in_executor(None, work)
+    future = asyncio.get_running_loop().run_in_executor(_THREADS, work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:
