@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from kp_core.cli import asking, checking, doctor, knowledge, looking, steer
-from kp_core.cli.shared import ERRORS, WrongError
+from kp_core.cli.shared import ERRORS, WrongError, plain
 from kp_core.errors import KnowledgePackError
 
 __all__ = ["app", "run"]
@@ -42,6 +42,11 @@ app.command()(doctor.doctor)
 app.add_typer(steer.steer)
 
 
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record))
+
+
 @app.callback()
 def _top(
     *,
@@ -49,6 +54,7 @@ def _top(
 ) -> None:
     """Collections of facts, found by meaning and handed to open-weight models as compiled packs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING, stream=sys.stderr, force=True)
+    logging.getLogger().handlers[0].setFormatter(_Plain())
     if debug:
         logging.getLogger("kp_core").setLevel(logging.DEBUG)
     else:
@@ -84,7 +90,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in given:
             raise
         message = str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"
-        message = " ".join(message.splitlines())
+        message = plain(" ".join(message.splitlines()))
         if "--json" in given:
             sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
         sys.stderr.write(f"kp: {message}\n")

@@ -22,6 +22,7 @@ from kp_core.cli.shared import (
     ModelOptions,
     SearchOptions,
     console,
+    plain,
     print_json,
     spread,
 )
@@ -210,7 +211,7 @@ class _Asker:
         """An answer, printed piece by piece where it is `live`."""
         with closing(self.session.stream(**request)) as stream:
             for piece in stream if live else ():
-                sys.stdout.write(piece)
+                sys.stdout.write(plain(piece))
                 sys.stdout.flush()
             if live:
                 sys.stdout.write("\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 from kp_core.engines.session import Session
@@ -38,11 +40,15 @@ __all__ = [
     "did_you_mean",
     "filter_of",
     "is_store",
+    "plain",
     "print_json",
     "read_one",
     "show_table",
     "spread",
 ]
+
+_SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+_SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
 """What libraries raise besides our own errors; shown in one line unless --debug."""
@@ -138,15 +144,31 @@ class WrongError(Exception):
     """Something was found wrong, and has been said."""
 
 
+def plain(text: str) -> str:
+    """`text` with signs for control characters: those of facts, titles, files and models must not steer a terminal."""
+    return text.translate(_SIGNS)
+
+
+class _Terminal(Console):
+    """A console whose own codes alone reach the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See `Console.render`."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))
+
+
 def console() -> Console:
     """The terminal; a file or pipe gets lines of 120 characters. Text is printed as it is, brackets and all."""
-    made = Console(highlight=False, markup=False)
-    return made if made.is_terminal else Console(highlight=False, markup=False, width=120)
+    made = _Terminal(highlight=False, markup=False)
+    return made if made.is_terminal else _Terminal(highlight=False, markup=False, width=120)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
-    sys.stdout.write(json.dumps(data, ensure_ascii=False, indent=2, default=str) + "\n")
+    said = json.dumps(data, ensure_ascii=False, indent=2, default=str)
+    # JSON escapes the first 32 control characters alone.
+    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", said) + "\n")
 
 
 def show_table(rows: Mapping[str, Any], title: str | None = None) -> None:
