@@ -9,7 +9,7 @@
     │   ├── ToolError               a tool, a tool choice or a schema that cannot be honoured
     │   └── ContextOverflowError    more tokens than the model has positions
     ├── ModelError
-    │   ├── UnsupportedModelError   the cache of this architecture is not plain per-token KV
+    │   ├── UnsupportedModelError   the cache of this architecture is not kept per token
     │   ├── ModelChangedError       weights or adapters changed under an engine that runs them
     │   └── MissingDependencyError  an optional package is not installed
     ├── PackError
@@ -118,7 +118,7 @@ class ModelError(KnowledgePackError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture keeps something other than plain per-token KV."""
+    """The architecture keeps something other than keys and values, or latents, of every token."""
 
 
 class ModelChangedError(ModelError):

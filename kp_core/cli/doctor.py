@@ -87,6 +87,8 @@ def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
         "positions": session.max_positions,
         "offers": ", ".join(sorted(can)) or "nothing but greedy answers",
     }
+    if lacks := getattr(session.engine, "lacks", None):
+        about["lacks"] = "; ".join(f"{capability}, as {why}" for capability, why in sorted(lacks.items()))
     if "kv" not in can:
         return about | {"advice": "keep packs lazy: this engine gives no KV to store"}
     with tempfile.TemporaryDirectory(dir=folder) as place:

@@ -324,6 +324,9 @@ class Session:
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:
+            why = getattr(self.engine, "lacks", {}).get(capability)
+            if why:
+                raise UnsupportedRequestError(f"{self.name} does not offer {what}: {why}.")
             raise UnsupportedRequestError(
                 f"{self.name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which "
                 "runs the model on this machine, does."

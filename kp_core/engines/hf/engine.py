@@ -41,8 +41,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     longest canonical prefill chunk; it is part of the fingerprint. `template_options` go to the chat template.
     Code that comes with a checkpoint runs only with `trust_remote_code`.
 
-    Raises `ModelError` when loading fails, `UnsupportedModelError` for architectures whose cache is not plain per-token
-    KV, `TemplateError` without a chat template.
+    Raises `ModelError` when loading fails, `UnsupportedModelError` for architectures whose cache is not kept per
+    token, `TemplateError` without a chat template.
     """
     source = bundled_model() if model is None else model
     loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code)

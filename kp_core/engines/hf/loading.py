@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.hf.checkpoint import checkpoint_folder, digest, digest_files, digest_tensors, stamp_files
-from kp_core.engines.hf.model import CausalModel, refuse_unsupported
+from kp_core.engines.hf.kinds import kind_of
+from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.watch import adapter_state
 from kp_core.errors import ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import CUT_RULE, NUMERICS, ModelFingerprint
@@ -56,7 +57,7 @@ def load(
                 f"{str(model)!r} holds an adapter of peft. Load its base model, put the adapter on it with "
                 "`peft.PeftModel.from_pretrained(base, ...)`, and pass that object with `tokenizer=`."
             )
-        refuse_unsupported(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
+        kind_of(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
         stamp = stamp_files(Path(model))
@@ -208,7 +209,7 @@ def _causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
             f"Got a model of type {type(model).__name__}; expected a Hugging Face id, a folder, a causal language "
             "model of transformers, or one of peft around it."
         )
-    refuse_unsupported(base.config)
+    kind_of(base.config)
     if base.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(base).__name__} gives no logits; load it with `AutoModelForCausalLM`.")
     quantised = next((name for name, part in base.named_modules() if "torch.ao." in type(part).__module__), None)

@@ -17,13 +17,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.cache import cache_of
+from kp_core.engines.hf.kinds import kind_of, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_at, rope_of
 from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
-from kp_core.errors import UnsupportedModelError
+from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.plan import Sampling
 from kp_core.rope import Rope
@@ -41,15 +42,19 @@ _PACE_TOKENS = 128
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
-    Raises `UnsupportedModelError`, with the reason, for architectures whose cache is not plain per-token KV.
+    Raises `UnsupportedModelError`, with the reason, for architectures whose cache is not kept per token.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        refuse_unsupported(model.config)
+        self.kind = kind_of(model.config)
+        """What its layers keep."""
+        self.lacks = self.kind.lacks
+        """See `PlacedModel.lacks`."""
         self._model = _own_view(model).eval()
         pack_weights(self._model, self._model.get_output_embeddings())
         self.config: Any = self._model.config
         """The architecture's configuration."""
+        self._text: Any = self.config.get_text_config(decoder=True)
         self.device: torch.device = self._model.device
         """Where token ids go in."""
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
@@ -64,7 +69,7 @@ class CausalModel:
 
         Where RoPE frequencies change with the length (`longrope`), this is the length up to which they do not.
         """
-        config, rope = self.config, rope_parameters(self.config)
+        config, rope = self._text, rope_parameters(self._text)
         limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31 - 1
         if rope.get("rope_type") == "longrope":
             limit = rope.get("original_max_position_embeddings") or limit
@@ -74,7 +79,7 @@ class CausalModel:
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a turn, as configuration and generation configuration say."""
         found: set[int] = set()
-        for config in (self.config, getattr(self._model, "generation_config", None)):
+        for config in (self.config, self._text, getattr(self._model, "generation_config", None)):
             token = getattr(config, "eos_token_id", None)
             found.update([token] if isinstance(token, int) else token or [])
         return frozenset(found)
@@ -86,24 +91,26 @@ class CausalModel:
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         """
         if not logits:
-            self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
+            self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True)
             return None
         keep = {"logits_to_keep": 1} if self._keeps_logits else {}
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True, **keep)
+        output = self._model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True, **keep)
         last: Tensor = output.logits[:, -1]
         return last.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer), use_cache=True)
+        output = self._model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True)
         every: Tensor = output.logits[0]
         return every.clone()
 
     @cached_property
     def batches(self) -> bool:
         """Whether several sequences decode in one pass here: the model lets attention know of its rows, and agrees."""
-        if self.config._attn_implementation != attention.NAME:  # noqa: SLF001 - the only place transformers keeps it
+        # What attention is given must be what the buffers hold.
+        is_ours = self.config._attn_implementation == attention.NAME  # noqa: SLF001 - transformers keeps it there alone
+        if not is_ours or self.kind.name != "plain":
             return False
         buffers = [KVBuffer(self.shape, 2 * _PROBE) for _ in range(2)]
         for row, buffer in enumerate(buffers):
@@ -145,13 +152,19 @@ class CausalModel:
         weights: list[Tensor] | None = None,
     ) -> KVTensors:
         """KV of `ids` at any `positions`; see `kp_core.engines.hf.placed`."""
+        self._refuse_moving()
         base = self._model.base_model
         return forward_at(base, self.shape, ids, positions, past, past_positions, layers=layers, weights=weights)
 
     @cached_property
     def rope(self) -> Rope:
         """How keys are moved; raises `UnsupportedRequestError` where they cannot be."""
-        return rope_of(self._model.base_model, self.shape, rope_parameters(self.config))
+        self._refuse_moving()
+        return rope_of(self._model.base_model, self.shape, rope_parameters(self._text))
+
+    def _refuse_moving(self) -> None:
+        if why := self.lacks.get("compose"):
+            raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
 
     def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
         """How the next token is chosen."""
@@ -161,24 +174,33 @@ class CausalModel:
     def _measure_shape(self) -> CacheShape:
         cache = DynamicCache(config=self.config)
         ids = torch.zeros(1, _PROBE, dtype=torch.long, device=self.device)
-        self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+        try:
+            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+        except (TypeError, AttributeError, ValueError, LookupError) as error:
+            raise UnsupportedModelError(
+                f"{self.config.model_type} does not run with a cache of keys and values: {error}"
+            ) from error
+        # Its own cache forgets what a window has passed.
+        tokens = [min(_PROBE, window - 1) if window else _PROBE for window in self.kind.windows if window is not None]
+        stored = [layer for layer, window in zip(cache.layers, self.kind.windows, strict=True) if window is not None]
         shapes = []
-        for index, layer in enumerate(cache.layers):
-            found = tuple(getattr(layer.keys, "shape", ()))
-            if found[2:3] != (_PROBE,):
+        for index, (layer, kept) in enumerate(zip(stored, tokens, strict=True)):
+            found, values = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
+            if len(found) != 4 or found[2] != kept or found[:3] != values[:3]:
                 raise UnsupportedModelError(
-                    f"Layer {index} of {self.config.model_type} caches no keys and values per token: after "
-                    f"{_PROBE} tokens its keys have shape {found}; expected (batch, kv_heads, {_PROBE}, head_dim)."
+                    f"Layer {index} of {self.config.model_type} caches no keys and values per token: after {_PROBE} "
+                    f"tokens its keys have shape {found} and its values {values}; expected (batch, kv_heads, {kept}, "
+                    "head_dim)."
                 )
-            shapes.append((found[1], found[3], layer.values.shape[3]))
-        first: Tensor = cache.layers[0].keys
+            shapes.append((found[1], found[3], values[3]))
+        first: Tensor = stored[0].keys
         return CacheShape(tuple(shapes), first.dtype, first.device)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:
         """Switch to split attention where the model takes it and answers the same with it."""
         before = self.config._attn_implementation  # noqa: SLF001 - the only place transformers keeps it
-        if not getattr(self._model, "_supports_attention_backend", False):
+        if any(self.kind.windows) or not getattr(self._model, "_supports_attention_backend", False):
             return
         expected = self._probe_logits()
         try:
@@ -197,7 +219,7 @@ class CausalModel:
 
     def _probe_ids(self) -> Tensor:
         # Random tokens: the first of a vocabulary are special ones, behind which some models amplify rounding errors.
-        ids = torch.randint(self.config.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(self._text.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
     def _probe_logits(self) -> Tensor:
@@ -207,34 +229,6 @@ class CausalModel:
         edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
         return torch.cat([step for step in steps if step is not None]).float()
-
-
-def refuse_unsupported(config: Any) -> None:  # noqa: ANN401
-    """Raise `UnsupportedModelError` unless `config` describes a decoder with plain KV per token in every layer."""
-    name = getattr(config, "model_type", type(config).__name__)
-    reasons = {
-        "it is an encoder-decoder, with cross attention": getattr(config, "is_encoder_decoder", False),
-        "its cache holds latents of multi-head latent attention, not keys and values": (
-            getattr(config, "kv_lora_rank", None) is not None
-        ),
-        "its layers share one another's KV": getattr(config, "num_kv_shared_layers", 0),
-        "its RoPE frequencies change with the length": rope_parameters(config).get("rope_type") == "dynamic",
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
-    kinds = {type(layer).__name__ for layer in DynamicCache(config=config).layers} - {"DynamicLayer"}
-    if kinds:
-        raise UnsupportedModelError(
-            f"{name} cannot be served from packs: it keeps {', '.join(sorted(kinds))} (sliding windows or recurrent "
-            "states), so its cache is not one key and value per token. Use a model with full attention in every layer."
-        )
-
-
-def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
-    """The RoPE part of a configuration; empty where there is none."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return dict(found)
 
 
 def _own_view(model: PreTrainedModel) -> PreTrainedModel:

@@ -55,7 +55,7 @@ def forward_at(  # noqa: PLR0913
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=own[None],
             attention_mask=mask[None, None],
-            past_key_values=cache_of(buffer, layers),
+            past_key_values=cache_of(buffer, layers=layers),
             use_cache=True,
             **watching,
         )
@@ -107,7 +107,7 @@ def rope_of(base: Any, shape: CacheShape, parameters: Mapping[str, Any]) -> Rope
 
 def _alone(base: Any, shape: CacheShape, position: int) -> KVTensors:  # noqa: ANN401
     """KV of some tokens, each alone, at a position."""
-    vocabulary = base.config.vocab_size
+    vocabulary = base.config.get_text_config(decoder=True).vocab_size
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (4,), generator=draw).tolist()
     return KVTensors.concat(forward_at(base, shape, [token], [position], None, ()) for token in ids)

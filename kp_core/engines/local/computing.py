@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,10 @@ __all__ = ["Computing", "PlacedModel"]
 
 class PlacedModel(Protocol):
     """A model whose tokens may stand at any positions."""
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Capabilities that its cache does not allow, each with the reason."""
 
     @property
     def rope(self) -> Rope:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ __all__ = ["LocalEngine"]
 
 
 class LocalEngine:
-    """Runs plans with a `LocalModel`: an `Engine` with all capabilities, and a `CachingEngine`.
+    """Runs plans with a `LocalModel`: an `Engine` with all capabilities that its cache allows, and a `CachingEngine`.
 
     `identity` and `check` are called when the identity is asked for and before each request: the first may take
     seconds, the second raises when the model is no longer what it was. `cache_bytes` is the budget of the prefix tree,
@@ -59,8 +59,13 @@ class LocalEngine:
 
     @property
     def supports(self) -> frozenset[str]:
-        """All there is."""
-        return frozenset(CAPABILITIES)
+        """All there is, but what the model's cache does not allow."""
+        return frozenset(CAPABILITIES) - frozenset(self.lacks)
+
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """See `PlacedModel.lacks`."""
+        return self._filler.model.lacks
 
     @property
     def cached_bytes(self) -> int:

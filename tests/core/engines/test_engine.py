@@ -334,10 +334,11 @@ def test_a_model_object_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("gemma2", {}, "sliding windows"),
-        ("mistral", {"sliding_window": 128}, "sliding windows"),
         ("qwen3_next", {}, "recurrent"),
-        ("deepseek_v3", {}, "latent"),
+        ("falcon_h1", {}, "recurrent states beside keys"),
+        ("deepseek_v32", {}, "an index"),
+        ("bert", {}, "an encoder"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "an encoder"),
         ("t5", {}, "encoder-decoder"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "RoPE"),
     ],

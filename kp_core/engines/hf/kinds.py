@@ -1,0 +1,105 @@
+"""What the layers of an architecture cache, and what can be done with packs of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import DynamicCache
+
+from kp_core.errors import UnsupportedModelError
+
+__all__ = ["CacheKind", "kind_of", "rope_parameters"]
+
+_WHY_NOT = {
+    "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
+    "LinearAttentionLayer": "some of its layers keep recurrent states, not one key and value per token",
+    "LinearAttentionAndFullAttentionLayer": "its layers keep recurrent states beside keys and values",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "its layers keep recurrent states beside keys and values",
+}
+_LATENT = "kv_lora_rank"
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """What each layer of a model keeps of a token.
+
+    `windows` has, for each layer of the model, how many tokens a token sees there, itself included: 0 where it sees all
+    before it, `None` where the layer keeps nothing, as it reads the KV of another layer or has no attention.
+    `is_latent` where the cache holds latents of multi-head latent attention.
+    """
+
+    windows: tuple[int | None, ...]
+    is_latent: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it is called in `docs/models.md`."""
+        parts = {
+            "latent": self.is_latent,
+            "windows": any(self.windows),
+            "shared KV": None in self.windows,
+        }
+        return ", ".join(part for part, holds in parts.items() if holds) or "plain"
+
+    @property
+    def lacks(self) -> dict[str, str]:
+        """Capabilities (`kp_core.engines.base.CAPABILITIES`) that such a cache does not allow, each with the reason."""
+        found = {}
+        if self.is_latent:
+            why = "its cache holds latents of multi-head latent attention"
+            found["compose"] = f"{why}, which are moved with no rotation"
+            found["steer"] = f"{why} and rotary keys, so there are no values to alter"
+        elif any(self.windows):
+            found["compose"] = "some of its layers see a window of tokens, which moved keys would leave or enter"
+        elif None in self.windows:
+            found["compose"] = "some of its layers read the KV of others"
+        return found
+
+
+def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
+    """What an architecture caches, from its configuration.
+
+    Raises `UnsupportedModelError`, with the reason, where that is more than keys and values, or latents, per token.
+    """
+    name = getattr(config, "model_type", type(config).__name__)
+    text = config.get_text_config(decoder=True)
+    is_encoder = hasattr(text, "add_cross_attention") and getattr(text, "is_decoder", None) is False
+    looks_ahead = not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", None) in (
+        True,
+        "all",
+    )
+    rope = rope_parameters(text)
+    # Where layers differ, there is a mapping for each kind of layer.
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
+    reasons = {
+        "it is an encoder-decoder, with cross attention": getattr(config, "is_encoder_decoder", False),
+        "it is an encoder, whose tokens see what stands behind them": is_encoder or looks_ahead,
+        "its RoPE frequencies change with the length": "dynamic" in kinds,
+    }
+    try:
+        layers = DynamicCache(config=config).layers
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reasons[f"transformers makes no plain cache for it ({type(error).__name__}: {error})"] = True
+        layers = []
+    windows: list[int | None] = []
+    for layer in layers:
+        match type(layer).__name__:
+            case "DynamicLayer":
+                windows.append(0)
+            case "DynamicSlidingWindowLayer":
+                windows.append(int(layer.sliding_window))
+            case "DummyLayer":
+                windows.append(None)
+            case other:
+                reasons[_WHY_NOT.get(other, f"it keeps {other}, which is unknown here")] = True
+    for reason, holds in reasons.items():
+        if holds:
+            raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
+    return CacheKind(tuple(windows), getattr(text, _LATENT, None) is not None)
+
+
+def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
+    """The RoPE part of a configuration; empty where there is none."""
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return dict(found)

@@ -1,0 +1,122 @@
+"""The causal language models of transformers: from packs as from text, as `generate`, or refused with the reason."""
+
+import copy
+
+import pytest
+import torch
+
+from kp_core import PackStore, load_engine
+from kp_core.errors import UnsupportedRequestError
+from kp_core.testing import tiny_tokenizer
+from tests.parity.families import NOT_RUN, PAGE, QUICK, WINDOW, families, model_of, page, served
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENS = 4
+END = 258
+
+
+def letters(count, shift=0):
+    return "".join(chr(97 + (at * at + at // 7 + shift) % 26) for at in range(count))
+
+
+def ask(text):
+    return [{"role": "user", "content": text}]
+
+
+def engine_of(kind, dtype=torch.float32):
+    model = model_of(kind, dtype)
+    return model, load_engine(model, tokenizer=tiny_tokenizer(), chunk_tokens=48, cache_bytes=20_000_000)
+
+
+matrix = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in served()]
+)
+
+
+@matrix
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_pack_is_the_text(kind, dtype, tmp_path):
+    """Below, at and above the window, with packs that cross it, in a conversation of three turns."""
+    model, engine = engine_of(kind, DTYPES[dtype])
+    model = copy.deepcopy(model)  # Some change their buffers as they run.
+    store = PackStore(tmp_path)
+    frame = len(engine.prefill(ask("")).prompt)
+    for tokens in (WINDOW - 20, WINDOW, WINDOW + 1, 2 * WINDOW + 40):
+        fact = letters(tokens - frame - 4) + ".\n"
+        handle = store.put(engine.build_pack(fact, namespace="matrix"))
+        messages = ask(f"{handle}\nA?")
+        for turn in range(3 if tokens > 2 * WINDOW else 1):
+            if turn:
+                messages += [{"role": "assistant", "content": letters(9, turn)}, *ask(letters(WINDOW // 2, turn) + "?")]
+            _same(engine, store.view("matrix"), messages, model if dtype == "float32" else None)
+
+
+def _same(engine, view, messages, model):
+    engine.clear_cache()
+    cold = engine.prefill(messages, view=view, reuse=False)
+    warm = engine.prefill(messages, view=view)
+    assert torch.equal(cold.logits, warm.logits)
+    assert warm.usage.reused_tokens >= warm.usage.pack_tokens > 0
+    answer = engine.generate(messages, view=view, max_tokens=TOKENS)
+    if model is None:
+        assert answer.token_ids == engine.generate(messages, view=view, max_tokens=TOKENS, reuse=False).token_ids
+        return
+    ids = torch.tensor([answer.prompt.token_ids])
+    with torch.inference_mode():
+        expected = model.generate(
+            ids, max_new_tokens=TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+    torch.testing.assert_close(cold.logits, expected.logits[0][0], rtol=1e-3, atol=1e-3)
+    assert answer.token_ids == tuple(expected.sequences[0, ids.shape[1] :].tolist())
+
+
+@matrix
+def test_packs_built_together_are_packs_built_alone(kind):
+    _, engine = engine_of(kind)
+    texts = [letters(WINDOW + 8, shift) for shift in range(16)]
+    together = list(engine.build_packs(texts, progress=False))
+    for text, pack in list(zip(texts, together, strict=True))[5::5]:
+        assert pack.kv.equal(engine.build_pack(text).kv)
+
+
+PAIRS = [("Be formal.", "be loose"), ("Dear Sir or Madam", "hey you")]
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3n_text"])
+def test_windows_and_shared_layers_are_steered_and_not_moved(kind, tmp_path):
+    _, engine = engine_of(kind)
+    store = PackStore(tmp_path)
+    one, other = (store.put(engine.build_pack(letters(70, at), namespace="m")) for at in (0, 3))
+    steering = engine.make_steering(PAIRS, progress=False)
+    options = {"view": store.view("m"), "steering": 4 * steering}
+    plain = engine.prefill(ask(f"{one}\nA?"), view=store.view("m"))
+    steered = engine.prefill(ask(f"{one}\nA?"), **options)
+    assert torch.equal(steered.logits, engine.prefill(ask(f"{one}\nA?"), **options, reuse=False).logits)
+    assert not torch.equal(steered.logits, plain.logits)
+    assert "compose" not in engine.engine.supports
+    for composer in ("splice", "blend:r=0.15,rule=first", "naive"):
+        with pytest.raises(UnsupportedRequestError, match="window"):
+            engine.generate(f"{one}\n\n{other}\nA?", view=store.view("m"), composer=composer)
+
+
+def test_latents_are_neither_steered_nor_moved(tmp_path):
+    _, engine = engine_of("deepseek_v3")
+    store = PackStore(tmp_path)
+    one, other = (store.put(engine.build_pack(letters(70, at), namespace="m")) for at in (0, 3))
+    steering = engine.make_steering(PAIRS, progress=False)
+    with pytest.raises(UnsupportedRequestError, match="no values to alter"):
+        engine.generate("A?", steering=steering)
+    with pytest.raises(UnsupportedRequestError, match="latents"):
+        engine.generate(f"{one}\n\n{other}\nA?", view=store.view("m"), composer="splice")
+
+
+def test_every_causal_model_is_in_the_matrix_or_has_its_reason():
+    """What is new in transformers is run; what is not run is named, and is still there."""
+    named = [kind for kinds in NOT_RUN.values() for kind in kinds]
+    assert len(named) == len(set(named))
+    assert set(named) <= set(families())
+    assert len(served()) >= 35
+
+
+def test_the_page_of_models_is_current():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m tests.parity.families`"
