@@ -123,6 +123,24 @@ VARIANTS = {
 }
 """Further rows: the family, and what is changed."""
 
+STAY = (
+    "biogpt",
+    "codegen",
+    "cohere_compass_text",
+    "ctrl",
+    "fuyu",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "mllama",
+    "nanochat",
+    "opt",
+    "trocr",
+    "xglm",
+)
+"""Plain families whose keys cannot be moved: they have no RoPE, or turn in another way."""
+
 QUICK = ("gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "mistral", "deepseek_v3")
 """What runs in the first tier; one of each kind of cache."""
 
@@ -153,8 +171,9 @@ Each row is a tiny random model of that architecture, from its configuration, wi
 in float32 what `model.generate` gives, token for token: below, at and above its window, with packs that cross it, in
 conversations of three turns. What a layer caches decides what else works:
 
-- **plain**: keys and values of every token, and every token sees all before it. Everything works; a composer that
-  moves keys is refused at the call where they cannot be moved, with the reason ([several packs](several-packs.md)).
+- **plain**: keys and values of every token, and every token sees all before it. Everything works, but that `splice` and
+  `blend` are refused where keys cannot be moved (*naive* in the table; [several packs](several-packs.md)), and all
+  composers but the exact one where attention is by distance (ALiBi).
 - **windows** (sliding or chunked): keys and values of every token are kept, and attention is given those that may be
   seen. So a long pack costs such a layer what its window costs. No composer but the exact one.
 - **shared KV**: layers that read the KV of others store nothing. Layers of a steering count those that store.
@@ -249,8 +268,9 @@ def page():
     for kind in served():
         found = kinds()[kind]
         name = families()[VARIANTS.get(kind, (kind,))[0]]
-        can = ["no" if word in found.lacks else "yes" for word in ("steer", "compose")]
-        lines.append(f"| {kind} | {name} | {found.name} | yes | {can[0]} | {can[1]} |")
+        steers = "no" if "steer" in found.lacks else "yes"
+        composes = "no" if "compose" in found.lacks else "naive" if kind in STAY else "yes"
+        lines.append(f"| {kind} | {name} | {found.name} | yes | {steers} | {composes} |")
     lines.append(REFUSED)
     reasons = {}
     for kind, found in kinds().items():

@@ -18,6 +18,8 @@ _WHY_NOT = {
     "LinearAttentionAndSlidingWindowAttentionLayer": "its layers keep recurrent states beside keys and values",
 }
 _LATENT = "kv_lora_rank"
+_ALIBI = ("bloom",)
+"""Model types that always have it."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,13 @@ class CacheKind:
 
     `windows` has, for each layer of the model, how many tokens a token sees there, itself included: 0 where it sees all
     before it, `None` where the layer keeps nothing, as it reads the KV of another layer or has no attention.
-    `is_latent` where the cache holds latents of multi-head latent attention.
+    `is_latent` where the cache holds latents of multi-head latent attention, `is_biased` where attention is by distance
+    in the cache (ALiBi).
     """
 
     windows: tuple[int | None, ...]
     is_latent: bool = False
+    is_biased: bool = False
 
     @property
     def name(self) -> str:
@@ -54,6 +58,8 @@ class CacheKind:
             found["compose"] = "some of its layers see a window of tokens, which moved keys would leave or enter"
         elif None in self.windows:
             found["compose"] = "some of its layers read the KV of others"
+        elif self.is_biased:
+            found["compose"] = "its attention counts how far apart tokens are in the cache (ALiBi)"
         return found
 
 
@@ -96,7 +102,8 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
-    return CacheKind(tuple(windows), getattr(text, _LATENT, None) is not None)
+    is_biased = any(getattr(part, "alibi", False) for part in (text, getattr(text, "attn_config", None)))
+    return CacheKind(tuple(windows), getattr(text, _LATENT, None) is not None, is_biased or name in _ALIBI)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
