@@ -110,13 +110,13 @@ VARIANTS = {
     "phi3 with longrope": (
         "phi3",
         {
+            "original_max_position_embeddings": 1024,
             "rope_parameters": {
                 "rope_type": "longrope",
                 "rope_theta": 1e4,
                 "short_factor": [1.0] * 4,
                 "long_factor": [2.0] * 4,
-                "original_max_position_embeddings": 1024,
-            }
+            },
         },
     ),
     "qwen2 with a window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),

@@ -232,6 +232,10 @@ class CausalModel:
 
 
 def _own_view(model: PreTrainedModel) -> PreTrainedModel:
-    """A structural copy that shares every tensor: the caller's model keeps its own attention setting."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
+    """A structural copy that shares its tensors: the caller's model keeps its own attention setting.
+
+    Frequencies of RoPE it has for itself, as `longrope` writes them at every pass.
+    """
+    shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
+    tensors = itertools.chain(model.parameters(), shared)
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
