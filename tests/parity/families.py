@@ -141,7 +141,16 @@ STAY = (
 )
 """Plain families whose keys cannot be moved: they have no RoPE, or turn in another way."""
 
-QUICK = ("gemma2", "gemma3_text", "gemma3n_text", "gpt_oss", "llama4_text", "mistral", "deepseek_v3")
+QUICK = (
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gpt_oss",
+    "llama4_text",
+    "mistral",
+    "deepseek_v3",
+    "phi3 with longrope",
+)
 """What runs in the first tier; one of each kind of cache."""
 
 NOT_RUN = {
