@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from kp_core import Handle, PackStore
+from kp_core.testing import tiny_tokenizer
 from tests.cli.conftest import FACTS, Kp, as_json
 from tests.cli.engines import tiny
+from tests.parity.families import model_of
 
 TINY = ("--engine", "tests.cli.engines:tiny")
 BARE = ("--engine", "tests.cli.engines:bare")
@@ -109,6 +111,14 @@ def test_what_is_no_engine_is_refused_in_one_line(
         assert len(err.strip().splitlines()) == 1
     code, out, _ = kp("doctor", "--engine", engine, *options, "--json")
     assert (code, words in json.loads(out)["model"]["why_not"]) == (3, True)
+
+
+def test_the_doctor_says_what_a_cache_does_not_allow(kp: Kp, tmp_path: Path) -> None:
+    model_of("deepseek_v3").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    model = as_json(kp("doctor", "--model", tmp_path, "--json"))["model"]
+    assert model["lacks"].startswith("compose, as its cache holds latents of multi-head latent attention")
+    assert "steer" not in model["offers"]
 
 
 def test_namespaces_that_cannot_be_are_refused_before_anything_is_done(kp: Kp, bank: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ matrix = pytest.mark.parametrize(
 def test_a_pack_is_the_text(kind, dtype, tmp_path):
     """Below, at and above the window, with packs that cross it, in a conversation of three turns.
 
-    In bfloat16 rounding tells `generate`, which prefills in one go, from any engine; there the bits of pack and text count.
+    In bfloat16 `generate`, which prefills in one go, rounds otherwise; there the bits of pack and text count.
     """
     model, engine = engine_of(kind, DTYPES[dtype])
     model = copy.deepcopy(model)  # Some change their buffers as they run.
