@@ -189,6 +189,8 @@ conversations of three turns. What a layer caches decides what else works:
 - **latent**: the latent and the rotary key of multi-head latent attention (`kv_lora_rank`), stored as they are. No
   steering, and no composer but the exact one.
 
+Answers that come at the same time are decoded together on plain models alone, on others one by one.
+
 | `model_type` | class | cache | exact | steering | composing |
 |---|---|---|---|---|---|"""
 
