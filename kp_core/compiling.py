@@ -13,7 +13,7 @@ from kp_core.engines.session import Session
 from kp_core.errors import BankError, ShortTextError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
-from kp_core.packs.codec import Compression
+from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
@@ -39,15 +39,19 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     compiled_for: CompiledFor = "user",
     lazy: bool = False,
     compress: Compression = "none",
+    accept: bool = False,
     progress: bool = True,
 ) -> list[Handle | None]:
     """The handles of the packs of `facts`, compiled into `store` for the position `compiled_for`.
 
     Each is in its fact's namespace, or in `namespace` where the fact has none of its own. Each is stored as soon as it
     is made, and what is stored already for this model and position is not made again: an interrupted run goes on where
-    it stopped. `lazy` packs are computed on first use instead. A text too short to own a token has no pack: `None`,
-    with a warning that names it.
+    it stopped. `lazy` packs are computed on first use instead. With `compress="int8"`, and where requests `accept` it,
+    what this model made in other numerics is stored already as well. A text too short to own a token has no pack:
+    `None`, with a warning that names it. Raises `PackError` for an unknown `compress`.
     """
+    check_compression(compress)
+    accept = accept or compress == "int8"
     facts = [fact.moved(namespace) for fact in facts]
     made: dict[tuple[str, str], Handle] = {}
     for space in dict.fromkeys(fact.namespace for fact in facts):
@@ -59,17 +63,18 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         def short(text: str, error: ShortTextError, wanted: dict[str, Fact] = wanted) -> None:
             logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
+        stands = partial(_is_stored, store, lazy=lazy, accept=accept)
         build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
         is_there = (
             set(store).__contains__ if len(wanted) > _LOOKED_AT else lambda handle: store.peek(handle) is not None
         )
         stored = {text: handle for text in wanted if is_there(handle := store.handle(text, space))}
-        done = _done(stored, build, store, lazy=lazy, progress=progress)
+        done = _done(stored, build, store, stands, progress=progress)
         made |= {(space, text): stored[text] for text in done}
         missing = [text for text in wanted if text not in done]
         about = [_provenance(wanted[text], unit) for text in missing]
         if progress and len(missing) >= _MANY:
-            _say_cost(compile_cost(missing, engine, lazy=lazy))
+            _say_cost(compile_cost(missing, engine, lazy=lazy, compress=compress))
         for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
             made[space, pack.text] = store.put(pack)
     return [made.get((fact.namespace, fact.text)) for fact in facts]
@@ -94,8 +99,8 @@ def _done(
     stored: Mapping[str, Handle],
     build: Callable[..., Iterator[KnowledgePack]],
     store: Packs,
+    stands: Callable[[KnowledgePack, KnowledgePack], bool],
     *,
-    lazy: bool,
     progress: bool,
 ) -> set[str]:
     """The texts whose packs need no compiling.
@@ -109,21 +114,22 @@ def _done(
 
     def is_done(text: str) -> bool:
         pack = store.peek(stored[text], first.key)
-        return pack is not None and _is_stored(store, pack, first, lazy=lazy)
+        return pack is not None and stands(pack, first)
 
     if len(stored) > _LOOKED_AT and all(map(is_done, list(stored)[:: len(stored) // _SAMPLE])):
         return set(stored)
     done = set(filter(is_done, stored))
     for plan in build([text for text in stored if text not in done], lazy=True, progress=progress):
         pack = store.peek(stored[plan.text], plan.key)
-        if pack and pack.token_ids == plan.token_ids and _is_stored(store, pack, plan, lazy=lazy):
+        if pack and pack.token_ids == plan.token_ids and stands(pack, plan):
             done.add(plan.text)
     return done
 
 
-def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool) -> bool:
+def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool, accept: bool) -> bool:
     """Whether a stored pack is of the model and position of `plan`, and has its KV unless `lazy`."""
-    if (pack.fingerprint, pack.prefix) != (plan.fingerprint, plan.prefix):
+    fits = pack.fingerprint.same_model(plan.fingerprint) if accept else pack.fingerprint == plan.fingerprint
+    if not fits or pack.prefix != plan.prefix:
         return False
     return lazy or pack.stored_bytes > 0 or not store.get(store.handle(pack.text, pack.namespace), pack.key).is_lazy
 

@@ -20,16 +20,18 @@ from kp_core.engines.session import Session
 from kp_core.errors import BankError, BusyError, PackNotFoundError
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
+from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.view import Packs
 from kp_core.rates import Rates, measure_rates
 
-__all__ = ["KV", "Delivery", "Found", "Precompile", "Unit"]
+__all__ = ["KV", "Compress", "Delivery", "Found", "Precompile", "Unit"]
 
 logger = logging.getLogger(__name__)
 
 KV: TypeAlias = Literal["stored", "lazy", "auto"]
 Precompile: TypeAlias = Literal["use", "background"]
+Compress: TypeAlias = Literal["auto", "none", "lossless", "int8"]
 
 _GROWTH = 4  # Facts looked at per unit wanted, and how many times more when those were too few.
 
@@ -55,11 +57,14 @@ class Delivery:
     facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces: its
     pack is in that of its facts. Searches see `namespace` alone; `None` is all of them. `kv`: `stored` compiles a pack
     when it is first found and keeps its KV, `lazy` keeps text and tokens, `auto` stores where this machine reads KV
-    faster than it computes it. With `precompile="background"` what is first found goes as text, and is compiled when
-    the engine is idle. Without an `engine` packs are only looked up. Without `facts` there is only `deliver`.
+    faster than it computes it. `compress` is how KV is stored (see `KnowledgePack.compressed`); `auto` is what `rates`
+    say, where they were measured, else `none`. With `accept` packs of this model in other numerics, such as int8, are
+    not made again: requests are to say `mismatch="accept"`. With `precompile="background"` what is first found goes as
+    text, and is compiled when the engine is idle. Without an `engine` packs are only looked up. Without `facts` there
+    is only `deliver`.
 
-    What has no pack goes as text, with a warning. Raises `BankError` for a unit, kv or precompile that is none of
-    these, `HandleError` for a namespace that is none.
+    What has no pack goes as text, with a warning. Raises `BankError` for a unit, kv, compress or precompile that is
+    none of these, `HandleError` for a namespace that is none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
@@ -72,16 +77,19 @@ class Delivery:
         kv: KV = "auto",
         compiled_for: CompiledFor = "user",
         namespace: str | None = None,
+        compress: Compress = "auto",
+        accept: bool = False,
         precompile: Precompile = "use",
         rates: Rates | None = None,
     ) -> None:
-        for name, given, kind in (("unit", unit, Unit), ("kv", kv, KV), ("precompile", precompile, Precompile)):
+        words = {"unit": (unit, Unit), "kv": (kv, KV), "precompile": (precompile, Precompile)}
+        for name, (given, kind) in (words | {"compress": (compress, Compress)}).items():
             if given not in get_args(kind):
                 raise BankError(f"Got {name}={given!r}; expected one of {', '.join(get_args(kind))}.")
         self._facts, self.engine, self.store = facts, engine, store
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
-        self.rates = rates
+        self.compress, self.accept, self.rates = compress, accept, rates
 
     @property
     def facts(self) -> FactStore:
@@ -99,6 +107,13 @@ class Delivery:
             self._compiler, Path(getattr(self.store, "path", tempfile.gettempdir()))
         )
         return self.rates.stores
+
+    @property
+    def compression(self) -> Compression:
+        """How KV is stored."""
+        if self.compress == "auto":
+            return self.rates.compression if self.rates else "none"
+        return self.compress
 
     def add(
         self,
@@ -228,7 +243,8 @@ class Delivery:
             unit=self.unit,
             compiled_for=self.compiled_for,
             lazy=not self.stores,
-            compress=self.rates.compression if self.rates else "none",
+            compress=self.compression,
+            accept=self.accept,
             progress=progress,
         )
 

@@ -103,7 +103,9 @@ class CompileCost:
     seconds: float
 
 
-def compile_cost(texts: Sequence[str], engine: Session, *, lazy: bool = False) -> CompileCost:
+def compile_cost(
+    texts: Sequence[str], engine: Session, *, lazy: bool = False, compress: Compression = "none"
+) -> CompileCost:
     """What compiling `texts` will take, by the tokens of up to 256 of them, and by compiling 8 of these."""
     if not texts:
         return CompileCost(0, 0, 0, 0.0)
@@ -116,9 +118,10 @@ def compile_cost(texts: Sequence[str], engine: Session, *, lazy: bool = False) -
     timed = [pack.text for pack in counted[:: max(1, len(counted) // _TIMED)]]
     list(engine.build_packs(timed[:1], lazy=lazy, progress=False))
     began = time.perf_counter()
-    made = list(engine.build_packs(timed, lazy=lazy, progress=False))
+    made = list(engine.build_packs(timed, lazy=lazy, compress=compress, progress=False))
     seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
-    kv = sum(pack.nbytes for pack in made) / max(1, sum(len(pack.token_ids) for pack in made))
+    stored = sum(encode_pack(pack).nbytes - encode_pack(pack.without_kv()).nbytes for pack in made)
+    kv = stored / max(1, sum(len(pack.token_ids) for pack in made))
     return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
 
 

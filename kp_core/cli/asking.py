@@ -176,7 +176,8 @@ class _Asker:
             facts.search("anything")
         self.session = options.load()
         self._store, self._spaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
-        self._packs = Delivery(facts, self.session, self._store, unit=options.unit, kv="lazy" if lazy else options.kv)
+        kept: dict[str, Any] = {"unit": options.unit, "kv": "lazy" if lazy else options.kv}
+        self._packs = Delivery(facts, self.session, self._store, accept=options.mismatch == "accept", **kept)
 
     def search(self, question: str, k: int) -> list[Found]:
         """The `k` units that have the best facts, with their packs."""

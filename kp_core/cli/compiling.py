@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from kp_core.cli.ingesting import bar_of
 from kp_core.cli.shared import ModelOptions
-from kp_core.delivery import Delivery, Unit
+from kp_core.delivery import Compress, Delivery, Unit
 from kp_core.engines.session import Session
-from kp_core.facts import Fact
+from kp_core.facts import Fact, FactStore
+from kp_core.packs.codec import Compression
+from kp_core.packs.fingerprint import NUMERICS
 from kp_core.packs.store import PackStore
-from kp_core.rates import MUCH_BYTES, compile_cost
+from kp_core.rates import MUCH_BYTES, compile_cost, measure_rates
 
 __all__ = ["CompileOptions", "say_plan"]
 
@@ -36,19 +40,39 @@ class CompileOptions(ModelOptions):
     kv: Annotated[Literal["stored", "lazy"], typer.Option(help="Whether --compile stores KV, or text alone.")] = (
         "stored"
     )
+    compress: Annotated[
+        Compress,
+        typer.Option(
+            help="How KV is stored: lossless changes no bit, int8 rounds and needs `--mismatch accept`; "
+            "auto: lossless where reading it is fast enough here, as `kp doctor` measures."
+        ),
+    ] = "auto"
 
-    def plan(self, units: Iterable[Fact], store: PackStore | None, session: Session) -> dict[str, Any]:
+    def chosen(self, session: Session, folder: Path | None = None) -> Compression:
+        """How KV is stored in `folder`; under `auto` that is measured there, or among temporary files."""
+        if self.compress != "auto":
+            return self.compress
+        if self.kv == "lazy":
+            return "none"
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            return measure_rates(session, Path(scratch)).compression
+
+    def plan(
+        self, units: Iterable[Fact], store: PackStore | None, session: Session, compress: Compression | None = None
+    ) -> dict[str, Any]:
         """What compiling the units takes that have no pack yet."""
-        texts, stored = [], 0
+        compress = compress or self.chosen(session)
+        texts, stored, allowed = [], 0, set(NUMERICS if compress == "int8" else ())
         for unit in units:
             pack = store and store.peek(store.handle(unit.text, unit.namespace))
-            if pack and pack.fingerprint == session.fingerprint and (pack.stored_bytes or self.kv == "lazy"):
+            differs = pack.fingerprint.diff(session.fingerprint).keys() if pack else set()
+            if pack and differs <= allowed and (pack.stored_bytes or self.kv == "lazy"):
                 stored += 1
             else:
                 texts.append(unit.text)
-        cost = compile_cost(texts, session, lazy=self.kv == "lazy")
+        cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
         about = {"packs": cost.packs, "tokens": cost.tokens, "bytes": cost.nbytes, "minutes": cost.seconds / 60}
-        return about | {"stored": stored}
+        return about | {"stored": stored, "compress": compress}
 
     def preview(self, facts: Iterable[Fact], bank_size: int) -> list[Fact]:
         """The units that facts will make, about: which banks there will be, nobody knows before they are made."""
@@ -58,10 +82,12 @@ class CompileOptions(ModelOptions):
             groups[space, key].append(text)
         return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
 
-    def run(self, delivery: Delivery, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
+    def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
         """Say what it takes, and compile; an interrupted run goes on where it stopped."""
+        compress = self.chosen(session, store.path)
+        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
         units = delivery.all_units()
-        plan = self.plan(units, store, session)
+        plan = self.plan(units, store, session, compress)
         say_plan(plan, err=as_json)
         with bar_of("Compiling", len(units), "pack") as bar:
             for at in range(0, len(units), _BATCH):
@@ -73,10 +99,11 @@ class CompileOptions(ModelOptions):
 
 def say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
     """Print a plan in one line, and a warning when it fills the disk."""
-    size = plan["bytes"]
+    size, compress = plan["bytes"], plan["compress"]
+    stored = "" if compress == "none" else f" ({compress})"
     typer.echo(
-        f"To compile: {plan['packs']:,} packs of {plan['tokens']:,} tokens, {size / 1e6:,.1f} MB on disk, about "
-        f"{plan['minutes']:.1f} minutes; compiled already: {plan['stored']:,}.",
+        f"To compile: {plan['packs']:,} packs of {plan['tokens']:,} tokens, {size / 1e6:,.1f} MB on disk{stored}, "
+        f"about {plan['minutes']:.1f} minutes; compiled already: {plan['stored']:,}.",
         err=err,
     )
     if size > MUCH_BYTES:

@@ -93,8 +93,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
             say(told)
         if session is not None:
             store = PackStore(options.folder(place, opened))
-            delivery = Delivery(opened, session, store, unit=compiling.unit, kv=compiling.kv)
-            told["plan"] = compiling.run(delivery, store, session, as_json=as_json)
+            told["plan"] = compiling.run(opened, store, session, as_json=as_json)
         if as_json:
             print_json(told)
 

@@ -18,7 +18,17 @@ from torch import Tensor
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 
-__all__ = ["COMPRESSIONS", "Buffer", "Compression", "decode", "digest", "encode", "in_threads", "rounded"]
+__all__ = [
+    "COMPRESSIONS",
+    "Buffer",
+    "Compression",
+    "check_compression",
+    "decode",
+    "digest",
+    "encode",
+    "in_threads",
+    "rounded",
+]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Compression: TypeAlias = Literal["none", "lossless", "int8"]
@@ -36,6 +46,12 @@ _LEAST_EXPONENT = {torch.float16: -24}  # A smaller scale has no number in that 
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
+
+
+def check_compression(name: object) -> None:
+    """Raise `PackError` for what is no compression."""
+    if name not in COMPRESSIONS:
+        raise PackError(f"Got compress={name!r}; expected one of {', '.join(COMPRESSIONS)}.")
 
 
 def encode(tensor: Tensor, compression: Compression, name: str) -> bytes:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol, Self
 
-from kp_core.errors import FingerprintMismatchError, KVShapeError, PackError, SteeringError
+from kp_core.errors import FingerprintMismatchError, KVShapeError, SteeringError
 from kp_core.kv import KVTensors
-from kp_core.packs.codec import COMPRESSIONS, Compression, rounded
+from kp_core.packs.codec import Compression, check_compression, rounded
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
@@ -124,8 +124,7 @@ class KnowledgePack:
         is told by the dtype of the fingerprint: a model uses such a pack with `mismatch="accept"` alone, as an
         approximation. Raises `PackError` for what is neither.
         """
-        if compression not in COMPRESSIONS:
-            raise PackError(f"Got compression={compression!r}; expected one of {COMPRESSIONS}.")
+        check_compression(compression)
         if self.kv is None or compression != "int8":
             return replace(self, compression=compression)
         made = self.fingerprint

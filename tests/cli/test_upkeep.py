@@ -43,10 +43,32 @@ def test_a_plan_says_what_compiling_takes_and_changes_nothing(kp: Kp, bank: Path
     assert (again["packs"], again["stored"]) == (0, 4)
 
 
+@pytest.mark.parametrize("compress", ["none", "lossless", "int8"])
+def test_a_build_compresses_as_it_is_told_and_says_the_bytes(kp: Kp, bank: Path, compress: str) -> None:
+    build = (*COMPILE, "--compress", compress)
+    assert f"MB on disk ({compress})" in kp(*build, "--dry-run")[1] or compress == "none"
+    done = as_json(kp(*build, "--json"))["plan"]
+    packs = as_json(kp("inspect", "bank", "--json"))["packs"]
+    assert packs["compression"] == {compress: 4}
+    assert (done["compress"], done["bytes"]) == (compress, pytest.approx(packs["bytes"], rel=0.1))
+    assert as_json(kp(*build, "--json"))["plan"]["stored"] == 4
+    ask = ("ask", "bank", "How many sails?", "-k", "1", "--kv", "stored", "--max-tokens", "1", *TINY, "--json")
+    usage = as_json(kp(*ask, "--mismatch", "accept"))["answers"]["packs"]["usage"]
+    assert as_json(kp("inspect", "bank", "--json"))["packs"]["entries"] == 4, "what is there was not made again"
+    assert (usage["approximate_tokens"] > 0) == (compress == "int8")
+
+
+def test_an_unknown_compression_is_refused_before_anything_is_done(kp: Kp, bank: Path) -> None:
+    code, _, said = kp(*COMPILE, "--compress", "zip")
+    assert code == 2
+    assert "'zip' is not one of" in said
+    assert not (bank / "packs").exists()
+
+
 def test_a_build_says_its_plan_warns_of_gigabytes_and_goes_on_in_lines(
     kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kp_core.cli.compiling._MUCH", 1000)
+    monkeypatch.setattr("kp_core.cli.compiling.MUCH_BYTES", 1000)
     monkeypatch.setattr("kp_core.cli.ingesting._LINE_EVERY_S", 0.0)
     code, out, err = kp(*COMPILE, "facts.jsonl", "--kv", "lazy")
     assert code == 0

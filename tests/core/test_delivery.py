@@ -14,7 +14,7 @@ from kp_core import Fact, Handle, Hit, KnowledgePack, MemoryFactStore, Message, 
 from kp_core.compiling import compile_facts, open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, HandleError, TemplateError
+from kp_core.errors import BankError, HandleError, PackError, TemplateError
 from kp_core.rates import Rates, measure_rates
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
@@ -87,6 +87,36 @@ def test_kv_is_stored_where_that_is_asked_for_or_faster(
     assert found.handle is not None
     assert made.store.get(found.handle).is_lazy is is_lazy
     assert made.stores is not is_lazy
+
+
+@pytest.mark.parametrize("compress", ["auto", "none", "lossless", "int8"])
+def test_kv_is_compressed_as_asked_or_as_measured(facts: MemoryFactStore, tmp_path: Path, compress: str) -> None:
+    measured = Rates(100, 1e9, 1000, lossless_bytes=0.7, lossless_time=1.1)
+    made = packs(facts, tmp_path, kv="auto", compress=compress, rates=measured)
+    [found] = made.search("Part 2 of a.md.", 1)
+    assert found.handle is not None
+    expected = "lossless" if compress == "auto" else compress
+    assert made.store.get(found.handle).compression == expected
+    slow = Rates(100, 1e9, 1000, lossless_bytes=0.7, lossless_time=1.6)
+    assert packs(facts, tmp_path, compress=compress, rates=slow).compression == (
+        "none" if compress == "auto" else compress
+    )
+    with pytest.raises(BankError, match="Got compress='zip'; expected one of auto, none"):
+        packs(facts, tmp_path, compress="zip")
+    with pytest.raises(PackError, match="Got compress='zip'; expected one of none, lossless, int8"):
+        compile_facts([], tiny_engine(), made.store, compress="zip")  # type: ignore[arg-type]
+
+
+def test_packs_in_other_numerics_are_made_again_unless_they_are_accepted(
+    facts: MemoryFactStore, tmp_path: Path
+) -> None:
+    rounded = packs(facts, tmp_path, kv="stored", compress="int8")
+    [found] = rounded.search("Part 2 of a.md.", 1)
+    assert found.handle is not None
+    assert packs(facts, tmp_path, kv="stored", accept=True).search("Part 2 of a.md.", 1)[0].handle == found.handle
+    assert [each.compression for each in rounded.store.entries(found.handle)] == ["int8"]
+    packs(facts, tmp_path, kv="stored").search("Part 2 of a.md.", 1)
+    assert sorted(each.compression for each in rounded.store.entries(found.handle)) == ["int8", "none"]
 
 
 def test_what_is_stored_is_not_compiled_again(
