@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kp_core.compose.base import Forward, Stretch
-from kp_core.compose.splice import spliced
+from kp_core.compose.splice import movable, spliced
 from kp_core.compose.stretch import recompute
 from kp_core.errors import OptionError
 from kp_core.kv import KVTensors
@@ -63,8 +63,11 @@ class BlendComposer:
         return self.rule != "attention"
 
     def regions(self, prompt: Prompt) -> tuple[Span, ...]:
-        """All packs, or none where all tokens are to be computed: in such a loop they would round otherwise."""
-        return () if self.exact else prompt.spans
+        """All packs, or none where all tokens are to be computed: in such a loop they would round otherwise.
+
+        Raises as `movable`.
+        """
+        return () if self.exact else movable(prompt)
 
     def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The packs' KV, moved, with the chosen tokens computed anew."""

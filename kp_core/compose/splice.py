@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from kp_core.compose.base import Forward, Stretch
 from kp_core.compose.stretch import join
-from kp_core.errors import KVShapeError
+from kp_core.errors import KVShapeError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 
-__all__ = ["SpliceComposer", "spliced"]
+__all__ = ["SpliceComposer", "movable", "spliced"]
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,34 @@ class SpliceComposer:
     key = "splice"
 
     def regions(self, prompt: Prompt) -> tuple[Span, ...]:
-        """All packs."""
-        return prompt.spans
+        """All packs; raises as `movable`."""
+        return movable(prompt)
 
     def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The packs' KV, moved."""
         return spliced(region, packs, forward)
+
+
+def movable(prompt: Prompt) -> tuple[Span, ...]:
+    """The packs of a prompt, of which those that are not at home were compiled behind one prefix.
+
+    Raises `PackError` where two were compiled for different places: what their tokens saw before them differs.
+    """
+    behind = {}
+    for span in prompt.spans:
+        pack, prefix = span.pack, span.pack.prefix.token_ids
+        is_home = len(prefix) == span.start and prompt.token_ids[: span.start] == prefix
+        fits = pack.token_ids == prompt.token_ids[span.start : span.stop] and (pack.kv is not None or pack.stored_bytes)
+        if fits and not is_home and not span.recognised:
+            behind[prefix] = span
+    if len(behind) > 1:
+        one, other, *_ = behind.values()
+        raise PackError(
+            f"Got {one.handle} compiled behind {len(one.pack.prefix)} tokens and {other.handle} behind "
+            f"{len(other.pack.prefix)}, or others; a composer that moves packs expects one prefix. Build both with the "
+            "same `compiled_for`, or use composer='exact'."
+        )
+    return prompt.spans
 
 
 def spliced(region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:

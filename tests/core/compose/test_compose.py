@@ -3,8 +3,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kp_core import BlendComposer, ExactComposer, KVTensors, NaiveComposer, PackStore, SpliceComposer
-from kp_core.compose import Composer, join
+from kp_core import BlendComposer, ExactComposer, KVTensors, NaiveComposer, PackStore, SpliceComposer, compose
+from kp_core.compose import Composer, composer_of, join
 from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine
@@ -51,6 +51,7 @@ COMPOSERS = [
     SpliceComposer(),
     BlendComposer(0.3, "first"),
     BlendComposer(0.3, "deviation"),
+    BlendComposer(0.3, "attention"),
     BlendComposer(1.0),
 ]
 TEXTS = ["The first island is green.", "The second island is blue."]
@@ -85,10 +86,18 @@ def test_composers(composer, architecture, dtype, isles):
     assert is_exact == composer.exact
     assert found_both.usage.approximate_tokens == (0 if composer.exact else len(found_both.prompt.spans[1]))
     again = engine.prefill(both, **request, composer=composer)
-    assert (again.usage.computed_tokens, again.usage.approximate_tokens) == (0, found_both.usage.approximate_tokens)
+    assert again.usage.approximate_tokens == found_both.usage.approximate_tokens
+    assert (again.usage.computed_tokens == 0) == getattr(composer, "keeps", True)
     assert torch.equal(again.logits, found_both.logits)
     # What one composer made is not found by another.
     assert torch.equal(engine.prefill(both, **request).logits, oracle_both.logits)
+
+
+def test_what_is_exported_has_a_name():
+    made = {composer_of(name).key.partition(":")[0] for name in ("blend", "exact", "naive", "splice")}
+    assert made == {"blend", "exact", "naive", "splice"}
+    exported = [getattr(compose, name) for name in compose.__all__ if name.endswith("Composer") and name != "Composer"]
+    assert {type(composer) for composer in COMPOSERS} >= set(exported), "every one has a row"
 
 
 def test_two_settings_of_one_composer_share_nothing_but_what_is_exact(isles):
@@ -118,7 +127,7 @@ def test_a_composer_that_makes_too_little_is_named(isles):
 
 def test_what_is_no_composer_is_refused_at_the_call(isles):
     engine, request, _, both = isles()
-    with pytest.raises(OptionError, match="Got composer='exakt'; expected one of exact, naive, splice, blend"):
+    with pytest.raises(OptionError, match="Got composer='exakt'; expected one of blend, exact, naive, splice"):
         engine.stream(both, **request, composer="exakt")
     with pytest.raises(OptionError, match="Got composer=7; expected a composer"):
         engine.stream(both, **request, composer=7)
