@@ -171,6 +171,13 @@ class ModelSettings(EngineSettings, _Options):
         """What a call without options asks for; checked."""
         return Request.of(self._set())
 
+    def remembering(self) -> dict[str, Any]:
+        """What requests of an agent's memory ask for besides: what was read is kept, unless the model says otherwise.
+
+        An agent that goes on after a restart then reads it, and computes none of it.
+        """
+        return {} if "keep" in self.model_fields_set and self.keep is not None else {"keep": "always"}
+
     def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:
         """The settings, overridden by the `options` of one call; `also` are options of this model alone."""
         asked = current_names(options, type(self).__name__, (*CALL_OPTIONS, *also))

@@ -100,8 +100,7 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
     state: Any = request.state
     here = {handle for message in request.messages for handle in _handles(message)}
     gone = [handle for handle in state.get("packs") or () if handle not in here and model.resolves(handle, "tool")]
-    # What an agent has read is to be read, not computed, when it goes on after a restart.
-    settings = {"keep": model.keep or "always", **request.model_settings, "compact": True}
+    settings = {**model.remembering(), **request.model_settings, "compact": True}
     if gone:
         settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *gone)))
     return request.override(model_settings=settings)

@@ -27,12 +27,12 @@ from llama_index.core.bridge.pydantic import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
-from kp_core import Session, strip_handles
+from kp_core import Session, find_handles, strip_handles
 from kp_core.engines.request import OPTIONS
 from kp_core.engines.shared import loaded_engine
 from kp_core.errors import SamplingError
 from kp_core.settings import GIVEN, ModelSettings
-from kp_llamaindex.messages import to_messages
+from kp_llamaindex.messages import MEMORY, to_messages
 from kp_llamaindex.responses import Answer, to_completion
 from kp_llamaindex.tools import ToolCallingLLM, to_tools
 
@@ -173,7 +173,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> ChatResponseAsyncGen:
         """As `stream_chat`."""
-        return self._astream(messages, self._request(kwargs), lambda response: response)
+        return self._astream(messages, self._request(kwargs, messages), lambda response: response)
 
     @llm_completion_callback()
     async def astream_complete(
@@ -183,21 +183,21 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         **kwargs: Any,  # noqa: ANN401
     ) -> CompletionResponseAsyncGen:
         """As `stream_complete`."""
-        return self._astream([ChatMessage(prompt)], self._request(kwargs), to_completion)
+        return self._astream([ChatMessage(prompt)], self._request(kwargs, ()), to_completion)
 
     def _chat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
-        answer, request = Answer(), self._request(options)
+        answer, request = Answer(), self._request(options, messages)
         return answer.whole(self._engine().generate(to_messages(messages), **request))
 
     async def _achat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
-        answer, request = Answer(), self._request(options)
+        answer, request = Answer(), self._request(options, messages)
         engine = await asyncio.to_thread(self._engine)
         return answer.whole(await engine.agenerate(to_messages(messages), **request))
 
     def _stream(
         self, messages: Sequence[ChatMessage], options: Mapping[str, Any], form: Callable[[ChatResponse], T]
     ) -> Generator[T, None, None]:
-        answer, request = Answer(), self._request(options)
+        answer, request = Answer(), self._request(options, messages)
         stream = self._engine().stream(to_messages(messages), **request)
 
         def pieces() -> Generator[T, None, None]:
@@ -240,10 +240,25 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
             model_name=self.model_name,
         )
 
-    def _request(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields, overridden by the options of one call; a `stop` of `None` is the field's."""
-        asked = self._asked({name: value for name, value in options.items() if name != "stop" or value is not None})
+    def _request(self, options: Mapping[str, Any], messages: Sequence[ChatMessage]) -> dict[str, Any]:
+        """The fields, overridden by the options of one call; a `stop` of `None` is the field's.
+
+        A conversation that is compacted, or that holds a memory block's handles, is that of an agent's memory.
+        """
+        given = {name: value for name, value in options.items() if name != "stop" or value is not None}
+        compacts = given.get("compact", self.compact)
+        asked = self._asked(given)
+        if (compacts or any(map(self._remembers, messages))) and given.get("keep") is None:
+            asked |= self.remembering()
         return {**asked, "tools": to_tools(asked["tools"])} if "tools" in asked else asked
+
+    def _remembers(self, message: ChatMessage) -> bool:
+        """Whether a message holds the handle of a memory block's pack that this LLM may read."""
+        if self.store is None or not isinstance(message, ChatMessage):
+            return False
+        handles = (handle for *_, handle in find_handles(message.content or ""))
+        packs = (self.store.peek(handle) for handle in handles if handle.namespace in self.namespaces)
+        return any(pack is not None and MEMORY in pack.provenance for pack in packs)
 
 
 def use_in_settings(llm: KnowledgePackLLM) -> None:

@@ -15,7 +15,7 @@ from kp_core import Handle, Message, PackView
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.view import PackRef, Packs
 from kp_core.settings import EngineSettings
-from kp_llamaindex.messages import to_messages
+from kp_llamaindex.messages import MEMORY, to_messages
 
 __all__ = ["KnowledgePackMemoryBlock"]
 
@@ -26,7 +26,8 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     """Turns that a `Memory` flushes become packs in `store`, and come back as their handles in the system message.
 
     The prompt grows by at most `max_handles` short lines, however long the conversation was: when there are more packs
-    than that, they are compiled into one. The LLM must resolve handles of `namespace` in the same store.
+    than that, they are compiled into one. The LLM must resolve handles of `namespace` in the same store; unless it was
+    given another `keep`, it keeps what it computes behind them (`"always"`), so that a restart computes none of it.
 
     The state of a block is what `model_dump` gives: handles, the store's path and the settings; the texts are in the
     store (`text()`). To go on after a restart: `KnowledgePackMemoryBlock(**data, engine=engine)`.
@@ -100,8 +101,8 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         return lines
 
     def _compile(self, text: str) -> str:
-        pack = self._engine().build_pack(text, namespace=self.namespace, compiled_for=self._place(), lazy=self.lazy)
-        return str(self.store.put(pack))
+        made: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy, "provenance": {MEMORY: self.name}}
+        return str(self.store.put(self._engine().build_pack(text, compiled_for=self._place(), **made)))
 
     def _place(self) -> list[Message]:
         """Where LlamaIndex's memory puts the first handle."""

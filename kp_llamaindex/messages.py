@@ -21,7 +21,10 @@ from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.prompt.resolve import tool_call
 from kp_core.settings import core_role
 
-__all__ = ["to_messages"]
+__all__ = ["MEMORY", "to_messages"]
+
+MEMORY = "memory"
+"""In the provenance of a pack: the name of the memory block that made it."""
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
