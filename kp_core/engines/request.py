@@ -85,6 +85,10 @@ _ABOUT: Mapping[str, str] = {
         "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the next "
         "request with these packs is exact and as fast. `none` (default) leaves it."
     ),
+    "co_compile": (
+        "With `order='free'`: packs that are often found together are compiled behind one another when the engine is "
+        "idle, and kept in the store of the view, in at most so many bytes; 0 (default) compiles none."
+    ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
         "of the same model in other numerics as an approximation."
@@ -130,6 +134,7 @@ class Request(Sampling):
     keep: Keep = "used_twice"
     keep_in: str | None = None
     upgrade: Upgrade = "none"
+    co_compile: int = 0
     mismatch: Mismatch = "error"
     steering: AskedSteering | None = None
     scope: Scope | None = None
@@ -156,6 +161,8 @@ class Request(Sampling):
             raise OptionError(f"Got keep={self.keep!r}; expected 'used_twice', 'always' or 'never'.")
         if self.upgrade not in ("none", "background"):
             raise OptionError(f"Got upgrade={self.upgrade!r}; expected 'none' or 'background'.")
+        if self.co_compile < 0:
+            raise OptionError(f"Got co_compile={self.co_compile!r}; expected a number of bytes, or 0.")
         if self.order not in ("given", "free"):
             raise OptionError(f"Got order={self.order!r}; expected 'given' or 'free'.")
         named: object = self.composer

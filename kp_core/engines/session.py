@@ -23,12 +23,13 @@ from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
-from kp_core.engines.keeping import write_kept
+from kp_core.engines.keeping import Keeper, write_kept
 from kp_core.engines.many import Asked, Key, generate_many
 from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
+from kp_core.engines.together import Together
 from kp_core.engines.upgrading import exact_steps
 from kp_core.errors import BusyError, ShortTextError, UnsupportedRequestError
 from kp_core.packs.codec import Compression
@@ -86,6 +87,11 @@ class Session:
     @cached_property
     def _planner(self) -> Planner:
         return Planner(self.template, self.engine.identity, self.max_positions, self._found)
+
+    @cached_property
+    def _together(self) -> Together:
+        keeper = Keeper(self.template, self.engine.identity)
+        return Together(self._cache("co_compile"), self._planner.exact, keeper)
 
     def _found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
@@ -280,11 +286,15 @@ class Session:
         reading = Reading(self.template, self.tokenizer, plan.prompt, request)
         self._need("steer", "steering", needed=any(region.block for region in plan.regions))
         self._need("compose", f"composer={request.composer!r}", needed=any(region.composer for region in plan.regions))
+        self._need("cache", "co_compile", needed=request.co_compile > 0)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         self._need("deterministic", "deterministic=True", needed=request.deterministic)
         if learn:
             self._doubts.say(plan, request.view, self.fingerprint.identity)
             self._compile(learned, request)
+            if plan.prompt.often and request.co_compile and plan.below is None:
+                with suppress(BusyError):  # It will be met again.
+                    self.when_idle(self._together.work(plan.prompt.often, plan, request))
             if request.upgrade == "background" and any(region.composer for region in plan.regions):
                 with suppress(BusyError):  # It will be met again.
                     self.when_idle(exact_steps(self.engine, planner.exact(plan)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kp_core.engines.base import Engine
 from kp_core.plan import Limit, Plan
 
-__all__ = ["exact_steps"]
+__all__ = ["exact_steps", "until"]
 
 
 def exact_steps(engine: Engine, plan: Plan) -> Callable[[], Iterator[None]]:
@@ -16,22 +16,20 @@ def exact_steps(engine: Engine, plan: Plan) -> Callable[[], Iterator[None]]:
 
     def work() -> Iterator[None]:
         for _, stop in [chunk for region in plan.regions for chunk in region.chunks]:
-            chunks = [tuple(c for c in region.chunks if c[1] <= stop) for region in plan.regions]
-            regions = [
-                replace(region, stop=kept[-1][1], chunks=kept)
-                for region, kept in zip(plan.regions, chunks, strict=True)
-                if kept
-            ]
-            part = replace(
-                plan,
-                prompt=plan.prompt.until(stop),
-                regions=tuple(regions),
-                token_budget=0,
-                grammar=None,
-                limit=Limit(),
-            )
-            for _token in engine.run(part):
+            for _token in engine.run(until(plan, stop)):
                 pass
             yield
 
     return work
+
+
+def until(plan: Plan, stop: int) -> Plan:
+    """The chunks of `plan` up to `stop`, to be prefilled and not answered."""
+    chunks = [tuple(chunk for chunk in region.chunks if chunk[1] <= stop) for region in plan.regions]
+    regions = tuple(
+        replace(region, stop=kept[-1][1], chunks=kept)
+        for region, kept in zip(plan.regions, chunks, strict=True)
+        if kept
+    )
+    prompt = plan.prompt.until(regions[-1].stop if regions else 0)
+    return replace(plan, prompt=prompt, regions=regions, token_budget=0, grammar=None, limit=Limit())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 
-__all__ = ["Prompt", "Span", "common_length"]
+__all__ = ["Often", "Prompt", "Span", "common_length"]
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,24 @@ class Span:
         return self.stop - self.start
 
 
+Often: TypeAlias = "Callable[[], tuple[Prompt, int]]"
+"""A prompt that is rendered when it is wanted, and where its packs end."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """The token ids of a whole conversation, rendered in one call, with the spans of its packs.
 
     `rendered` is what was tokenised, handles replaced by their text (special-token strings in data stand guarded in it;
-    `ChatTemplate.text` gives it back readable). `breaks` are the positions where messages begin.
+    `ChatTemplate.text` gives it back readable). `breaks` are the positions where messages begin. `often` makes the same
+    prompt with those of its packs alone that are often found together, where there are such, and tells where they end.
     """
 
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...] = ()
     breaks: tuple[int, ...] = ()
     rendered: str = field(default="", compare=False, repr=False)
+    often: Often | None = field(default=None, compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -42,6 +42,7 @@ VALUES = {
     "keep": lambda _: "always",
     "keep_in": lambda _: "open",
     "upgrade": lambda _: "background",
+    "co_compile": lambda _: 1000,
     "mismatch": lambda _: "rebuild",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),
     "scope": lambda _: "system",
