@@ -7,10 +7,17 @@ and the system head warm before each; times are medians over `--pairs` questions
 packs, question by question. `computed` are the tokens that passed all layers; `kl` (nats) and `agree` compare the first
 token with that of exact composition. Combinations above 7,500 tokens are left out and named.
 
-Quality (`--limit` questions): HotpotQA questions, each paragraph a pack, and a needle test of this file: one code among
-several. `em` is the share of answers that contain the right one, `em_exact` that of exact composition; `flips` counts,
-among the questions that exact answers and no knowledge does not (`counted`), those that the composer gets wrong. In
-order `shuffled` the packs of each question are shuffled.
+Quality (`--limit` questions of each of `--sets`): HotpotQA questions with their gold facts or with distractors beside
+them, each paragraph a pack, and a needle test of this file: one code among several that differ in their key alone.
+Only questions count that their text answers and no knowledge does not, of which there are `counted`; of these `em` is
+the share of answers that contain the right one, `em_exact` that of exact composition, `kl` (nats) and `agree` compare
+the first token with that of exact composition, and `flips` counts answers that exact composition has right and the
+composer has not. In order `shuffled` the packs of each question are shuffled; text had them as given, so `em_exact`
+there is what another order alone costs, and no composer can be told from that.
+
+`--orders N`: N questions of `--data` in the order given and in the free one, exact both times, each with the packs of
+all earlier questions in memory. `em` contains the answer, `f1` is that of the first line; `lower` is the lower 95 %
+bound (one-sided) of the mean paired difference, free less given, in points.
 """
 
 from __future__ import annotations
@@ -27,16 +34,21 @@ from typing import Any
 from rich.progress import track
 
 from benchmarks import common
+from benchmarks.composed import SETS, composers, divergence, draw_plots, hotpot, orders, quality
 from kp_core import PackStore, Session
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, SpliceComposer, composer_of
+from kp_core.compose import Composer, ExactComposer
 
-__all__ = ["main", "run"]
+__all__ = ["COLUMNS", "main", "run"]
 
 _MOST_TOKENS = 7500
 _SHARES = (0.05, 0.15, 0.5)
-_RULES = ("first", "deviation", "attention")
 _EXACT = ExactComposer()
 _ASKED = "What is the first passage about?"
+COLUMNS = (
+    *("composer", "packs", "tokens", "order", "ttft_s", "text_s"),
+    *("computed", "kl", "agree", "em", "em_exact", "flips"),
+)
+"""Of every row; `None` where it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +63,12 @@ class _Variant:
 
 def variants(shares: Sequence[float]) -> list[_Variant]:
     """All ways to send packs."""
-    blends = [composer_of(f"blend:r={share},rule={rule}") for rule in _RULES for share in shares]
     return [
         _Variant("exact"),
         _Variant("free", order="free"),
         _Variant("free, 2 seen", order="free", seen=2),
         _Variant("free, all seen", order="free", seen=-1),
-        *(_Variant(made.key, made) for made in (NaiveComposer(), SpliceComposer(), *blends)),
+        *(_Variant(made.key, made) for made in composers(shares)[1:]),
     ]
 
 
@@ -115,10 +126,8 @@ def _speed_of(
                 times[variant.name].append((text.usage.ttft_s, packs.usage.ttft_s))
                 kl, same = 0.0, True
                 if not variant.composer.exact:
-                    oracle = engine.prefill("\n\n".join(packs.packs) + asked, view=options["view"]).logits.double()
-                    logits = packs.first_logits.double()  # type: ignore[union-attr]
-                    kl = float(oracle.softmax(-1) @ (oracle.log_softmax(-1) - logits.log_softmax(-1)))
-                    same = bool(oracle.argmax() == logits.argmax())
+                    oracle = engine.generate("\n\n".join(packs.packs) + asked, view=options["view"], max_tokens=1)
+                    kl, same = divergence(oracle, packs)
                 about[variant.name].append((packs.usage.computed_tokens, kl, same))
     return [
         {
@@ -138,91 +147,22 @@ def _speed_of(
     ]
 
 
-@dataclass(frozen=True)
-class _Question:
-    """What is asked of several packs, and the answer."""
-
-    texts: tuple[str, ...]
-    asked: str
-    answer: str
-
-
-def needles(count: int, packs: int = 5) -> list[_Question]:
-    """Questions for one code among several; drawn from a fixed seed."""
-    draw = random.Random(0)  # noqa: S311
-    names = ("Avel", "Brin", "Corl", "Dace", "Elun", "Fenn", "Gorse", "Harl", "Isken", "Jorva")
-    found = []
-    for _ in range(count):
-        chosen = draw.sample(names, packs)
-        codes = [str(draw.randint(1000, 9999)) for _ in chosen]
-        texts = tuple(
-            f"The code of the harbour of {name} is {code}. It was given out by the harbour master in spring."
-            for name, code in zip(chosen, codes, strict=True)
-        )
-        at = draw.randrange(packs)
-        found.append(_Question(texts, f"What is the code of the harbour of {chosen[at]}?", codes[at]))
-    return found
-
-
-def hotpot(arguments: argparse.Namespace) -> list[_Question]:
-    """HotpotQA questions, each paragraph a text of its own."""
-    return [
-        _Question(tuple(map(str, example.paragraphs)), example.question, example.answer)
-        for example in common.read_examples(arguments.data, arguments.limit)
-    ]
-
-
-def quality(  # noqa: PLR0913
-    engine: Session, store: PackStore, kind: str, questions: Sequence[_Question], order: str, shares: Sequence[float]
-) -> list[dict[str, Any]]:
-    """One row for each composer; packs are kept in `store`."""
-    composers = [variant.composer for variant in variants(shares) if not variant.seen and variant.order == "given"]
-    right: dict[str, list[bool]] = {composer.key: [] for composer in composers}
-    unknown = []
-    draw = random.Random(1)  # noqa: S311
-    for question in track(questions, f"{kind}, {order}"):
-        asked = f"{common.INSTRUCTION}\nQuestion: {question.asked}"
-        said = engine.generate(asked, max_tokens=24).text
-        unknown.append(not common.contains(said, question.answer))
-        texts = draw.sample(question.texts, len(question.texts)) if order == "shuffled" else question.texts
-        packs = engine.build_packs(list(texts), progress=False)
-        prompt = "\n\n".join((*(str(store.put(pack)) for pack in packs), asked))
-        for composer in composers:
-            answer = engine.generate(prompt, view=store.view("default"), composer=composer, max_tokens=24).text
-            right[composer.key].append(common.contains(answer, question.answer))
-    counted = [is_right and is_new for is_right, is_new in zip(right["exact"], unknown, strict=True)]
-    return [
-        {
-            "composer": composer.key,
-            "variant": composer.key,
-            "set": kind,
-            "order": order,
-            "packs": round(common.mean(len(question.texts) for question in questions)),
-            "em": common.mean(right[composer.key]),
-            "em_exact": common.mean(right["exact"]),
-            "counted": sum(counted),
-            "flips": sum(
-                is_counted and not mine for is_counted, mine in zip(counted, right[composer.key], strict=True)
-            ),
-        }
-        for composer in composers
-    ]
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rows."""
     engine = common.load_engine(arguments)
-    rows: list[dict[str, Any]] = []
+    figures: dict[str, Any] = {"dtype": arguments.dtype, "rows": []}
     if arguments.pairs:
         texts = [passage.text for passage in common.read_passages(arguments.passages)]
-        rows += speed(engine, texts, arguments)
-    if arguments.limit != 0:
-        with tempfile.TemporaryDirectory() as folder:
-            store = PackStore(folder)
-            for order in ("given", "shuffled"):
-                for kind, questions in (("hotpotqa", hotpot(arguments)), ("needle", needles(arguments.limit or 100))):
-                    rows += quality(engine, store, kind, questions, order, arguments.shares)
-    return {"dtype": arguments.dtype, "rows": rows}
+        figures["rows"] += speed(engine, texts, arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        store = PackStore(folder)
+        for kind in arguments.sets if arguments.limit != 0 else ():
+            figures["rows"] += quality(engine, store, kind, arguments)
+            common.write_json(arguments.json, figures)
+        figures["rows"] = [dict.fromkeys(COLUMNS) | row for row in figures["rows"]]
+        if arguments.orders:
+            figures["orders"] = orders(engine, store, hotpot(arguments.data, arguments.orders))
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -233,9 +173,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 140, 500])
     parser.add_argument("--shares", type=float, nargs="*", default=_SHARES, help="of blend; default: %(default)s")
     parser.add_argument("--pairs", type=int, default=20, help="questions for speed; 0: none; default: %(default)s")
+    parser.add_argument("--sets", nargs="*", default=SETS, choices=SETS, help="of questions; default: all")
+    parser.add_argument("--distractor", type=Path, default=common.data_folder() / "hotpotqa_distractor.jsonl")
+    parser.add_argument(
+        "--orders", type=int, default=0, metavar="N", help="compare given and free order on N questions"
+    )
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw quality over the share, as PNG and as SVG")
     arguments = parser.parse_args(argv)
     figures = run(arguments)
-    timed = [row for row in figures["rows"] if "ttft_s" in row]
+    timed = [row for row in figures["rows"] if row["ttft_s"] is not None]
     columns = ("packs", "tokens", "ttft_s", "text_s", "ratio", "computed", "kl", "agree")
     if timed:
         common.show_table(
@@ -248,14 +194,24 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if row["composer"] == "left out"
             ],
         )
-    scored = [row for row in figures["rows"] if "em" in row]
-    columns = ("set", "order", "packs", "em", "em_exact", "flips", "counted")
+    scored = [row for row in figures["rows"] if row["em"] is not None]
+    columns = ("set", "order", "packs", "tokens", "kl", "agree", "em", "em_exact", "flips", "counted", "asked")
     if scored:
         common.show_table(
             f"Answers ({arguments.dtype})",
             ("composer", *columns),
             [[row["composer"], *(row[column] for column in columns)] for row in scored],
         )
+    if "orders" in figures:
+        found = figures["orders"]
+        columns = ("given", "free", "difference", "lower")
+        common.show_table(
+            f"Given and free order, {found['n']} questions, {found['moved']} reordered ({arguments.dtype})",
+            ("score", *columns),
+            [[name, *(found[name][column] for column in columns)] for name in ("em", "f1")],
+        )
+    if arguments.plots:
+        draw_plots(arguments.plots, figures["rows"])
     common.write_json(arguments.json, figures)
 
 

@@ -13,6 +13,7 @@ import pytest
 from benchmarks import (
     accumulation,
     common,
+    composed,
     composition,
     concurrency,
     equivalence,
@@ -227,22 +228,38 @@ def test_synthetic_facts_are_told_apart_by_two_of_three_words() -> None:
 
 
 def test_needles_hold_their_answer() -> None:
-    for question in composition.needles(20):
+    for question in composed.needles(20):
         assert sum(question.answer in text for text in question.texts) == 1
         assert question.asked.split()[-1].rstrip("?") in next(t for t in question.texts if question.answer in t)
+
+
+def test_a_lower_bound_is_below_the_mean_by_its_error() -> None:
+    found = composed.paired([(1, 1), (1, 0), (0, 1), (1, 1)])
+    assert (found["given"], found["free"], found["difference"]) == (75, 75, 0)
+    # The differences 0, -100, 100, 0 have a standard deviation of 81.65 points.
+    assert found["lower"] == pytest.approx(-1.645 * 81.65 / 2, abs=0.1)
+    assert composed.paired([(1, 1)] * 3)["lower"] == 0
 
 
 @pytest.mark.slow
 def test_composition(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = ["--packs", "2", "400", "--sizes", "25", "--shares", "0.5", "--pairs", "1", "--limit", "1"]
-    passages = ["--passages", data("wiki_passages.jsonl")]
-    composition.main(["--data", data("hotpotqa_gold.jsonl"), *passages, *sizes, "--json", str(out)])
-    rows = json.loads(out.read_text())["rows"]
-    timed = {row["variant"]: row for row in rows if "ttft_s" in row}
+    sizes = ["--packs", "2", "400", "--sizes", "25", "--shares", "0.5", "--pairs", "1", "--limit", "2"]
+    asked = ["--passages", data("wiki_passages.jsonl"), "--sets", "needle", "--orders", "2", "--plots", str(tmp_path)]
+    composition.main(["--data", data("hotpotqa_gold.jsonl"), *asked, *sizes, "--json", str(out)])
+    figures = json.loads(out.read_text())
+    rows = figures["rows"]
+    assert all(set(composition.COLUMNS) <= set(row) for row in rows)
+    timed = {row["variant"]: row for row in rows if row["ttft_s"] is not None}
     assert timed["exact"]["kl"] == timed["free"]["kl"] == 0
     assert timed["free, all seen"]["computed"] <= timed["exact"]["computed"]
-    assert {row["set"] for row in rows if "em" in row} == {"hotpotqa", "needle"}
+    scored = {(row["composer"], row["order"]): row for row in rows if row["em"] is not None}
+    assert len(scored) == 2 * len(composed.composers([0.5]))
+    # Text has all that counts right in the order given, and so has what is exact.
+    assert (scored["exact", "given"]["em"], scored["exact", "given"]["flips"]) == (1, 0)
+    assert scored["exact", "shuffled"]["kl"] == 0 < scored["naive", "given"]["kl"]
+    assert figures["orders"]["n"] == 2 >= figures["orders"]["moved"]
+    assert (tmp_path / "several-packs-needle.svg").exists()
     assert [row["packs"] for row in rows if row["composer"] == "left out"] == [400]
 
 
