@@ -163,15 +163,20 @@ def paired(found: Sequence[tuple[float, float]]) -> dict[str, float]:
 
 
 def draw_plots(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """A picture for each set of questions: divergence and answers kept, over the share computed anew."""
+    """Two pictures for each set of questions: divergence, and answers kept, over the share computed anew."""
     for kind in dict.fromkeys(row["set"] for row in rows if row["order"] == "given" and row["em"] is not None):
         found = {row["composer"]: row for row in rows if row.get("set") == kind and row["order"] == "given"}
         made = {key: composer for key in found if isinstance(composer := composer_of(key), BlendComposer)}
         shares = sorted({composer.r for composer in made.values()})
-        left, right = {}, {}
+        right = found["exact"]["em"] * found["exact"]["counted"]
+        apart, kept = {}, {}
         for rule in _RULES if shares else ():
             keys = ["splice", *(BlendComposer(r, rule).key for r in shares), "exact"]
-            left[f"{rule}: divergence"] = [found[key]["kl"] for key in keys]
-            right[f"{rule}: answers kept"] = [1 - found[key]["flips"] / found[key]["counted"] for key in keys]
-        labels = ("share of each pack computed anew (0: splice, 1: exact)", "KL of the first token, nats", "share")
-        plots.lines(folder, f"several-packs-{kind}", [0, *shares, 1], left, right, labels)
+            apart[rule] = [found[key]["kl"] for key in keys]
+            kept[rule] = [1 - found[key]["flips"] / max(right, 1) for key in keys]
+        share, x = "share of each pack computed anew (0: splice, 1: exact)", [0, *shares, 1]
+        label = "KL of the first token, nats"
+        plots.lines(
+            folder, f"several-packs-{kind}-kl", x, apart, {}, (share, label, ""), {"naive": found["naive"]["kl"]}
+        )
+        plots.lines(folder, f"several-packs-{kind}-kept", x, kept, {}, (share, "right answers of exact kept", ""))

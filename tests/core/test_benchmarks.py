@@ -255,11 +255,12 @@ def test_composition(tmp_path: Path) -> None:
     assert timed["free, all seen"]["computed"] <= timed["exact"]["computed"]
     scored = {(row["composer"], row["order"]): row for row in rows if row["em"] is not None}
     assert len(scored) == 2 * len(composed.composers([0.5]))
-    # Text has all that counts right in the order given, and so has what is exact.
-    assert (scored["exact", "given"]["em"], scored["exact", "given"]["flips"]) == (1, 0)
-    assert scored["exact", "shuffled"]["kl"] == 0 < scored["naive", "given"]["kl"]
+    for (composer, _), row in scored.items():
+        assert 0 <= row["flips"] <= row["em_exact"] * row["counted"]
+        assert composer != "exact" or (row["em"], row["flips"], row["kl"]) == (row["em_exact"], 0, 0)
+    assert scored["naive", "given"]["kl"] > 0
     assert figures["orders"]["n"] == 2 >= figures["orders"]["moved"]
-    assert (tmp_path / "several-packs-needle.svg").exists()
+    assert (tmp_path / "several-packs-needle-kept.svg").exists()
     assert [row["packs"] for row in rows if row["composer"] == "left out"] == [400]
 
 
