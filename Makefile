@@ -27,13 +27,16 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	$(BIN)/python -m cookbooks.demo
 
+# A process for each core, with a thread each: torch's own threads gain little on small models, and wait for one another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+
 # What guards behaviour, in minutes.
 test: setup
-	$(call timed,test,$(BIN)/python -m pytest -m "not slow")
+	$(call timed,test,$(PYTEST) -m "not slow")
 
 # What costs much: notebooks, conformance and agents on the bundled model, the README's code, benchmarks, kills.
 test-slow: setup
-	$(call timed,test-slow,$(BIN)/python -m pytest -m slow)
+	$(call timed,test-slow,$(PYTEST) -m slow)
 
 test-all: test
 	$(MAKE) test-slow
