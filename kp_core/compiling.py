@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias
 
@@ -72,7 +73,8 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         done = _done(stored, build, store, stands, progress=progress)
         made |= {(space, text): stored[text] for text in done}
         missing = [text for text in wanted if text not in done]
-        about = [_provenance(wanted[text], unit) for text in missing]
+        held = {text: _edited(store.peek(stored[text])) for text in missing if text in stored}
+        about = [_provenance(wanted[text], unit) | held.get(text, {}) for text in missing]
         if progress and len(missing) >= _MANY:
             _say_cost(compile_cost(missing, engine, lazy=lazy, compress=compress))
         for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
@@ -124,6 +126,11 @@ def _done(
         if pack and pack.token_ids == plan.token_ids and stands(pack, plan):
             done.add(plan.text)
     return done
+
+
+def _edited(pack: KnowledgePack | None) -> dict[str, str]:
+    """What was edited in a text that is compiled again, in one go."""
+    return replace(pack.edits, cuts=()).written({}) if pack is not None and pack.history else {}
 
 
 def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool, accept: bool) -> bool:

@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kp_core.compiling import Unit, compile_facts
+from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import BankError, BusyError, PackNotFoundError
@@ -148,6 +149,28 @@ class Delivery:
         if old.text != fact.text:
             self._discard([old])
         self.compile([fact] if self.unit == "fact" else self._units([fact]), progress=False)
+        return fact
+
+    def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend", namespace: str | None = None) -> Fact:
+        """Correct a fact: where it says `old`, `new` holds (see `kp_core.edit`). Gives the fact as it is now.
+
+        Its pack is the edited one, whose handle every search gives from now on; the pack of the old text stays, under
+        its own handle, until `gc`. A unit of several facts is compiled anew, with `how="rebuild"` alone. Raises
+        `BankError` for other ways there, and for a fact that is not there, `PackError` for a statement that the fact
+        does not make exactly once, and where packs are lazy (`kv`).
+        """
+        fact = self.facts.get(fact_id, namespace=self.namespace if namespace is None else namespace)
+        if self.unit != "fact":
+            if how != "rebuild":
+                raise BankError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
+            return self.update(replace(fact, text=replaced(fact.text, old, new)))
+        self.compile([fact], progress=False)
+        where = self.compiled_for
+        plan = self._compiler.build_pack(fact.text, namespace=fact.namespace, compiled_for=where, lazy=True)
+        pack = self.store.get(self.store.handle(fact.text, fact.namespace), plan.key)
+        made = edit(pack, old, new, self._compiler, how=how, compiled_for=where)
+        fact = self.facts.update(replace(fact, text=made.text))
+        self.store.put(made)
         return fact
 
     def delete(

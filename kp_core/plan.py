@@ -156,7 +156,7 @@ class Plan:
     below: Plan | None = None
     """For a steered prompt: the plain one up to the end of its first block, as that stands behind plain KV."""
     wanted: tuple[int, int] = (0, 0)
-    """The tokens whose KV `Engine.kv` gives; they are computed, only what stands before them is looked up."""
+    """The tokens whose KV `Engine.kv` gives: from the regions as far as these go, the rest is computed behind them."""
     reuse: bool = True
     deterministic: bool = False
     alone: bool = False

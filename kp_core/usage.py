@@ -33,6 +33,8 @@ class Usage:
     """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
     reordered_packs: int = 0
     """Packs that were sent at another place among their neighbours than they were named at (`order="free"`)."""
+    errata_tokens: int = 0
+    """Those of `pack_tokens` that errata have (see `kp_core.edit`)."""
 
     def to_dict(self) -> dict[str, int | float]:
         """The fields by name."""

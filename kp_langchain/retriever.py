@@ -21,6 +21,7 @@ from pydantic import Field, model_validator
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery, Unit
+from kp_core.edit import How
 from kp_core.engines.request import refuse_unknown
 from kp_core.errors import BankError
 from kp_core.facts import Filter, Reranker
@@ -163,6 +164,10 @@ class KnowledgePackRetriever(PackRetriever):
         refuse_unknown(kwargs, ("where", "source"), "delete")
         gone = [fact.id for fact in self._delivery().delete(ids, where=where, source=source)]
         return DeleteResponse(num_deleted=len(gone), succeeded=gone, num_failed=0, failed=[])
+
+    def edit(self, doc_id: str, old: str, new: str, *, how: How = "amend") -> Document:
+        """The document, which now says `new` where it said `old`; see `kp_core.delivery.Delivery.edit`."""
+        return _document(self._delivery().edit(doc_id, old, new, how=how))
 
     def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:  # noqa: ANN401
         """The documents with these ids, as they were put; those that there are."""

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli import asking, checking, doctor, knowledge, looking, steer
+from kp_core.cli import asking, checking, doctor, editing, knowledge, looking, steer
 from kp_core.cli.shared import ERRORS, WrongError, plain
 from kp_core.errors import KnowledgePackError
 
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(knowledge.build)
 app.command()(knowledge.add)
+app.command()(editing.edit)
 app.command()(knowledge.remove)
 app.command()(knowledge.gc)
 app.command()(knowledge.search)

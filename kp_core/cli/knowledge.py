@@ -31,7 +31,7 @@ from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit
 from kp_core.facts.banking import BANK_SIZE
 from kp_core.packs.store import PackStore
 
-__all__ = ["add", "build", "gc", "remove", "search"]
+__all__ = ["add", "build", "found_id", "gc", "remove", "search"]
 
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
@@ -158,7 +158,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
     if not ids and not tests:
         raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
     with open_collection(place, options, wait=wait) as opened:
-        asked = [_found(given, opened) for given in ids] if ids else None
+        asked = [found_id(given, opened) for given in ids] if ids else None
         gone = list(opened.facts(ids=asked, where={"$and": tests} if tests else None, namespace=namespace))
         about: dict[str, Any] = {"removed": [fact.id for fact in gone], "dry_run": dry_run}
         said = f"Facts that would go: {len(gone)}."
@@ -255,7 +255,7 @@ def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
     return ""
 
 
-def _found(given: str, facts: FactStore) -> str:
+def found_id(given: str, facts: FactStore) -> str:
     """The id that is or begins with `given`."""
     if any(facts.facts(ids=[given])):
         return given

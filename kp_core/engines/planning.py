@@ -197,8 +197,9 @@ class Planner:
             return None
         key = PackKey(self._identity, prefix)
         found = source.peek(Handle.parse(span.handle), key)
-        fits = found is not None and key.fits(found) and found.token_ids == prompt.token_ids[span.start : span.stop]
-        return found if fits and found is not None and found.stored_bytes else None
+        if found is None or not key.fits(found) or found.cuts != span.pack.cuts or not found.stored_bytes:
+            return None
+        return found if found.token_ids == prompt.token_ids[span.start : span.stop] else None
 
     def _recognise(  # noqa: PLR0913 - what is known of one span
         self, span: Span, prompt: Prompt, prefix: Prefix, sourced: _Sourced, *, usable: bool, learn: bool
@@ -206,7 +207,8 @@ class Planner:
         """Whether a recognised pack is read, or compiled for where it stands; `None` leaves it text."""
         if usable:
             sourced.packs.add(span)
-        elif self._again(span, prefix, learn=learn):
+        # It would be compiled in one go, and its errata are cut off.
+        elif not span.pack.cuts and self._again(span, prefix, learn=learn):
             sourced.learned.append(Learned(span, prompt.token_ids[span.start : span.stop], prefix))
         else:
             return None

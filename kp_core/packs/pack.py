@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, Self
 
 from kp_core.errors import FingerprintMismatchError, KVShapeError, SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression, check_compression, rounded
+from kp_core.packs.edits import Edit, Edits
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
@@ -70,7 +72,8 @@ class KnowledgePack:
     system message include the end of its line, which is not in `text`. `kv` holds one entry
     per token of `token_ids`. A pack is immutable data: every operation returns a new one.
 
-    Raises `KVShapeError` when `kv` and `token_ids` disagree, `HandleError` when `namespace` is not one.
+    Raises `KVShapeError` when `kv` and `token_ids` disagree, `HandleError` when `namespace` is not one, `PackError`
+    when the provenance tells edits that nobody made.
     """
 
     text: str
@@ -97,6 +100,22 @@ class KnowledgePack:
             raise KVShapeError(
                 f"Got KV of {self.kv.tokens} tokens for a pack of {len(self.token_ids)}; expected one entry per token."
             )
+        self.edits  # noqa: B018 - refused here, and not when it is first used
+
+    @cached_property
+    def edits(self) -> Edits:
+        """What was edited in it, as its provenance tells."""
+        return Edits.of(self.provenance)
+
+    @property
+    def history(self) -> tuple[Edit, ...]:
+        """All edits that led to it, oldest first (see `kp_core.edit`)."""
+        return self.edits.history
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The tokens of it at which its prefill was cut, beside every `chunk_tokens`: before each erratum."""
+        return tuple(at for at in self.edits.cuts if 0 < at < len(self.token_ids))
 
     @property
     def is_lazy(self) -> bool:

@@ -31,6 +31,8 @@ class PackRef:
     """Whether the message holds the pack's text itself: the prompt is the same with and without the pack."""
     batch: int = 0
     """In memory: packs of one number came together, in one message or exchange."""
+    is_erratum: bool = False
+    """Whether `pack` holds only what was corrected since an earlier version of it, which stands before."""
 
     @property
     def text(self) -> str:

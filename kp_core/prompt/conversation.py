@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard
 
 from kp_core.errors import PromptError
+from kp_core.packs.edits import root_of
+from kp_core.packs.pack import Prefix
 from kp_core.packs.view import PackRef, PackView, Segment
 from kp_core.prompt.resolve import Message, split_content, tool_call
 from kp_core.tools import Tool
@@ -30,6 +32,7 @@ __all__ = [
     "lift_packs",
     "map_strings",
     "to_turns",
+    "with_errata",
     "with_instruction",
     "with_memory",
 ]
@@ -98,6 +101,29 @@ def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, 
     if turns[0].role == "system":
         return (turns[0].with_segments((*ordered, *turns[0].segments)), *turns[1:])
     return (Turn("system", ordered), *turns)
+
+
+def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
+    """`turns` in which a pack that stands behind an earlier version of itself is only what was corrected since.
+
+    What stands before it stays as it is, and so does its KV.
+    """
+    said: dict[tuple[str, str], set[str]] = {}
+
+    def shortened(part: Segment) -> Segment:
+        if not _by_handle(part):
+            return part
+        pack = part.pack
+        first = (pack.namespace, pack.edits.root or root_of(pack.text))
+        new = [line for line in pack.edits.errata if line not in said.get(first, ())]
+        is_later = first in said and bool(new)
+        said.setdefault(first, set()).update(new)
+        if not is_later:
+            return part
+        lines = replace(pack, text="\n".join(new), token_ids=(), prefix=Prefix(), kv=None, stored_bytes=0)
+        return replace(part, pack=lines, is_erratum=True)
+
+    return tuple(turn.with_segments([shortened(part) for part in turn.segments]) for turn in turns)
 
 
 def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -45,7 +45,7 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
     where it is worth a pass. Other packs that came together share forward passes: behind one of them there is a cut
     only where `_Credit` can pay. Packs in memory that came at different times are cut apart, as the messages that
     brought them would be. Where a cut falls depends on the prompt before it, and on whether its message holds another
-    pack, and on nothing that is cached.
+    pack, and on nothing that is cached. A pack with errata is cut before each of them wherever its end is cut.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}
@@ -56,8 +56,7 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
     credit = _Credit()
     for span, following in itertools.zip_longest(prompt.spans, prompt.spans[1:]):
         between = [at for at in breaks if before <= at <= span.start]
-        for at in between:
-            _extend(cuts, at, chunk_tokens)
+        _extend(cuts, between, chunk_tokens)
         if between:
             credit = _Credit()
         brings = stands(span, lambda span=span: _prefix(prompt, cuts, span.start, chunk_tokens))  # type: ignore[misc]
@@ -69,20 +68,19 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
         # It may have an entry for this place, which moves no cut: the first pack is cut off either way.
         leads = is_first and len(span) >= _LEAD_TOKENS
         if brings or leads:
-            _extend(cuts, span.start, chunk_tokens)
+            _extend(cuts, (span.start,), chunk_tokens)
         if brings:
             own.add(span)
             credit.saves(span)
-            _extend(cuts, span.stop, chunk_tokens)
+            _extend(cuts, span.edges, chunk_tokens)
             continue
         credit.computes(span.stop, cuts[-1])
         is_last = following is None or any(span.stop <= at <= following.start for at in breaks)
         ends = is_last or following is None or following.reference.batch != span.reference.batch
         # What comes to memory later stands behind this, so the end of what came together is where the two prompts part.
         if leads or (ends and span.reference.memory) or credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS):
-            _extend(cuts, span.stop, chunk_tokens)
-    for at in (*(at for at in breaks if at >= before), len(prompt)):
-        _extend(cuts, at, chunk_tokens)
+            _extend(cuts, span.edges, chunk_tokens)
+    _extend(cuts, (*(at for at in breaks if at >= before), len(prompt)), chunk_tokens)
     whole = prompt if len(kept) == len(prompt.spans) else replace(prompt, spans=tuple(kept))
     return Cuts(whole, tuple(itertools.pairwise(cuts)), frozenset(own))
 
@@ -134,11 +132,12 @@ def prefix_of(prompt: Prompt, span: Span, chunk_tokens: int) -> Prefix:
 def _prefix(prompt: Prompt, cuts: Sequence[int], start: int, chunk_tokens: int) -> Prefix:
     """The first `start` tokens, prefilled with `cuts` and one at the end."""
     whole = list(cuts)
-    _extend(whole, start, chunk_tokens)
+    _extend(whole, (start,), chunk_tokens)
     return Prefix(prompt.token_ids[:start], tuple(whole[1:]))
 
 
-def _extend(cuts: list[int], at: int, chunk_tokens: int) -> None:
-    """Cut at `at`, and every `chunk_tokens` from the last cut up to it."""
-    while cuts[-1] < at:
-        cuts.append(min(cuts[-1] + chunk_tokens, at))
+def _extend(cuts: list[int], edges: Iterable[int], chunk_tokens: int) -> None:
+    """Cut at `edges`, and every `chunk_tokens` from the last cut up to each."""
+    for at in edges:
+        while cuts[-1] < at:
+            cuts.append(min(cuts[-1] + chunk_tokens, at))

@@ -34,6 +34,18 @@ class Span:
         """The pack, possibly without its KV."""
         return self.reference.pack
 
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """Where the pack's prefill was cut (see `KnowledgePack.cuts`), and its end."""
+        return (*(at for at in (self.start + at for at in self.pack.cuts) if at < self.stop), self.stop)
+
+    @property
+    def errata_tokens(self) -> int:
+        """Those of its tokens that errata have."""
+        if self.reference.is_erratum:
+            return len(self)
+        return self.stop - self.edges[0] if self.pack.edits.corrections else 0
+
     def __len__(self) -> int:
         return self.stop - self.start
 
@@ -76,7 +88,7 @@ class Prompt:
         return Prompt(self.token_ids[:stop], spans, tuple(at for at in self.breaks if at < stop))
 
 
-def common_length(left: Sequence[int], right: Sequence[int]) -> int:
+def common_length(left: Sequence[object], right: Sequence[object]) -> int:
     """How many tokens both begin with."""
     for at, (mine, theirs) in enumerate(zip(left, right, strict=False)):
         if mine != theirs:

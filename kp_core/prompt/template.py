@@ -24,6 +24,7 @@ from kp_core.prompt.conversation import (
     lift_packs,
     map_strings,
     to_turns,
+    with_errata,
     with_instruction,
     with_memory,
 )
@@ -120,7 +121,8 @@ class ChatTemplate:
         order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought
         nothing but packs shrink to the latest call (see `kp_core.prompt.conversation.compacted`). The tools of `shape`
         are shown by the template where it can, else listed at the end of the system message, as is the schema of the
-        answer. `thinking` switches templates that can. `arrange` may put packs in another order.
+        answer. `thinking` switches templates that can. `arrange` may put packs in another order. Behind an earlier
+        version of itself an edited pack is only what was corrected since (`with_errata`).
 
         Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
         """
@@ -137,6 +139,7 @@ class ChatTemplate:
             turns = with_memory(turns, packs)
         if arrange is not None:
             turns = tuple(arrange(turns))
+        turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
         if shape.tools:
             turns = self._shaper.offer(turns, shape.tools)

@@ -16,6 +16,7 @@ from benchmarks import (
     composed,
     composition,
     concurrency,
+    editing,
     equivalence,
     kills,
     recognition,
@@ -25,6 +26,7 @@ from benchmarks import (
     ttft,
 )
 from benchmarks.synthetic import synthetic
+from kp_core.edit import replaced
 
 
 def data(name: str) -> str:
@@ -200,6 +202,30 @@ def test_recognition(tmp_path: Path) -> None:
 def test_kills(tmp_path: Path) -> None:
     figures = run(kills, tmp_path, "--kills", "1")
     assert (figures["kills"], figures["lost"], figures["unclean"], figures["foreign"]) == (1, 0, 0, 0)
+
+
+def test_a_hundred_edits_of_four_kinds() -> None:
+    made = editing.changes(["Before.", "Behind."])
+    assert len({(change.text, change.old) for change in made}) == len(made) == 100
+    for change in made:
+        assert change.new in replaced(change.text, change.old, change.new)
+        assert change.values[0] != change.values[1]
+        assert change.text.startswith("Before. ")
+    assert {kind: sum(change.kind == kind for change in made) for kind in editing.KINDS} == dict.fromkeys(
+        editing.KINDS, 25
+    )
+
+
+@pytest.mark.slow
+def test_editing(tmp_path: Path) -> None:
+    rows = run(editing, tmp_path, "--limit", "6", "--tokens", "60", "--plots", str(tmp_path))["rows"]
+    keys = ["method", "kind", "tokens", "facts", "asked", "changed", "old", "kept", "computed_share", "ttft_s"]
+    assert all(list(row) == keys for row in rows)
+    found = {row["method"]: row for row in rows if row["kind"] == "all"}
+    assert found["rebuild"]["asked"] > 0
+    assert (found["rebuild"]["changed"], found["erratum"]["kept"]) == (1, 1)
+    assert found["overwrite"]["computed_share"] < found["erratum"]["computed_share"]
+    assert len(list(tmp_path.glob("editing-*.svg"))) == 1
 
 
 @pytest.mark.slow

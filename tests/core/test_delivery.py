@@ -14,7 +14,7 @@ from kp_core import Fact, Handle, Hit, KnowledgePack, MemoryFactStore, Message, 
 from kp_core.compiling import compile_facts, open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, HandleError, PackError, TemplateError
+from kp_core.errors import BankError, HandleError, OptionError, PackError, TemplateError
 from kp_core.rates import Rates, measure_rates
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
@@ -356,3 +356,47 @@ def test_what_is_no_store_and_no_embedder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BankError, match="together with"):
         open_facts(MemoryFactStore(HashEmbedder()), path=tmp_path / "facts")
     assert not list(tmp_path.iterdir())
+
+
+def test_an_edited_fact_is_found_under_its_new_handle(tmp_path: Path) -> None:
+    facts = MemoryFactStore(HashEmbedder())
+    facts.add([Fact("The mill of Veyl has four sails, and grinds barley.", id="mill", namespace="isles")])
+    made = packs(facts, tmp_path, kv="stored", namespace="isles")
+    [old] = made.search("mill", 1)
+    fact = made.edit("mill", "four", "six")
+    [new] = made.search("mill", 1)
+    assert old.handle is not None
+    assert (new.handle, new.unit) == (made.store.handle(fact.text, "isles"), fact)
+    assert new.handle != old.handle
+    assert made.store.get(old.handle).text == old.unit.text
+    # An erratum would be half of so short a text.
+    assert (fact.version, fact.text) == (2, "The mill of Veyl has six sails, and grinds barley.")
+    assert [each.how for each in made.store.peek(new.handle).history] == ["amend", "squash"]  # type: ignore[union-attr, arg-type]
+    assert made.gc() == [old.handle]
+    # Compiled for another model, it is the same text with the same history.
+    [again] = Delivery(facts, tiny_engine("qwen3"), made.store, kv="stored", namespace="isles").search("mill", 1)
+    assert again.handle == new.handle
+    entries = [entry.history for entry in made.store.entries(new.handle)]  # type: ignore[arg-type]
+    assert len(entries) == 2
+    assert entries[0] == entries[1]
+    for how, error in (("mend", OptionError), ("overwrite", PackError)):
+        with pytest.raises(error):
+            made.edit("mill", "barley, and", "rye", how=how)  # type: ignore[arg-type]
+    with pytest.raises(BankError):
+        made.edit("none", "six", "four")
+    assert made.edit("mill", "barley", "rye", how="rebuild").text.endswith("grinds rye.")
+    assert made.facts.get("mill").version == 3
+    lazy = packs(facts, tmp_path / "lazy", namespace="isles")
+    with pytest.raises(PackError, match="lazy"):
+        lazy.edit("mill", "six", "four")
+    assert facts.get("mill").version == 3
+
+
+def test_a_fact_of_a_document_is_rebuilt_with_it(facts: MemoryFactStore, tmp_path: Path) -> None:
+    made = packs(facts, tmp_path, unit="document", namespace="default")
+    fact = next(each for each in facts.facts(namespace="default") if each.source == "a.md")
+    with pytest.raises(BankError, match="rebuild"):
+        made.edit(fact.id, "Part", "Chapter")
+    made.edit(fact.id, "Part", "Chapter", how="rebuild")
+    texts = [made.store.get(handle).text for handle in made.store]
+    assert any(text.startswith("Chapter 0 of a.md.\nPart 1") for text in texts)

@@ -105,6 +105,18 @@ def test_documents_are_deleted_by_id_filter_and_source(living, shelf):
         living.delete(sorce="2.md")
 
 
+def test_a_document_is_edited_and_found_by_its_new_handle(living, shelf):
+    living = living.model_copy(update={"kv": "stored"})
+    [name] = living.add_documents([Document("The ferry leaves at dawn. " + "It is red. " * 40, metadata={"page": 3})])
+    [before] = living.invoke("ferry")
+    made = living.edit(name, "dawn", "noon")
+    [found] = living.invoke("ferry")
+    assert (found.id, found.page_content, found.metadata["page"]) == (name, made.page_content, 3)
+    assert "leaves at noon" in found.page_content
+    assert found.metadata["handle"] != before.metadata["handle"]
+    assert packed(shelf) == sorted([before.page_content, found.page_content])
+
+
 def test_documents_come_back_as_they_were_put(living):
     about = {"tags": ["a", 1, None], "none": None, "deep": {"x": [1.5]}, "source": "a.md", "title": 7, "score": "mine"}
     given = [Document("The mill.", id="m/1 ä", metadata=about), Document("The ferry.", metadata={})]

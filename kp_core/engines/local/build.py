@@ -54,7 +54,8 @@ class Builder:
 
     def _compute(self, plans: list[Plan]) -> list[KVTensors]:
         shape = plans[0].wanted
-        if len(plans) < _BATCH or self._exact_shapes.get(shape) is False:
+        ends = plans[0].edges[-1][1] if plans[0].edges else 0
+        if len(plans) < _BATCH or ends > shape[0] or self._exact_shapes.get(shape) is False:
             return [self._together([plan])[0] for plan in plans]
         together = self._together(plans)
         if shape not in self._exact_shapes:
@@ -67,13 +68,13 @@ class Builder:
         filler, (start, stop) = self._filler, plans[0].wanted
         run = filler.start(plans[0], stop, logits=False)
         try:
-            buffer = run.buffer
+            buffer, done = run.buffer, run.buffer.length
             if len(plans) > 1:
                 buffer = KVBuffer(filler.model.shape, stop, len(plans))
                 if start:
                     buffer.append(run.buffer.read(0, start))
-            ids = torch.tensor([plan.prompt.token_ids[start:stop] for plan in plans], device=filler.model.device)
-            for at in range(0, stop - start, filler.chunk_tokens):
+            ids = torch.tensor([plan.prompt.token_ids[done:stop] for plan in plans], device=filler.model.device)
+            for at in range(0, stop - done, filler.chunk_tokens):
                 filler.forward_batch(ids[:, at : at + filler.chunk_tokens], buffer)
             return [buffer.read(start, stop, row) for row in range(len(plans))]
         finally:

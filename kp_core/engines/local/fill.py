@@ -278,7 +278,7 @@ class Filler:
                 pack = plan.packs.get(Handle.parse(span.handle), planned.key)
             except PackNotFoundError:
                 return None
-        same = ("token_ids", "prefix", "fingerprint")
+        same = ("token_ids", "prefix", "fingerprint", "cuts")
         if any(getattr(pack, name) != getattr(planned, name) for name in same):
             return None
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)

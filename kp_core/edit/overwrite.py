@@ -1,0 +1,101 @@
+"""Overwriting: the KV of a field replaced in place, and all that was computed behind it kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+
+from kp_core.compose import SpliceComposer
+from kp_core.edit.rebuild import computed, tokenised
+from kp_core.edit.statement import replaced
+from kp_core.engines.request import CompiledFor
+from kp_core.engines.session import Session
+from kp_core.errors import PackError
+from kp_core.packs.edits import Edit, Edits
+from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.view import PackRef
+from kp_core.plan import Plan, Region, plan_regions
+from kp_core.prompt.cuts import cut
+from kp_core.prompt.prompt import Prompt, Span, common_length
+
+__all__ = ["overwrite"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Overwritten(SpliceComposer):
+    """What stands before the field and behind it, moved; the field itself is computed between them."""
+
+    key = "overwrite"
+    keeps = False
+
+
+def overwrite(
+    pack: KnowledgePack, old: str, new: str, engine: Session, *, compiled_for: CompiledFor | None = None
+) -> KnowledgePack:
+    """`pack` with the KV of the tokens of `old` replaced by that of `new`; what stands behind is moved and kept.
+
+    An approximation, for experiments and for models that reason (Models Take Notes at Prefill, arXiv 2606.17107): what
+    stands behind has taken note of the old value, and without a chain of thought that usually wins. The dtype of the
+    pack's fingerprint says so: it is used with `mismatch="accept"` alone, and counted as approximate. Raises as
+    `amend`, `PackError` for a pack with errata, `UnsupportedRequestError` where the model's keys cannot be moved.
+    """
+    if pack.edits.corrections:
+        raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
+    text = replaced(pack.text, old, new)
+    made = tokenised(pack, text, engine, compiled_for, (0,))
+    logger.warning(
+        "The pack %r is overwritten in its KV alone: without a chain of thought the old value usually wins. "
+        "`amend` puts an erratum behind it, `rebuild` computes it anew.",
+        text[:40],
+    )
+    start, ids = len(pack.prefix), made.token_ids
+    head = common_length(pack.token_ids, ids)
+    tail = common_length(pack.token_ids[head:][::-1], ids[head:][::-1])
+    if not head and not tail:
+        raise PackError(f"Nothing of {pack.text[:40]!r} would stay; `rebuild` it.")
+    spans = []
+    for at, since, count in ((0, 0, head), (len(ids) - tail, len(pack.token_ids) - tail, tail)):
+        if count and pack.kv is not None:
+            part = replace(
+                pack,
+                token_ids=pack.token_ids[since : since + count],
+                prefix=Prefix(pack.prefix.token_ids + pack.token_ids[:since]),
+                kv=pack.kv.slice(since, since + count),
+            )
+            spans.append(Span(start + at, start + at + count, PackRef("", part)))
+    kv = pack.kv if ids == pack.token_ids else computed(engine, _plan(pack, ids, spans, engine), "compose")
+    history = (*pack.history, Edit("overwrite", old, new))
+    return replace(
+        pack,
+        text=text,
+        token_ids=ids,
+        kv=kv,
+        # Two packs that say the same now, and were made of different ones, are not the same.
+        fingerprint=replace(pack.fingerprint, dtype=f"{pack.fingerprint.dtype}/overwrite:{_digest(pack, old)}"),
+        provenance=Edits(history=history).written(pack.provenance),
+        stored_bytes=0,
+    )
+
+
+def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span], engine: Session) -> Plan:
+    before = Prompt(pack.prefix.token_ids, breaks=pack.prefix.cuts)
+    regions = plan_regions(cut(before, int(engine.fingerprint.chunk_tokens)))
+    start, stop = len(before), len(before) + len(ids)
+    made = Region(
+        *(start, stop, ((start, stop),), "composed"),
+        span=spans[0],
+        composer=_Overwritten(),
+        label=-1,
+        spans=tuple(spans),
+    )
+    prompt = Prompt((*before.token_ids, *ids), tuple(spans), before.breaks)
+    return Plan(prompt, (*regions, made), wanted=(start, stop), deterministic=True)
+
+
+def _digest(pack: KnowledgePack, old: str) -> str:
+    about = f"{pack.fingerprint.dtype}\0{pack.text}\0{old}"
+    return blake2b(about.encode(), digest_size=4).hexdigest()
