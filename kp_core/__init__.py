@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kp_core.bundled import bundled_embedder
-from kp_core.compose import BlendComposer, Composer, ExactComposer, NaiveComposer, SpliceComposer
+from kp_core.compose import BlendComposer, Composer, ExactComposer, NaiveComposer, PacketComposer, SpliceComposer
 from kp_core.engines.base import Engine, TokenStream
 from kp_core.engines.comparing import Calibration, Comparison, calibrate_composer, compare_composers
 from kp_core.engines.local.tree import PrefixTree
@@ -61,6 +61,7 @@ __all__ = [
     "PackSource",
     "PackStore",
     "PackView",
+    "PacketComposer",
     "Packs",
     "Plan",
     "Prefix",

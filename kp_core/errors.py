@@ -25,6 +25,8 @@
     ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
     │   └── SteeringMismatchError   a steering of another model; a FingerprintMismatchError as well
     ├── OptionError                 an option that does not exist, with the near miss
+    ├── WrapperError                soft tokens, their training or their file that cannot be used
+    │   └── WrapperMismatchError    soft tokens of another model; a FingerprintMismatchError as well
     ├── UnsupportedRequestError     what this engine cannot do, and which one can
     ├── SamplingError               generation options out of range
     ├── BusyError                   more background work than an engine keeps
@@ -67,6 +69,8 @@ __all__ = [
     "UnsupportedContentError",
     "UnsupportedModelError",
     "UnsupportedRequestError",
+    "WrapperError",
+    "WrapperMismatchError",
 ]
 
 
@@ -212,6 +216,14 @@ class SteeringError(KnowledgePackError, ValueError):
 
 class SteeringMismatchError(FingerprintMismatchError, SteeringError):
     """A steering that was made with another model than the one it is to act on."""
+
+
+class WrapperError(KnowledgePackError, ValueError):
+    """Soft tokens around packs, their training or their file, that cannot be used."""
+
+
+class WrapperMismatchError(FingerprintMismatchError, WrapperError):
+    """Soft tokens that were trained for another model than the one they are to wrap packs for."""
 
 
 class BusyError(KnowledgePackError):

@@ -161,6 +161,8 @@ class Plan:
     deterministic: bool = False
     alone: bool = False
     """Whether its answer is decoded by itself, and so rounded as it always is, whatever else is being answered."""
+    plain: Prompt | None = None
+    """The canonical prompt, where `prompt` has tokens of a composer beside its own."""
     reordered: int = 0
     """Packs at another place among their neighbours than they were named at."""
     limit: Limit = field(default_factory=Limit, compare=False)

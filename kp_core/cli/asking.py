@@ -51,7 +51,7 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         typer.Option(
             metavar="NAME",
             help="Makes the KV of packs behind other packs: exact, or an approximation by name: splice, "
-            "blend:r=0.15,rule=first (or deviation, attention); naive is wrong, for measuring.",
+            "blend:r=0.15,rule=first (or deviation, attention), packet; naive is wrong, for measuring.",
         ),
     ] = "exact"
     order: Annotated[

@@ -9,11 +9,12 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.rope import Rope
 
-__all__ = ["Composer", "Forward", "Stretch"]
+__all__ = ["Composer", "Forward", "Stretch", "WrappingComposer"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,12 @@ class Forward(Protocol):
         Raises `UnsupportedRequestError` where the model's attention does not tell.
         """
 
+    def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
+        """KV of `header`, `ids` and `trailer` behind the tokens `before`, at the beginning of a prompt of their own.
+
+        Header and trailer are input embeddings, `(soft tokens, hidden)`.
+        """
+
 
 @runtime_checkable
 class Composer(Protocol):
@@ -102,3 +109,20 @@ class Composer(Protocol):
         `packs` are those of the region's spans, with their KV, and are not to be changed; what comes back is written to
         the cache as it is. `forward` computes with the model; `kp_core.compose.stretch` has what most methods need.
         """
+
+
+@runtime_checkable
+class WrappingComposer(Composer, Protocol):
+    """A composer that puts tokens of its own around packs, which take positions of the prompt.
+
+    It brings the KV of wrapped packs itself: `compile` is called once for each, and `fill` with what that made.
+    """
+
+    def check(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `WrapperMismatchError` for a model that it cannot wrap packs for."""
+
+    def wrap(self, pack: KnowledgePack, token_ids: Sequence[int]) -> KnowledgePack:
+        """The pack whose text has `token_ids`, with room for the composer's own tokens among them, and no KV."""
+
+    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
+        """KV of a wrapped pack behind its own prefix: per layer `(kv_heads, tokens, head_dim)`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer
+from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer, composer_of
 from kp_core.errors import OptionError
 from kp_core.plan import Plan
 from kp_core.prompt.prompt import common_length
@@ -147,7 +147,7 @@ def calibrate_composer(
 
     count = len(rows)
     found = Calibration(
-        rows[0].composer,
+        composer_of(composer).key if isinstance(composer, str) else composer.key,
         session.fingerprint.identity,
         count,
         sum(row.same for row in rows) / count,
@@ -181,8 +181,7 @@ class Doubts:
             if known is None:
                 logger.warning(
                     "Answers with composer %r are approximate, and nothing says how good they are on your data: "
-                    "measure with `kp_core.calibrate_composer(engine, questions, %r, view=...)`.",
-                    key,
+                    "measure with `kp_core.calibrate_composer(engine, questions, composer, view=...)`.",
                     key,
                 )
             elif not known.is_safe:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
+from kp_core.compose import WrappingComposer
 from kp_core.engines.idle import Job
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import BusyError, KnowledgePackError, OptionError
@@ -97,6 +98,8 @@ class Keeper:
         if learn:
             missing = (edge for edge in kept.keys if not kept.has(*edge))
             kept.wanted = frozenset(edge for edge in missing if self._again(kept.keys[edge], request.keep))
+        # Compiled once and taken then, whatever the policy but `never`.
+        kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
 
     def _again(self, key: EntryKey, keep: str) -> bool:
@@ -127,6 +130,19 @@ class Keeper:
                     yield (start, stop), EntryKey(self._identity, start, before.hexdigest(), ids, tuple(packs), words)
                 numbers = (stop, len(ids), *ids)
                 before.update(struct.pack(f"<{len(numbers)}Q", *numbers) + f"{region.label}\n".encode())
+
+    def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], EntryKey]:
+        """The key of each wrapped pack that is stored: the digest of its wrapper is in what stands before."""
+        found = {}
+        for region in plan.regions:
+            for span in region.spans if isinstance(region.composer, WrappingComposer) else ():
+                if region.composer and find_handles(span.handle):
+                    pack = span.pack
+                    about = f"{region.composer.key}\0{pack.prefix}".encode()
+                    before = blake2b(about, digest_size=16).hexdigest()
+                    key = EntryKey(self._identity, len(pack.prefix), before, pack.token_ids, (span.handle,))
+                    found[span.start, span.stop] = key
+        return found
 
     def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
         """Whether words of the conversation stand before each pack: more than the template, other packs and blanks."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 
-from kp_core.compose import Composer, ExactComposer, NaiveComposer
+from kp_core.compose import Composer, ExactComposer, NaiveComposer, WrappingComposer, laid_out
 from kp_core.engines.keeping import Keeper
 from kp_core.engines.ordering import Missing, Ordering, missing
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
@@ -84,7 +84,7 @@ class Planner:
         """The plan of one request, whose answer may take `tokens` (by default what its sampling says).
 
         And the packs that should be compiled for where they stand; without `learn`, what is met is not counted. Raises
-        `PromptError` and its kinds, `FingerprintMismatchError` for packs and steerings of another model,
+        `PromptError` and its kinds, `FingerprintMismatchError` for packs, steerings and wrappers of another model,
         `SteeringError`.
         """
         view = request.view
@@ -108,11 +108,20 @@ class Planner:
         if request.upgrade == "background" and self._is_upgraded(prompt, request, checked):
             request = replace(request, composer=ExactComposer())
         cuts, sourced = self._cut(prompt, request, checked, learn=learn)
-        prompt = cuts.prompt
+        prompt, learned = cuts.prompt, sourced.learned
         blocks = self.blocks(prompt, cuts, request)
-        budget = self._budget(prompt, request, tokens)
+        laid = prompt
+        if isinstance(request.composer, WrappingComposer):
+            request.composer.check(self._identity)
+            if blocks or not request.reuse:  # Steered packs are computed, and without reuse everything is.
+                request = replace(request, composer=ExactComposer())
+            else:
+                laid = self._laid_out(prompt, sourced, request.composer)
+            cuts, sourced = self._cut(laid, request, checked)
+            blocks = self.blocks(cuts.prompt, cuts, request)
+        budget = self._budget(cuts.prompt, request, tokens)
         plan = Plan(
-            prompt,
+            cuts.prompt,
             plan_regions(cuts, sourced.packs, sourced.composed, blocks),
             request,
             budget,
@@ -121,6 +130,7 @@ class Planner:
             # What is behind decoded KV could not be read again bit for bit.
             deterministic=request.deterministic or (request.keep == "always" and view is not None),
             alone=request.deterministic,
+            plain=None if laid is prompt else prompt,
             reordered=reordered,
             limit=limit,
         )
@@ -128,7 +138,7 @@ class Planner:
             start, below = self._cut(prompt.until(blocks[0].stop), request, checked)
             regions = plan_regions(start, below.packs, below.composed)
             plan = replace(plan, below=replace(plan, prompt=start.prompt, regions=regions))
-        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), sourced.learned
+        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), learned
 
     def blocks(self, prompt: Prompt, cuts: Cuts, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""
@@ -191,6 +201,11 @@ class Planner:
         cuts = cut(prompt, self._chunk_tokens, stands)
         return _with_entries(cuts, sourced, entries), sourced
 
+    def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: WrappingComposer) -> Prompt:
+        """`prompt` with the packs wrapped that `composer` makes; itself where there are none."""
+        wrapped = [span for span, each in sourced.composed.items() if each == composer]
+        return laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
+
     def _entry(self, span: Span, prompt: Prompt, prefix: Prefix, source: PackSource | None) -> KnowledgePack | None:
         """The entry of a pack for this very prefix, where its source has one."""
         if source is None or span.pack.steering is not None or not find_handles(span.handle):
@@ -216,8 +231,10 @@ class Planner:
 
     def exact(self, plan: Plan) -> Plan:
         """The plan for the same prompt with nothing composed."""
-        cuts, sourced = self._cut(plan.prompt, Request(), plan.packs)
-        return replace(plan, prompt=cuts.prompt, regions=plan_regions(cuts, sourced.packs))
+        cuts, sourced = self._cut(plan.plain or plan.prompt, Request(), plan.packs)
+        # What is kept has its place in the prompt as it was laid out.
+        kept = None if plan.plain else plan.kept
+        return replace(plan, prompt=cuts.prompt, regions=plan_regions(cuts, sourced.packs), plain=None, kept=kept)
 
     def _is_upgraded(self, prompt: Prompt, request: Request, source: PackSource) -> bool:
         """Whether the packs of a prompt, up to the last one, are in memory as exact composition has them."""

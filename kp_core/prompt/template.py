@@ -182,6 +182,16 @@ class ChatTemplate:
             raise ShortTextError(f"The text {text[:40]!r} is too short: what follows it may change every token.")
         return TokenisedPack(text, token_ids, prompt)
 
+    def ends(self, prompt: Prompt) -> tuple[int, ...]:
+        """For each pack, one past the tokens of its text and of the blanks behind it, in its message."""
+        encoded, found = self._encoder.encode(prompt.rendered), []
+        edges = sorted({*prompt.breaks, *(span.start for span in prompt.spans), len(prompt)})
+        for span in prompt.spans:
+            behind = prompt.rendered[span.chars[1] :]
+            until = encoded.token_until(span.chars[1] + len(behind) - len(behind.lstrip()))
+            found.append(max(span.stop, min(until, next(at for at in edges if at >= span.stop))))
+        return tuple(found)
+
     def text(self, prompt: Prompt) -> str:
         """The rendered conversation that `prompt` tokenises, for people."""
         return self._encoder.unescape(prompt.rendered)

@@ -19,6 +19,7 @@ from benchmarks import (
     editing,
     equivalence,
     kills,
+    packets,
     recognition,
     routing,
     scale,
@@ -301,3 +302,18 @@ def test_concurrency(tmp_path: Path) -> None:
     ]
     assert all(row["tok_s"] > 0 and row["ttft_p99"] >= row["ttft_p50"] > 0 for row in found["rows"])
     assert found["long"]["itl_p99"] > 0
+
+
+@pytest.mark.slow
+def test_packets(tmp_path: Path) -> None:
+    arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "1", "--documents", "2", "400")
+    figures = run(packets, tmp_path, *arguments, "--plots", str(tmp_path / "plots"))
+    assert figures["left_out"] == ["wiki, 400 documents", "isles, 400 documents"]
+    rows = {(row["domain"], row["method"]): row for row in figures["rows"]}
+    for domain in ("wiki", "isles"):
+        exact, splice, packet = (rows[domain, name] for name in ("exact", "splice", "packet"))
+        assert exact["kl"] == 0
+        assert packet["kl"] > 0
+        assert packet["computed"] <= splice["computed"] < exact["computed"]
+        assert packet["added"] == splice["added"] == 0 < exact["added"]
+        assert (tmp_path / "plots" / f"packets-{domain}.svg").is_file()

@@ -19,7 +19,7 @@ from kp_core.engines.hf import attention
 from kp_core.engines.hf.cache import cache_of
 from kp_core.engines.hf.kinds import kind_of, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
-from kp_core.engines.hf.placed import forward_at, rope_of
+from kp_core.engines.hf.placed import forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
@@ -59,7 +59,8 @@ class CausalModel:
         """Where token ids go in."""
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
-        self._keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        self.keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        """Whether it can be asked for the logits of some tokens alone."""
         self.shape = self._measure_shape()
         self._install_attention()
 
@@ -93,7 +94,7 @@ class CausalModel:
         if not logits:
             self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True)
             return None
-        keep = {"logits_to_keep": 1} if self._keeps_logits else {}
+        keep = {"logits_to_keep": 1} if self.keeps_logits else {}
         output = self._model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True, **keep)
         last: Tensor = output.logits[:, -1]
         return last.clone()
@@ -129,7 +130,12 @@ class CausalModel:
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Rows:
         """One token of each of these sequences at a time."""
-        return Rows(self._model, buffers, **({"logits_to_keep": 1} if self._keeps_logits else {}))
+        return Rows(self._model, buffers, **({"logits_to_keep": 1} if self.keeps_logits else {}))
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The model itself, for what needs gradients."""
+        return self._model
 
     def seconds_per_token(self) -> float:
         """What prefilling a token takes about, by one forward pass."""
@@ -155,6 +161,10 @@ class CausalModel:
         self._refuse_moving()
         base = self._model.base_model
         return forward_at(base, self.shape, ids, positions, past, past_positions, layers=layers, weights=weights)
+
+    def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
+        """KV of soft tokens and `ids`; see `kp_core.engines.hf.placed`."""
+        return forward_soft(self._model.base_model, self.shape, before, header, ids, trailer)
 
     @cached_property
     def rope(self) -> Rope:

@@ -15,7 +15,7 @@ from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.rope import Rope
 
-__all__ = ["forward_at", "rope_of"]
+__all__ = ["forward_at", "forward_soft", "rope_of"]
 
 _GROWING = ("dynamic", "longrope")
 _TOLERANCE = {torch.float32: 1e-3}
@@ -67,6 +67,26 @@ def forward_at(  # noqa: PLR0913
         weights[:] = [each[:count] for each in weights]
     found = buffer.read(count, buffer.length)
     return found if layers is None else KVTensors(found.keys[:layers], found.values[:layers])
+
+
+@torch.inference_mode()
+def forward_soft(  # noqa: PLR0913
+    base: Any,  # noqa: ANN401 - a transformers model without its head
+    shape: CacheShape,
+    before: Sequence[int],
+    header: Tensor,
+    ids: Sequence[int],
+    trailer: Tensor,
+) -> KVTensors:
+    """KV of `header`, `ids` and `trailer` behind the tokens `before`; see `kp_core.compose.Forward.soft`."""
+    embed = base.get_input_embeddings()
+    tokens = embed(torch.tensor([*before, *ids], device=base.device))
+    soft = (part.to(tokens.device, tokens.dtype) for part in (header, trailer))
+    parts = [tokens[: len(before)], next(soft), tokens[len(before) :], next(soft)]
+    inputs = torch.cat(parts)
+    buffer = KVBuffer(shape, len(inputs))
+    base(inputs_embeds=inputs[None], past_key_values=cache_of(buffer), use_cache=True)
+    return buffer.read(len(before), buffer.length)
 
 
 def rope_of(base: Any, shape: CacheShape, parameters: Mapping[str, Any]) -> Rope:  # noqa: ANN401

@@ -39,6 +39,9 @@ class PlacedModel(Protocol):
     ) -> KVTensors:
         """See `Forward`; `weights` takes the attention of each layer, `(past tokens,)`."""
 
+    def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
+        """See `Forward.soft`."""
+
 
 class Computing:
     """A `Forward` behind what a buffer holds."""
@@ -81,3 +84,10 @@ class Computing:
             self._model.forward_at(ids, positions, past, past_positions, weights=weights)
         self.tokens += len(ids)
         return torch.stack(weights).sum(dim=0)
+
+    def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
+        """See `Forward.soft`."""
+        with self._lock:
+            found = self._model.forward_soft(before, header, ids, trailer)
+        self.tokens += len(before) + found.tokens
+        return found

@@ -48,6 +48,11 @@ class LocalEngine:
         self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
 
     @property
+    def model(self) -> LocalModel:
+        """What runs the forward passes."""
+        return self._filler.model
+
+    @property
     def identity(self) -> ModelFingerprint:
         """See `Engine.identity`."""
         return self._identity()

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kp_core.compose import Stretch
+from kp_core.compose import Stretch, WrappingComposer
 from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.computing import Computing, PlacedModel
@@ -252,7 +252,8 @@ class Filler:
             return None
         packs = []
         for span in region.spans or (region.span,):
-            pack = self._read(span, plan)
+            wraps = isinstance(region.composer, WrappingComposer)
+            pack = self._wrapped(span, region.composer, plan, run) if wraps else self._read(span, plan)
             if pack is None or pack.kv is None:
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
                 return None
@@ -282,6 +283,16 @@ class Filler:
         if any(getattr(pack, name) != getattr(planned, name) for name in same):
             return None
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
+
+    def _wrapped(self, span: Span, composer: WrappingComposer, plan: Plan, run: Filled) -> KnowledgePack:
+        """A wrapped pack with its KV: from the store, else compiled now and kept there."""
+        kv = plan.kept.read(span.start, span.stop) if plan.kept else None
+        if kv is None:
+            kv = composer.compile(span.pack, Computing(self.model, self._computing, run.buffer))
+            run.computed += len(span)
+            if plan.kept and find_handles(span.handle):
+                plan.kept.take(span.start, span.stop, kv.to("cpu"))
+        return replace(span.pack, kv=self._placed(kv))
 
     def _compose(self, region: Region, packs: Sequence[KnowledgePack], plan: Plan, run: Filled) -> KVTensors | None:
         """What the composer of a region makes."""

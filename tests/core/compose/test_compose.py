@@ -3,8 +3,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kp_core import BlendComposer, ExactComposer, KVTensors, NaiveComposer, PackStore, SpliceComposer, compose
-from kp_core.compose import Composer, composer_of, join
+from kp_core import (
+    BlendComposer,
+    ExactComposer,
+    KVTensors,
+    ModelFingerprint,
+    NaiveComposer,
+    PacketComposer,
+    PackStore,
+    SpliceComposer,
+    compose,
+)
+from kp_core.compose import Composer, Wrapper, composer_of, join
 from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine
@@ -43,12 +53,21 @@ class Forwarded:
         return join(region, [forward(pack.token_ids) for pack in packs], forward)
 
 
+class Anywhere(PacketComposer):
+    """Soft tokens for all tiny models: they are as wide."""
+
+    def check(self, fingerprint):
+        pass
+
+
+SOFT = torch.linspace(-1, 1, 4 * 32).reshape(4, 32)
 COMPOSERS = [
     ExactComposer(),
     NaiveComposer(),
     Scaled(0.5),
     Forwarded(),
     SpliceComposer(),
+    Anywhere(Wrapper(SOFT[:2], SOFT[2:], ModelFingerprint.unknown())),
     BlendComposer(0.3, "first"),
     BlendComposer(0.3, "deviation"),
     BlendComposer(0.3, "attention"),

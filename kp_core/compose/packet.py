@@ -1,0 +1,95 @@
+"""Packs between trained soft tokens, compiled once and composed without computing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kp_core.compose.base import Forward, Stretch, WrappingComposer
+from kp_core.compose.splice import spliced
+from kp_core.compose.wrapper import SHIPPED, Wrapper, load_wrapper
+from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import KnowledgePack
+from kp_core.prompt.prompt import Prompt, Span
+
+__all__ = ["PacketComposer", "laid_out"]
+
+
+@dataclass(frozen=True)
+class PacketComposer:
+    """Moves packs that stand between the soft tokens of `wrapper` (KV Packet, arXiv 2604.13226, section 3).
+
+    Header, pack and trailer are compiled behind the prefix of the pack, once for each wrapper, and kept in the store;
+    at use they are copied and their keys turned, and nothing is computed. Soft tokens take positions of the prompt and
+    count as approximate, as the packs between them do. A pack that stands where it was compiled is exact and has none.
+    Approximate, and at its best on the kind of text that the wrapper was trained on: measure with `compare_composers`
+    before you answer with it.
+    """
+
+    wrapper: Wrapper
+    exact = False
+
+    @classmethod
+    def load(cls, wrapper: str | Path | None = None) -> PacketComposer:
+        """With the wrapper in a file, by default that of the bundled model; raises `WrapperError`."""
+        return cls(load_wrapper(SHIPPED if wrapper is None else wrapper))
+
+    @property
+    def key(self) -> str:
+        """Method and digest of the wrapper."""
+        return f"packet:{self.wrapper.id}"
+
+    def check(self, fingerprint: ModelFingerprint) -> None:
+        """See `Wrapper.check`."""
+        self.wrapper.check(fingerprint)
+
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:
+        """All packs."""
+        return prompt.spans
+
+    def wrap(self, pack: KnowledgePack, token_ids: Sequence[int]) -> KnowledgePack:
+        """The pack with `token_ids` between its soft tokens; ids that it has anyway stand for those."""
+        before, behind = token_ids[:1] * len(self.wrapper.header), token_ids[-1:] * len(self.wrapper.trailer)
+        return replace(pack, token_ids=(*before, *token_ids, *behind), kv=None)
+
+    def unwrapped(self, pack: KnowledgePack) -> tuple[int, ...]:
+        """The ids between the soft tokens of a wrapped pack."""
+        return pack.token_ids[len(self.wrapper.header) : len(pack.token_ids) - len(self.wrapper.trailer)]
+
+    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
+        """KV of a wrapped pack behind its own prefix, soft tokens included."""
+        return forward.soft(pack.prefix.token_ids, self.wrapper.header, self.unwrapped(pack), self.wrapper.trailer)
+
+    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+        """The wrapped packs' KV, moved."""
+        return spliced(region, packs, forward)
+
+
+def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: WrappingComposer) -> Prompt:
+    """`prompt` with the `wanted` spans wrapped; what stands behind moves on.
+
+    `ends` says for each span where its text ends, with the blank tokens behind it (`ChatTemplate.ends`): they belong to
+    the wrapped pack, so that nothing between packs is left to compute.
+    """
+    ids: list[int] = []
+    spans: list[Span] = []
+    breaks: list[int] = []
+    done = 0
+    for span, end in zip((*prompt.spans, None), (*ends, len(prompt)), strict=True):
+        start = len(prompt) if span is None else span.start
+        breaks += [at - done + len(ids) for at in prompt.breaks if done <= at < start or at == start == len(prompt)]
+        ids += prompt.token_ids[done:start]
+        done = start
+        if span in wanted:
+            wrapped = composer.wrap(span.pack, prompt.token_ids[start:end])
+            # A message may begin with a pack; in a pack none does.
+            breaks += [len(ids)] if start in prompt.breaks else []
+            reference = replace(span.reference, pack=wrapped)
+            spans.append(replace(span, start=len(ids), stop=len(ids) + len(wrapped.token_ids), reference=reference))
+            ids += wrapped.token_ids
+            done = end
+        elif span is not None:
+            spans.append(replace(span, start=len(ids), stop=len(ids) + len(span)))
+    return replace(prompt, token_ids=tuple(ids), spans=tuple(spans), breaks=tuple(breaks))

@@ -1,0 +1,153 @@
+"""Trained soft tokens around packs, and their file: safetensors, digested, fingerprinted, never half written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from kp_core.errors import PackCorruptError, WrapperError, WrapperMismatchError
+from kp_core.packs.content import from_json, mapping, string, to_json
+from kp_core.packs.durable import make_dirs, publish, stage
+from kp_core.packs.file import header_stop
+from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
+
+__all__ = ["SHIPPED", "Wrapper", "load_wrapper", "read_signed", "save_wrapper", "write_signed"]
+
+SHIPPED = Path(__file__).parents[1] / "wrappers" / "smollm2-135m-instruct.safetensors"
+"""The wrapper of the bundled model; the command that made it is in its training record."""
+
+_FORMAT, _VERSION = "knowledge-pack-wrapper", "1"
+_LARGEST_FILE = 1 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class Wrapper:
+    """Soft tokens before and behind each pack: input embeddings (KV Packet, arXiv 2604.13226, section 3).
+
+    `header` and `trailer` are `(soft tokens, hidden)` in float32 on the CPU. They belong to the model of `fingerprint`,
+    in whatever numerics. `training` is for people: settings, steps, and what was measured. Raises `WrapperError` for
+    tensors of another form.
+    """
+
+    header: Tensor
+    trailer: Tensor
+    fingerprint: ModelFingerprint
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "training", MappingProxyType(dict(self.training)))
+        for name in ("header", "trailer"):
+            tensor = getattr(self, name).detach().to("cpu", torch.float32).contiguous()
+            if tensor.ndim != 2 or tensor.shape[1] != self.header.shape[-1] or not tensor.isfinite().all():
+                raise WrapperError(
+                    f"Got a {name} of shape {tuple(tensor.shape)}; expected finite numbers (soft tokens, hidden), "
+                    "as wide in the header as in the trailer."
+                )
+            object.__setattr__(self, name, tensor)
+
+    @cached_property
+    def id(self) -> str:
+        """Digest of the soft tokens and the model they are for."""
+        digest = blake2b(self.fingerprint.identity.encode(), digest_size=16)
+        for tensor in (self.header, self.trailer):
+            digest.update(f"{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Wrapper) and self.id == other.id
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def check(self, fingerprint: ModelFingerprint) -> None:
+        """Raise `WrapperMismatchError`, naming each differing field, unless it was trained for that model."""
+        differences = self.fingerprint.diff(fingerprint)
+        identity = {name: each for name, each in differences.items() if name not in NUMERICS}
+        if identity:
+            advice = "Train one with `kp packet train`, or use another composer."
+            raise WrapperMismatchError(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
+
+
+def save_wrapper(wrapper: Wrapper, path: str | Path) -> Path:
+    """Write `wrapper` to `path`, replacing what is there; the file is there whole or not at all."""
+    content = {"fingerprint": wrapper.fingerprint.to_dict(), "training": dict(wrapper.training)}
+    return write_signed(path, _FORMAT, content, {"header": wrapper.header, "trailer": wrapper.trailer})
+
+
+def load_wrapper(path: str | Path) -> Wrapper:
+    """The wrapper in `path`, its digest checked; nothing is unpickled.
+
+    Whether it fits a model is checked where it is used. Raises `WrapperError` for a file that is absent, damaged or of
+    another kind.
+    """
+    content, tensors = read_signed(path, _FORMAT)
+    try:
+        fingerprint = ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint"))
+        return Wrapper(tensors["header"], tensors["trailer"], fingerprint, mapping(content["training"], "training"))
+    except (PackCorruptError, LookupError) as error:
+        raise WrapperError(f"{path} describes no wrapper: {error}. Train it anew, or load another copy.") from error
+
+
+def write_signed(path: str | Path, kind: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write tensors and JSON `content` as one safetensors file of this `kind`, with a digest over both.
+
+    Raises `WrapperError` where the medium refuses; what was there is then as it was.
+    """
+    target, text = Path(path).absolute(), to_json(content, sort_keys=True)
+    found = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    metadata = {"format": kind, "version": _VERSION, "digest": _digest(text, found), "content": text}
+    try:
+        make_dirs(target.parent)
+        staged = stage(target.parent, [safetensors.torch.save(found, metadata)])
+        try:
+            publish(staged, target)
+        finally:
+            staged.unlink(missing_ok=True)
+    except OSError as error:
+        raise WrapperError(
+            f"{target} could not be written ({error.strerror or error}); what was there before is untouched. Make "
+            "room, or name another place."
+        ) from error
+    return target
+
+
+def read_signed(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `write_signed` wrote; raises `WrapperError` for anything else."""
+    file = Path(path)
+    try:
+        return _parse(file.read_bytes() if file.stat().st_size <= _LARGEST_FILE else b"", kind)
+    except FileNotFoundError as error:
+        raise WrapperError(f"There is no {file}. `kp packet train` makes one.") from error
+    except (PackCorruptError, SafetensorError, ValueError, TypeError, AttributeError) as error:
+        raise WrapperError(f"{file} cannot be used: {error} Train it anew, or load another copy.") from error
+
+
+def _parse(data: bytes, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    header = mapping(from_json(data[8 : header_stop(data, len(data))]), "header")
+    metadata = mapping(header.get("__metadata__"), "__metadata__")
+    if (metadata.get("format"), metadata.get("version")) != (kind, _VERSION):
+        raise PackCorruptError(f"It is no {kind} of version {_VERSION}.")
+    text, tensors = string(metadata.get("content"), "content"), safetensors.torch.load(data)
+    if metadata.get("digest") != _digest(text, tensors):
+        raise PackCorruptError("Its content does not match its digest.")
+    return json.loads(text), tensors
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = blake2b(f"{_VERSION}\n{text}".encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,115 @@
+"""Teacher and student on one model, for soft tokens around packs (KV Packet, arXiv 2604.13226, section 3).
+
+The teacher is the model with full attention over a canonical prompt, the student the same model over packets, as
+`PacketComposer` lays them out. Activations of one sample fit in memory for the documents this is made for, so none are
+computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.samples import Sample
+from kp_core.kv import KVTensors
+
+__all__ = ["Distilling", "Taught"]
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A sample with its answer, what the teacher says to it, `(answer, vocabulary)`, and its KV before the packets."""
+
+    sample: Sample
+    answer: tuple[int, ...]
+    logits: Tensor
+    before: KVTensors
+
+
+class Distilling:
+    """Teacher and student on one model."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model, self._rope, self.device = model.network, model.rope, model.device
+        self._embeddings = self._model.get_input_embeddings()
+        self._ends = model.end_tokens
+        self._keeps_logits = model.keeps_logits
+        self.spread = float(self._embeddings.weight.detach().float().std())
+        """Spread of the numbers in the model's embeddings."""
+
+    @torch.no_grad()
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """Input embeddings, `(tokens, hidden)`."""
+        found: Tensor = self._embeddings(torch.tensor(ids, dtype=torch.long, device=self.device))
+        return found
+
+    @torch.no_grad()
+    def teach(self, sample: Sample, most: int) -> Taught:
+        """What full attention says to `sample`: to its answer, else to its own greedy one of at most `most` tokens."""
+        past, logits = self._run(self.embed(sample.prompt), None, 1)
+        before, found = past.slice(0, sample.begin).clone(), [logits]
+        if sample.answer is not None:
+            answer = sample.answer
+            if answer[1:]:
+                found.append(self._run(self.embed(answer[:-1]), past, len(answer) - 1)[1])
+            return Taught(sample, answer, torch.cat(found), before)
+        own = [int(logits[-1].argmax())]
+        while len(own) < most and own[-1] not in self._ends:
+            past, logits = self._run(self.embed(own[-1:]), past, 1)
+            found.append(logits)
+            own.append(int(logits[-1].argmax()))
+        return Taught(sample, tuple(own), torch.cat(found), before)
+
+    def divergence(self, taught: Taught, soft: Tensor) -> Tensor:
+        """Mean KL of the answer's tokens, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
+        expected = taught.logits.float().log_softmax(-1)
+        found = self.student(taught, soft).float().log_softmax(-1)
+        return (expected.exp() * (expected - found)).sum(-1).mean()
+
+    def student(self, taught: Taught, soft: Tensor) -> Tensor:
+        """The logits of the answer's tokens over packets."""
+        sample, prefix = taught.sample, taught.sample.prefix
+        like = self._embeddings.weight
+        header, trailer = soft.to(like.dtype).split(len(soft) // 2) if len(soft) else (soft.to(like.dtype),) * 2
+        parts, at = [taught.before], sample.begin
+        for ids in sample.packets:
+            # One by one: documents of several lengths in one batch would be padded to the longest.
+            inputs = torch.cat([header, self.embed(ids), trailer])
+            kv, _ = self._run(inputs, taught.before.slice(0, prefix), 0)
+            parts.append(self._rope.move(kv.slice(prefix, kv.tokens), at - prefix))
+            at += len(inputs)
+        asked = self.embed((*sample.behind, *taught.answer[:-1]))
+        return self._run(asked, KVTensors.concat(parts), len(taught.answer))[1]
+
+    def _run(self, inputs: Tensor, past: KVTensors | None, keep: int) -> tuple[KVTensors, Tensor]:
+        """KV of `past` and `inputs`, which are `(tokens, hidden)`, and the logits behind the last `keep` of them."""
+        count, new = 0 if past is None else past.tokens, len(inputs)
+        cache = DynamicCache(config=self._model.config)
+        for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):
+            cache.update(key[None], value[None], layer)
+        mask = None
+        if count and new > 1:
+            least = torch.finfo(inputs.dtype).min
+            mask = torch.full((new, count + new), least, dtype=inputs.dtype, device=self.device).triu(count + 1)
+            mask = mask[None, None]
+        asked: dict[str, Any] = {
+            "inputs_embeds": inputs[None],
+            "attention_mask": mask,
+            "position_ids": torch.arange(count, count + new, device=self.device)[None],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        logits = inputs.new_empty(0)
+        if keep:
+            asked |= {"logits_to_keep": keep} if self._keeps_logits else {}
+            logits = self._model(**asked).logits[0, -keep:]
+        else:
+            self._model.base_model(**asked)
+        layers = cache.layers
+        return KVTensors(tuple(each.keys[0] for each in layers), tuple(each.values[0] for each in layers)), logits

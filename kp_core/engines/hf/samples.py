@@ -1,0 +1,190 @@
+"""What soft tokens are trained on: a question over documents, each of which is a packet."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from kp_core.engines.session import Session
+from kp_core.errors import ShortTextError, WrapperError
+from kp_core.packs.handle import Handle, mint
+from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_core.packs.view import PackView
+
+__all__ = ["Documents", "PacketTraining", "Sample", "Samples"]
+
+Documents = Sequence[tuple[str, str]]
+"""Title (may be empty) and text of each."""
+
+_QUESTIONS = (
+    "What is said about {}?",
+    "Tell me about {}.",
+    "Answer the question with a few words, using the facts.\nQuestion: Who or what is {}?",
+    "Summarise in one sentence what the texts above say about {}.",
+    "Repeat what the text about {} says.",
+)
+_NEXT = "Which sentence follows in the texts above?\n{}"
+_SHARE_OF_NEXT, _SHARE_OF_OWN, _SHARE_OF_ALL = 0.3, 0.5, 0.25
+_TRIES = 50
+_SECRET = b"packs in training"
+
+
+@dataclass(frozen=True)
+class PacketTraining:
+    """How soft tokens are trained; all of it decides the result. Raises `WrapperError` for a value out of range."""
+
+    soft: int = 8
+    """Tokens of the header, and of the trailer."""
+    steps: int = 1000
+    batch: int = 2
+    """Samples of one step."""
+    rate: float = 0.05
+    """First step size of Adam, in units of the spread of the model's own embeddings; it falls to 0 as a cosine."""
+    documents: tuple[int, int] = (1, 10)
+    """Fewest and most documents of a sample."""
+    tokens: tuple[int, int] = (128, 1024)
+    """Length of documents: shorter ones are left out, longer ones cut."""
+    answer: int = 24
+    """Most tokens of an answer."""
+    every: int = 50
+    """Steps between two looks at held-out documents."""
+    patience: int = 6
+    """So many looks in a row without an improvement end the training."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("soft", "steps", "batch", "answer", "every", "patience"):
+            if getattr(self, name) < 1:
+                raise WrapperError(f"Got {name}={getattr(self, name)}; expected at least 1.")
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise WrapperError(f"Got rate={self.rate}; expected a finite number > 0.")
+        for name in ("documents", "tokens"):
+            low, high = getattr(self, name)
+            if not 1 <= low <= high:
+                raise WrapperError(f"Got {name}={low}-{high}; expected two numbers from 1 on, the smaller one first.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a training record has them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> PacketTraining:
+        """The inverse of `to_dict`."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question over documents: `prompt` is the canonical one, in which `packets` begin at `begin`.
+
+    Each packet is the tokens of a document, with the blank ones behind it, and was compiled behind the first `prefix`
+    tokens; `behind` follows the last of them. Without `answer` the model's own is wanted.
+    """
+
+    prompt: tuple[int, ...]
+    prefix: int
+    begin: int
+    packets: tuple[tuple[int, ...], ...]
+    behind: tuple[int, ...]
+    answer: tuple[int, ...] | None
+
+
+class Samples:
+    """Draws samples from documents, some of which are held out; one number gives one sample, whatever was drawn before.
+
+    Raises `WrapperError` for too few documents.
+    """
+
+    def __init__(self, session: Session, texts: Documents, settings: PacketTraining) -> None:
+        self._session, self._settings = session, settings
+        most, tokens = settings.documents[1], settings.tokens
+        self._positions = session.max_positions - settings.answer - 2 * settings.soft * most
+        encode, decode = session.tokenizer.encode, session.tokenizer.decode
+        found: list[tuple[str, str]] = []
+        for title, text in dict.fromkeys(texts):
+            ids = encode(text, add_special_tokens=False)
+            if len(ids) >= tokens[0]:
+                found.append((title, text.strip() if len(ids) <= tokens[1] else decode(ids[: tokens[1]]).strip()))
+        if len(found) < 2 * most:
+            raise WrapperError(
+                f"Got {len(found)} different documents of at least {tokens[0]} tokens (of {len(texts)}); expected at "
+                f"least {2 * most}, as a sample has up to {most} and as many are held out. Give more documents, or "
+                "lower --documents or --tokens."
+            )
+        random.Random(settings.seed).shuffle(found)  # noqa: S311 - not cryptography
+        held = max(most, min(len(found) // 10, 200))
+        self._pools = {"held": found[:held], "train": found[held:]}
+        self._pack = lru_cache(4096)(self._build)
+
+    @property
+    def held(self) -> Documents:
+        """The documents that no sample for training has."""
+        return self._pools["held"]
+
+    def draw(self, kind: str, number: int) -> Sample:
+        """Sample `number` of those for `"train"`, or of `"held"` out documents."""
+        for attempt in range(_TRIES):
+            sample = self._made(random.Random(f"{self._settings.seed}/{kind}/{number}/{attempt}"), self._pools[kind])  # noqa: S311
+            if sample is not None:
+                return sample
+        raise WrapperError(
+            f"None of {_TRIES} samples fits: the tokenizer merges these documents with what stands around them, or "
+            f"they are too long for the {self._session.max_positions} positions of the model."
+        )
+
+    def _made(self, draw: random.Random, pool: Documents) -> Sample | None:
+        chosen = draw.sample(pool, draw.randint(*self._settings.documents))
+        asked, answer = self._asked(draw, *draw.choice(chosen))
+        try:
+            packs = dict(self._pack(f"{title}: {text}" if title else text) for title, text in chosen)
+        except ShortTextError:
+            return None
+        view = PackView(_Held(packs), ["default"], recognise=False)
+        prompt = self._session.template.render("\n\n".join((*map(str, packs), asked)), view=view)
+        spans, ends = prompt.spans, self._session.template.ends(prompt)
+        fits = [span.pack.token_ids == prompt.token_ids[span.start : span.stop] for span in spans]
+        if len(spans) < len(chosen) or not all(fits) or len(prompt) > self._positions:
+            return None
+        # Elsewhere than at the start of a message the first document is a packet as well.
+        first = 0 if len(spans) == 1 or draw.random() < _SHARE_OF_ALL else 1
+        prefix = spans[0].start
+        starts = [span.start for span in spans[first:]]
+        if list(ends[first:-1]) != starts[1:] or spans[0].pack.prefix.token_ids != prompt.token_ids[:prefix]:
+            return None
+        ids = prompt.token_ids
+        packets = tuple(ids[start:end] for start, end in zip(starts, ends[first:], strict=True))
+        return Sample(ids, prefix, starts[0], packets, ids[ends[-1] :], answer)
+
+    def _asked(self, draw: random.Random, title: str, text: str) -> tuple[str, tuple[int, ...] | None]:
+        """A question about a document, and what it says as an answer, or nothing."""
+        sentences = re.split(r"(?<=[.!?])\s+", text)
+        if len(sentences) > 1 and draw.random() < _SHARE_OF_NEXT:
+            at = draw.randrange(len(sentences) - 1)
+            asked, answer = _NEXT.format(sentences[at]), " ".join(sentences[at + 1 :])
+        else:
+            asked, answer = draw.choice(_QUESTIONS).format(title or " ".join(text.split()[:5])), text
+        if draw.random() < _SHARE_OF_OWN:
+            return asked, None
+        ids = self._session.tokenizer.encode(answer, add_special_tokens=False)
+        return asked, tuple(ids[: self._settings.answer]) or None
+
+    def _build(self, text: str) -> tuple[Handle, KnowledgePack]:
+        return mint(_SECRET, "default", text), self._session.build_pack(text, lazy=True)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A source of packs without KV."""
+
+    packs: dict[Handle, KnowledgePack]
+
+    def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:  # noqa: ARG002
+        return self.packs.get(handle)
+
+    def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:  # noqa: ARG002
+        return self.packs[handle]

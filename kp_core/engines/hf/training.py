@@ -1,0 +1,233 @@
+"""Training of soft tokens around packs by self-distillation (KV Packet, arXiv 2604.13226, section 3).
+
+The loss is the divergence (KL) of the student's distributions of the answer's tokens from the teacher's. Model and
+documents are frozen; gradients reach the soft tokens alone, through the packets' own keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from kp_core.compose.wrapper import Wrapper, read_signed, save_wrapper, write_signed
+from kp_core.engines.hf.distilling import Distilling
+from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.samples import Documents, PacketTraining, Samples
+from kp_core.engines.session import Session
+from kp_core.errors import UnsupportedRequestError, WrapperError
+
+__all__ = ["checkpoint_of", "digest_of", "train_wrapper"]
+
+_KIND = "knowledge-pack-training"
+_BEFORE, _BEHIND = "\n\nHere is another text, to be read on its own:\n", "\n\nThis was the end of that text.\n\n"
+_AVERAGED = 0.05  # Share of the present soft tokens in their running average, which is what is measured and kept.
+_HELD = 8
+
+
+@dataclass
+class _State:
+    """What a checkpoint holds: soft tokens `(2 * soft, hidden)` as they are, averaged and at their best, and Adam's."""
+
+    soft: Tensor
+    average: Tensor
+    best: Tensor
+    mean: Tensor
+    square: Tensor
+    step: int = 0
+    seconds: float = 0.0
+    looks: list[dict[str, float]] = field(default_factory=list)
+
+    @property
+    def least(self) -> dict[str, float]:
+        """The best look."""
+        return min(self.looks, key=lambda look: look["held_kl"])
+
+
+def checkpoint_of(out: Path) -> Path:
+    """Where the checkpoint of a training to `out` lies."""
+    return out.with_name(out.name + ".training")
+
+
+def train_wrapper(  # noqa: PLR0913
+    session: Session,
+    documents: Documents,
+    out: str | Path,
+    settings: PacketTraining | None = None,
+    *,
+    minutes: float | None = None,
+    about: str = "",
+    progress: bool = True,
+) -> Wrapper:
+    """Soft tokens for the model of `session`, trained on `documents` and written to `out`.
+
+    A checkpoint, written after each step, lies beside `out` until the training is over; the same call goes on from
+    there and ends, on the same machine, with the same bits. After `minutes` the best so far is written, and the
+    checkpoint stays. `about` goes to the training record. Raises `WrapperError` for too few documents, a checkpoint of
+    other settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging
+    Face's.
+    """
+    chosen, target = settings or PacketTraining(), Path(out)
+    model = getattr(session.engine, "model", None)
+    if not isinstance(model, CausalModel):
+        raise UnsupportedRequestError(
+            f"{session.name} does not train soft tokens. `kp_core.load_engine(model)`, which runs the model with "
+            "Hugging Face on this machine, does."
+        )
+    samples = Samples(session, documents, chosen)
+    made = {"settings": chosen.to_dict(), "documents": digest_of(documents), "model": session.fingerprint.id}
+    with _frozen(model):
+        return _Training(session, Distilling(model), samples, chosen, made, target).run(minutes, about, progress)
+
+
+def digest_of(documents: Documents) -> str:
+    """By which a training record tells its documents."""
+    return blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
+
+
+class _Training:
+    """One training, with its checkpoint."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        session: Session,
+        distilling: Distilling,
+        samples: Samples,
+        settings: PacketTraining,
+        made: dict[str, Any],
+        out: Path,
+    ) -> None:
+        self._session, self._distilling, self._samples, self._settings = session, distilling, samples, settings
+        self._made, self._out, self._file = made, out, checkpoint_of(out)
+        self._state = self._resumed() if self._file.exists() else self._fresh()
+        self._held = cache(lambda number: distilling.teach(samples.draw("held", number), settings.answer))
+
+    def run(self, minutes: float | None, about: str, progress: bool) -> Wrapper:  # noqa: FBT001
+        """Train to the end, or for `minutes`."""
+        state, settings = self._state, self._settings
+        began, before = time.monotonic(), state.seconds
+        soft = state.soft.to(self._distilling.device).requires_grad_()
+        adam = torch.optim.Adam([soft])
+        if state.step:
+            adam.state[soft] = {"step": torch.tensor(float(state.step)), "exp_avg": state.mean}
+            adam.state[soft]["exp_avg_sq"] = state.square
+        else:
+            bare = self._look(soft[:0])
+            state.looks.append({"step": 0, "held_kl": self._look(state.average), "bare_kl": bare})
+        bar = tqdm(total=settings.steps, initial=state.step, desc="training", unit="step", disable=not progress)
+        is_over = False
+        with bar:
+            while not is_over and not self._is_done():
+                loss = self._step(soft, adam)
+                if state.step % settings.every == 0 or state.step == settings.steps:
+                    held = self._look(state.average)
+                    if held < state.least["held_kl"]:
+                        state.best = state.average
+                    state.looks.append({"step": state.step, "held_kl": held})
+                bar.set_postfix(kl=f"{loss:.3f}", held=f"{state.looks[-1]['held_kl']:.4f}", refresh=False)
+                bar.update()
+                spent = time.monotonic() - began
+                state.seconds, is_over = before + spent, minutes is not None and spent > 60 * minutes
+                state.soft, state.mean, state.square = soft, adam.state[soft]["exp_avg"], adam.state[soft]["exp_avg_sq"]
+                self._save()
+        header, trailer = state.best.split(settings.soft)
+        wrapper = Wrapper(header, trailer, self._session.fingerprint, self._record(about))
+        save_wrapper(wrapper, self._out)
+        if self._is_done():
+            self._file.unlink(missing_ok=True)
+        return wrapper
+
+    def _step(self, soft: Tensor, adam: torch.optim.Adam) -> float:
+        state, settings = self._state, self._settings
+        done = math.cos(math.pi * state.step / settings.steps)
+        adam.param_groups[0]["lr"] = settings.rate * self._distilling.spread * (1 + done) / 2
+        adam.zero_grad()
+        total = 0.0
+        for number in range(state.step * settings.batch, (state.step + 1) * settings.batch):
+            taught = self._distilling.teach(self._samples.draw("train", number), settings.answer)
+            loss = self._distilling.divergence(taught, soft) / settings.batch
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_([soft], 1.0)
+        adam.step()
+        state.step += 1
+        state.average = state.average.lerp(soft.detach(), _AVERAGED)
+        return total
+
+    @torch.no_grad()
+    def _look(self, soft: Tensor) -> float:
+        """Mean divergence on held-out documents; without soft tokens where there are none in `soft`."""
+        return sum(float(self._distilling.divergence(self._held(number), soft)) for number in range(_HELD)) / _HELD
+
+    def _is_done(self) -> bool:
+        state = self._state
+        since = sum(look["step"] > state.least["step"] for look in state.looks)
+        return state.step >= self._settings.steps or since >= self._settings.patience
+
+    def _fresh(self) -> _State:
+        """Soft tokens that begin as the embeddings of words, which say about what they are for."""
+        words = [self._session.tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _BEHIND)]
+        ids = [(each * self._settings.soft)[: self._settings.soft] for each in words]
+        soft = self._distilling.embed(ids[0] + ids[1]).float()
+        return _State(soft, soft.clone(), soft.clone(), torch.zeros_like(soft), torch.zeros_like(soft))
+
+    def _resumed(self) -> _State:
+        content, tensors = read_signed(self._file, _KIND)
+        found, mine = content["made"], self._made
+        changed = [name for name in mine if name != "settings" and found[name] != mine[name]]
+        for name, value in mine["settings"].items():
+            if found["settings"].get(name) != value:
+                changed.append(f"{name} (then {found['settings'].get(name)}, now {value})")
+        if changed:
+            raise WrapperError(
+                f"{self._file} is the checkpoint of another training: it differs in {', '.join(changed)}. Go on with "
+                "what it was begun with, delete it to begin anew, or name another --out."
+            )
+        on = {name: tensor.to(self._distilling.device) for name, tensor in tensors.items()}
+        return _State(**on, step=content["step"], seconds=content["seconds"], looks=content["looks"])
+
+    def _save(self) -> None:
+        state = self._state
+        content = {"made": self._made, "step": state.step, "seconds": state.seconds, "looks": state.looks}
+        names = ("soft", "average", "best", "mean", "square")
+        write_signed(self._file, _KIND, content, {name: getattr(state, name) for name in names})
+
+    def _record(self, about: str) -> dict[str, Any]:
+        state = self._state
+        best = {name: value for name, value in state.least.items() if name in ("step", "held_kl")}
+        return {
+            **self._made,
+            "about": about,
+            "steps": state.step,
+            "minutes": round(state.seconds / 60, 1),
+            "best": best,
+            "without_soft_tokens_kl": state.looks[0]["bare_kl"],
+            "looks": [[look["step"], round(look["held_kl"], 5)] for look in state.looks],
+            "dtype": self._session.fingerprint.dtype,
+            "device": f"{self._distilling.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
+            "torch": torch.__version__,
+        }
+
+
+@contextmanager
+def _frozen(model: CausalModel) -> Iterator[None]:
+    """No gradients for the weights, which may be another's, while soft tokens are trained."""
+    wanted = [weight for weight in model.network.parameters() if weight.requires_grad]
+    for weight in wanted:
+        weight.requires_grad_(False)  # noqa: FBT003
+    try:
+        yield
+    finally:
+        for weight in wanted:
+            weight.requires_grad_()
