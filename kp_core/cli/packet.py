@@ -16,7 +16,7 @@ from rich.table import Table
 
 from kp_core.cli.places import ReadOptions, is_collection
 from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread
-from kp_core.compose import PacketComposer
+from kp_core.compose import Composer, PacketComposer
 from kp_core.compose.wrapper import SHIPPED, load_wrapper
 from kp_core.engines.comparing import compare_composers
 from kp_core.errors import WrapperError
@@ -115,7 +115,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
         raise WrapperError(
             f"Got {len(texts)} documents that the wrapper was not trained on; expected at least {max(counts)}."
         )
-    composers = [*(against or ["splice", "blend"]), PacketComposer(trained)]
+    composers: list[Composer | str] = [*(against or ["splice", "blend"]), PacketComposer(trained)]
     rows: list[dict[str, Any]] = []
     draw = random.Random(0)  # noqa: S311 - not cryptography
     with tempfile.TemporaryDirectory() as folder:
@@ -128,7 +128,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
                 built = session.build_packs([f"{a}: {b}" if a else b for a, b in chosen], progress=False)
                 asked = _QUESTION.format(title or " ".join(text.split()[:5]))
                 prompt = "\n\n".join((*(str(store.put(pack)) for pack in built), asked))
-                options = {"view": store.view("default")}
+                options: dict[str, Any] = {"view": store.view("default")}
                 answer = session.generate(prompt, max_tokens=24, **options).text
                 exact = math.log(session.perplexity(prompt, answer, **options))
                 for row in compare_composers(session, prompt, composers, **options):
@@ -136,15 +136,15 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
                     used = next(each for each in composers if getattr(each, "key", each) == row.composer)
                     likely = math.log(session.perplexity(prompt, answer, composer=used, **options))
                     found.setdefault(name, []).append((row.kl, likely - exact, row.agreement))
-            for name, each in found.items():
-                kl, nll, agreement = (sum(column) / limit for column in zip(*each, strict=True))
+            for name, scores in found.items():
+                kl, nll, agreement = (sum(column) / limit for column in zip(*scores, strict=True))
                 rows.append({"documents": count, "composer": name, "kl": kl, "nll": nll, "agreement": agreement})
     if as_json:
         print_json({"wrapper": trained.id, "questions": limit, "rows": rows})
         return
     table = Table("documents", "composer", "kl", "nll", "agreement")
-    for row in rows:
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+    for each in rows:
+        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in each.values()))
     console().print(table)
 
 

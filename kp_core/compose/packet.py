@@ -51,7 +51,7 @@ class PacketComposer:
 
     def wrap(self, pack: KnowledgePack, token_ids: Sequence[int]) -> KnowledgePack:
         """The pack with `token_ids` between its soft tokens; ids that it has anyway stand for those."""
-        before, behind = token_ids[:1] * len(self.wrapper.header), token_ids[-1:] * len(self.wrapper.trailer)
+        before, behind = (token_ids[0],) * len(self.wrapper.header), (token_ids[-1],) * len(self.wrapper.trailer)
         return replace(pack, token_ids=(*before, *token_ids, *behind), kv=None)
 
     def unwrapped(self, pack: KnowledgePack) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
         breaks += [at - done + len(ids) for at in prompt.breaks if done <= at < start or at == start == len(prompt)]
         ids += prompt.token_ids[done:start]
         done = start
-        if span in wanted:
+        if span is not None and span in wanted:
             wrapped = composer.wrap(span.pack, prompt.token_ids[start:end])
             # A message may begin with a pack; in a pack none does.
             breaks += [len(ids)] if start in prompt.breaks else []

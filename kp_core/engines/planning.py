@@ -111,12 +111,12 @@ class Planner:
         prompt, learned = cuts.prompt, sourced.learned
         blocks = self.blocks(prompt, cuts, request)
         laid = prompt
-        if isinstance(request.composer, WrappingComposer):
-            request.composer.check(self._identity)
+        if isinstance(composer := request.composer, WrappingComposer):
+            composer.check(self._identity)
             if blocks or not request.reuse:  # Steered packs are computed, and without reuse everything is.
                 request = replace(request, composer=ExactComposer())
             else:
-                laid = self._laid_out(prompt, sourced, request.composer)
+                laid = self._laid_out(prompt, sourced, composer)
             cuts, sourced = self._cut(laid, request, checked)
             blocks = self.blocks(cuts.prompt, cuts, request)
         budget = self._budget(cuts.prompt, request, tokens)

@@ -76,7 +76,7 @@ class Distilling:
         """The logits of the answer's tokens over packets."""
         sample, prefix = taught.sample, taught.sample.prefix
         like = self._embeddings.weight
-        header, trailer = soft.to(like.dtype).split(len(soft) // 2) if len(soft) else (soft.to(like.dtype),) * 2
+        header, trailer = soft.to(like.dtype).tensor_split(2)
         parts, at = [taught.before], sample.begin
         for ids in sample.packets:
             # One by one: documents of several lengths in one batch would be padded to the longest.

@@ -75,7 +75,8 @@ class PacketTraining:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> PacketTraining:
         """The inverse of `to_dict`."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+        given: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in record.items()}
+        return cls(**given)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class _Training:
                 state.seconds, is_over = before + spent, minutes is not None and spent > 60 * minutes
                 state.soft, state.mean, state.square = soft, adam.state[soft]["exp_avg"], adam.state[soft]["exp_avg_sq"]
                 self._save()
-        header, trailer = state.best.split(settings.soft)
+        header, trailer = state.best.tensor_split(2)
         wrapper = Wrapper(header, trailer, self._session.fingerprint, self._record(about))
         save_wrapper(wrapper, self._out)
         if self._is_done():

@@ -252,8 +252,10 @@ class Filler:
             return None
         packs = []
         for span in region.spans or (region.span,):
-            wraps = isinstance(region.composer, WrappingComposer)
-            pack = self._wrapped(span, region.composer, plan, run) if wraps else self._read(span, plan)
+            if isinstance(region.composer, WrappingComposer):
+                packs.append(self._wrapped(span, region.composer, plan, run))
+                continue
+            pack = self._read(span, plan)
             if pack is None or pack.kv is None:
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
                 return None
