@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import random
 import shlex
 import sys
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from kp_core.cli.places import ReadOptions, is_collection
 from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread
-from kp_core.compose import Composer, PacketComposer
 from kp_core.compose.wrapper import SHIPPED, load_wrapper
-from kp_core.engines.comparing import compare_composers
-from kp_core.errors import WrapperError
 from kp_core.facts.sources import read_facts
-from kp_core.packs.store import PackStore
 
 __all__ = ["packet"]
 
@@ -34,7 +26,6 @@ packet = typer.Typer(
 _Documents = Annotated[
     str, typer.Argument(metavar="DOCUMENTS", help="A collection, or a file or folder as for `kp build`.")
 ]
-_QUESTION = "What is said about {}?"
 
 
 @packet.command()
@@ -93,58 +84,33 @@ def train(  # noqa: PLR0913 - one parameter per setting
 def evaluate(  # noqa: PLR0913 - one parameter per option
     place: _Documents,
     *,
-    wrapper: Annotated[Path | None, typer.Option(metavar="FILE", help="Default: that of the bundled model.")] = None,
-    documents: Annotated[list[int] | None, typer.Option(min=2, help="How many; may be repeated. [5, 10]")] = None,
+    wrapper: Annotated[Path, typer.Option(metavar="FILE", help="Default: that of the bundled model.")] = SHIPPED,
+    documents: Annotated[list[int] | None, typer.Option(min=1, help="How many; may be repeated. [5, 10]")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="FROM-TO", help="Their length. Default: as trained.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Questions for each number of documents.")] = 10,
-    against: Annotated[list[str] | None, typer.Option(metavar="COMPOSER", help="[splice, blend]")] = None,
     read: ReadOptions,
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a wrapper against exact composition, on documents that it was not trained on.
+    """Measure how far answers over packets are from those over the full text (KL of the answer's tokens, in nats).
 
-    Of the documents that it was trained on, those that were held out are taken. `kl` is the divergence of the first
-    token, `nll` what the exact answer becomes less likely, in nats a token, `agreement` how much of it comes unchanged.
+    Beside it: packets without soft tokens, which is what `splice` does. Of the documents that the wrapper was trained
+    on, those are taken that were held out.
     """
-    trained = load_wrapper(wrapper or SHIPPED)
+    from kp_core.engines.hf.training import wrapper_scores
+
+    trained = load_wrapper(wrapper)
     session = model.load()
     trained.check(session.fingerprint)
-    counts = documents or [5, 10]
-    texts = _unseen(session, trained.training, _read(place, read))
-    if len(texts) < max(counts):
-        raise WrapperError(
-            f"Got {len(texts)} documents that the wrapper was not trained on; expected at least {max(counts)}."
-        )
-    composers: list[Composer | str] = [*(against or ["splice", "blend"]), PacketComposer(trained)]
-    rows: list[dict[str, Any]] = []
-    draw = random.Random(0)  # noqa: S311 - not cryptography
-    with tempfile.TemporaryDirectory() as folder:
-        store = PackStore(folder)
-        for count in counts:
-            found: dict[str, list[tuple[float, float, float]]] = {}
-            for _ in range(limit):
-                chosen = draw.sample(texts, count)
-                title, text = draw.choice(chosen)
-                built = session.build_packs([f"{a}: {b}" if a else b for a, b in chosen], progress=False)
-                asked = _QUESTION.format(title or " ".join(text.split()[:5]))
-                prompt = "\n\n".join((*(str(store.put(pack)) for pack in built), asked))
-                options: dict[str, Any] = {"view": store.view("default")}
-                answer = session.generate(prompt, max_tokens=24, **options).text
-                exact = math.log(session.perplexity(prompt, answer, **options))
-                for row in compare_composers(session, prompt, composers, **options):
-                    name = row.composer.split(":")[0] if row.composer.startswith("packet") else row.composer
-                    used = next(each for each in composers if getattr(each, "key", each) == row.composer)
-                    likely = math.log(session.perplexity(prompt, answer, composer=used, **options))
-                    found.setdefault(name, []).append((row.kl, likely - exact, row.agreement))
-            for name, scores in found.items():
-                kl, nll, agreement = (sum(column) / limit for column in zip(*scores, strict=True))
-                rows.append({"documents": count, "composer": name, "kl": kl, "nll": nll, "agreement": agreement})
+    length = None if tokens is None else _range("--tokens", tokens)
+    rows = wrapper_scores(session, trained, _read(place, read), documents or [5, 10], limit, tokens=length)
     if as_json:
         print_json({"wrapper": trained.id, "questions": limit, "rows": rows})
         return
-    table = Table("documents", "composer", "kl", "nll", "agreement")
-    for each in rows:
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in each.values()))
+    table = Table("documents", "packet", "without soft tokens", "packet is nearer")
+    for row in rows:
+        nearer = f"{row['nearer']} of {limit}"
+        table.add_row(str(row["documents"]), f"{row['kl']:.4f}", f"{row['without_soft_tokens_kl']:.4f}", nearer)
     console().print(table)
 
 
@@ -154,16 +120,6 @@ def _read(place: str, options: ReadOptions) -> list[tuple[str, str]]:
         with options.reading(place) as facts:
             return [(fact.title, fact.text) for fact in facts.facts()]
     return [(fact.title, fact.text) for fact in read_facts([place])]
-
-
-def _unseen(session: Any, training: Any, documents: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:  # noqa: ANN401
-    """The documents that were held out, where it was trained on these; else all."""
-    from kp_core.engines.hf.samples import PacketTraining, Samples
-    from kp_core.engines.hf.training import digest_of
-
-    if training.get("documents") != digest_of(documents):
-        return list(documents)
-    return list(Samples(session, documents, PacketTraining.from_dict(training["settings"])).held)
 
 
 def _range(name: str, text: str) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class Samples:
     def __init__(self, session: Session, texts: Documents, settings: PacketTraining) -> None:
         self._session, self._settings = session, settings
         most, tokens = settings.documents[1], settings.tokens
-        self._positions = session.max_positions - settings.answer - 2 * settings.soft * most
+        self._positions = session.max_positions - settings.answer
         encode, decode = session.tokenizer.encode, session.tokenizer.decode
         found: list[tuple[str, str]] = []
         for title, text in dict.fromkeys(texts):
@@ -127,10 +127,13 @@ class Samples:
         """The documents that no sample for training has."""
         return self._pools["held"]
 
-    def draw(self, kind: str, number: int) -> Sample:
-        """Sample `number` of those for `"train"`, or of `"held"` out documents."""
+    def draw(self, kind: str, number: int, count: int | None = None) -> Sample:
+        """Sample `number` of those for `"train"`, or of `"held"` out documents; of `count` documents, if given."""
+        if count is not None and count > len(self._pools[kind]):
+            raise WrapperError(f"Got {len(self._pools[kind])} documents that are held out; expected at least {count}.")
         for attempt in range(_TRIES):
-            sample = self._made(random.Random(f"{self._settings.seed}/{kind}/{number}/{attempt}"), self._pools[kind])  # noqa: S311
+            draw = random.Random(f"{self._settings.seed}/{kind}/{number}/{attempt}")  # noqa: S311 - not cryptography
+            sample = self._made(draw, self._pools[kind], count)
             if sample is not None:
                 return sample
         raise WrapperError(
@@ -138,8 +141,8 @@ class Samples:
             f"they are too long for the {self._session.max_positions} positions of the model."
         )
 
-    def _made(self, draw: random.Random, pool: Documents) -> Sample | None:
-        chosen = draw.sample(pool, draw.randint(*self._settings.documents))
+    def _made(self, draw: random.Random, pool: Documents, count: int | None) -> Sample | None:
+        chosen = draw.sample(pool, count or draw.randint(*self._settings.documents))
         asked, answer = self._asked(draw, *draw.choice(chosen))
         try:
             packs = dict(self._pack(f"{title}: {text}" if title else text) for title, text in chosen)
@@ -149,7 +152,11 @@ class Samples:
         prompt = self._session.template.render("\n\n".join((*map(str, packs), asked)), view=view)
         spans, ends = prompt.spans, self._session.template.ends(prompt)
         fits = [span.pack.token_ids == prompt.token_ids[span.start : span.stop] for span in spans]
-        if len(spans) < len(chosen) or not all(fits) or len(prompt) > self._positions:
+        if (
+            len(spans) < len(chosen)
+            or not all(fits)
+            or len(prompt) + 2 * self._settings.soft * len(spans) > self._positions
+        ):
             return None
         # Elsewhere than at the start of a message the first document is a packet as well.
         first = 0 if len(spans) == 1 or draw.random() < _SHARE_OF_ALL else 1

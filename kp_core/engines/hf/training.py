@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -28,10 +28,9 @@ from kp_core.engines.hf.samples import Documents, PacketTraining, Samples
 from kp_core.engines.session import Session
 from kp_core.errors import UnsupportedRequestError, WrapperError
 
-__all__ = ["checkpoint_of", "digest_of", "train_wrapper"]
+__all__ = ["checkpoint_of", "train_wrapper", "wrapper_scores"]
 
 _KIND = "knowledge-pack-training"
-_BEFORE, _BEHIND = "\n\nHere is another text, to be read on its own:\n", "\n\nThis was the end of that text.\n\n"
 _AVERAGED = 0.05  # Share of the present soft tokens in their running average, which is what is measured and kept.
 _HELD = 8
 
@@ -79,21 +78,45 @@ def train_wrapper(  # noqa: PLR0913
     Face's.
     """
     chosen, target = settings or PacketTraining(), Path(out)
-    model = getattr(session.engine, "model", None)
-    if not isinstance(model, CausalModel):
-        raise UnsupportedRequestError(
-            f"{session.name} does not train soft tokens. `kp_core.load_engine(model)`, which runs the model with "
-            "Hugging Face on this machine, does."
-        )
+    model = _model_of(session)
     samples = Samples(session, documents, chosen)
-    made = {"settings": chosen.to_dict(), "documents": digest_of(documents), "model": session.fingerprint.id}
+    digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
+    made = {"settings": chosen.to_dict(), "documents": digest, "model": session.fingerprint.id}
     with _frozen(model):
         return _Training(session, Distilling(model), samples, chosen, made, target).run(minutes, about, progress)
 
 
-def digest_of(documents: Documents) -> str:
-    """By which a training record tells its documents."""
-    return blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
+@torch.no_grad()
+def wrapper_scores(  # noqa: PLR0913
+    session: Session,
+    wrapper: Wrapper,
+    documents: Documents,
+    counts: Sequence[int],
+    questions: int,
+    *,
+    tokens: tuple[int, int] | None = None,
+) -> list[dict[str, float]]:
+    """How far `wrapper` is from full attention, in nats over the answer's tokens, for each number of documents.
+
+    Where it was trained on these documents, with the settings of its training record, those are taken that were held
+    out. `without_soft_tokens_kl` is that of the same packets spliced, `nearer` the number of questions for which the
+    soft tokens brought the answer nearer.
+    """
+    settings = PacketTraining.from_dict(wrapper.training.get("settings", {"soft": len(wrapper.header)}))
+    samples = Samples(session, documents, settings if tokens is None else replace(settings, tokens=tokens))
+    distilling = Distilling(_model_of(session))
+    soft = torch.cat([wrapper.header, wrapper.trailer]).to(distilling.device)
+    rows = []
+    for count in counts:
+        pairs = []
+        # Other samples than those that chose the best soft tokens.
+        for number in range(_HELD, _HELD + questions):
+            taught = distilling.teach(samples.draw("held", number, count), settings.answer)
+            pairs.append([float(distilling.divergence(taught, each)) for each in (soft, soft[:0])])
+        mine, bare = (sum(column) / questions for column in zip(*pairs, strict=True))
+        nearer = sum(one < other for one, other in pairs)
+        rows.append({"documents": count, "kl": mine, "without_soft_tokens_kl": bare, "nearer": nearer})
+    return rows
 
 
 class _Training:
@@ -176,10 +199,9 @@ class _Training:
         return state.step >= self._settings.steps or since >= self._settings.patience
 
     def _fresh(self) -> _State:
-        """Soft tokens that begin as the embeddings of words, which say about what they are for."""
-        words = [self._session.tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, _BEHIND)]
-        ids = [(each * self._settings.soft)[: self._settings.soft] for each in words]
-        soft = self._distilling.embed(ids[0] + ids[1]).float()
+        """Soft tokens that begin as blank lines: of what was tried, the nearest to no soft tokens."""
+        blank = self._session.tokenizer.encode("\n", add_special_tokens=False)[:1]
+        soft = self._distilling.embed(blank * (2 * self._settings.soft)).float()
         return _State(soft, soft.clone(), soft.clone(), torch.zeros_like(soft), torch.zeros_like(soft))
 
     def _resumed(self) -> _State:
@@ -218,6 +240,16 @@ class _Training:
             "device": f"{self._distilling.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
             "torch": torch.__version__,
         }
+
+
+def _model_of(session: Session) -> CausalModel:
+    model = getattr(session.engine, "model", None)
+    if not isinstance(model, CausalModel):
+        raise UnsupportedRequestError(
+            f"{session.name} does not train soft tokens. `kp_core.load_engine(model)`, which runs the model with "
+            "Hugging Face on this machine, does."
+        )
+    return model
 
 
 @contextmanager
