@@ -87,7 +87,7 @@ class Computing:
 
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """See `Forward.soft`."""
-        with self._lock:
+        with self._scheduler.prefill():
             found = self._model.forward_soft(before, header, ids, trailer)
         self.tokens += len(before) + found.tokens
         return found

@@ -290,7 +290,7 @@ class Filler:
         """A wrapped pack with its KV: from the store, else compiled now and kept there."""
         kv = plan.kept.read(span.start, span.stop) if plan.kept else None
         if kv is None:
-            kv = composer.compile(span.pack, Computing(self.model, self._computing, run.buffer))
+            kv = composer.compile(span.pack, Computing(self.model, self.scheduler, run.buffer))
             run.computed += len(span)
             if plan.kept and find_handles(span.handle):
                 plan.kept.take(span.start, span.stop, kv.to("cpu"))
