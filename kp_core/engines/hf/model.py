@@ -164,6 +164,7 @@ class CausalModel:
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """KV of soft tokens and `ids`; see `kp_core.engines.hf.placed`."""
+        self._refuse_moving()
         return forward_soft(self._model.base_model, self.shape, before, header, ids, trailer)
 
     @cached_property
