@@ -118,6 +118,8 @@ class Scheduler:
             except BaseException:  # Ctrl-C while it waits.
                 if decoding in self._waiting:
                     self._waiting.remove(decoding)
+                else:  # Another thread is writing to its buffer.
+                    self._changed.wait_for(lambda: decoding.logits is not None or decoding.error is not None)
                 self._together.discard(decoding)
                 raise
         if batch is not None:
@@ -157,6 +159,8 @@ class Scheduler:
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
         if len(batch) == 1:
+            if self._rows is not None and batch[0] in self._rows[0]:
+                self._rows = None  # What it knows of this buffer ends here.
             found = self._model.forward(torch.tensor([[batch[0].token]], device=self._model.device), batch[0].buffer)
             if found is None:
                 raise AssertionError("logits were asked for")

@@ -146,6 +146,19 @@ def test_answers_fall_into_step_and_those_alone_do_not(monkeypatch):
         assert (sum(steps) / len(steps) >= least) if not is_alone else set(steps) == {1}
 
 
+def test_who_went_on_alone_comes_back_with_all_its_keys():
+    filler = filler_of(tiny_engine(chunk_tokens=1024))
+    prefix = [number * 7 % 256 for number in range(160)]
+    together, alone = ([Decoding(behind(filler, prefix, [row, 3])) for row in range(3)] for _ in range(2))
+    scheduler, token = Scheduler(filler.model), itertools.cycle(range(1, 200, 3))
+    for rows in [(0, 1, 2), (0, 1, 2), (1,), (0, 1, 2), (2,), (2,), (0, 1), (0, 1, 2)]:
+        for row in rows:
+            together[row].token = alone[row].token = next(token)
+        found = scheduler._logits([together[row] for row in rows])
+        expected = [filler.forward([alone[row].token], alone[row].buffer) for row in rows]
+        assert torch.allclose(found, torch.stack(expected), atol=1e-4), rows
+
+
 def test_a_reader_that_pauses_holds_nobody_up():
     engine = tiny_engine(chunk_tokens=1024)
     paused = engine.stream(BOOK, max_tokens=50, temperature=1.0, seed=1)
