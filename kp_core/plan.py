@@ -6,8 +6,10 @@ import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from numbers import Integral, Real
 from typing import Literal, Protocol, TypeAlias
 
 from kp_core.compose import Composer
@@ -18,7 +20,7 @@ from kp_core.prompt.cuts import Cuts
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Block
 
-__all__ = ["KeptKV", "Limit", "Plan", "Region", "Sampling", "Source", "plan_regions"]
+__all__ = ["KeptKV", "Limit", "Plan", "Region", "Sampling", "Source", "number", "plan_regions"]
 
 _GAP_TOKENS = 64
 """Text between two packs of one stretch; longer text is computed by itself."""
@@ -47,21 +49,39 @@ class Sampling:
     """Strings that end the answer and are left out of it; they may span tokens."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        # Whoever gives an integer for a number means that number, and the library that samples asks for a float.
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            object.__setattr__(self, name, number(getattr(self, name), name))
         checks = {
-            "max_tokens": (self.max_tokens is None or self.max_tokens >= 1, "None or an integer >= 1"),
+            "max_tokens": (self.max_tokens is None or _is_whole(self.max_tokens, 1), "None or an integer >= 1"),
             "temperature": (math.isfinite(self.temperature) and self.temperature >= 0, "a finite number >= 0"),
             "top_p": (0 < self.top_p <= 1, "a number in (0, 1]"),
-            "top_k": (self.top_k >= 0, "an integer >= 0"),
+            "top_k": (_is_whole(self.top_k, 0), "an integer >= 0"),
             "repetition_penalty": (
                 math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
                 "a finite number > 0",
             ),
-            "stop": (all(self.stop), "strings that are not empty"),
+            "seed": (self.seed is None or _is_whole(self.seed, -(2**63), 2**64 - 1), "None or an integer of 64 bits"),
+            "stop": (all(each and isinstance(each, str) for each in self.stop), "strings that are not empty"),
         }
         for name, (holds, expected) in checks.items():
             if not holds:
                 raise SamplingError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
+
+
+def number(value: object, name: str) -> float:
+    """`value` of an option as a float; raises `SamplingError` for what is no number."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            return float(value)
+    raise SamplingError(f"Got {name}={str(value)[:40]!r} ({type(value).__name__}); expected a number.")
+
+
+def _is_whole(value: object, least: int, most: int | None = None) -> bool:
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        return False
+    return least <= int(value) and (most is None or int(value) <= most)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackView
-from kp_core.plan import Sampling
+from kp_core.plan import Sampling, number
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import Placement
@@ -113,6 +113,12 @@ _ABOUT: Mapping[str, str] = {
     ),
     "cancel": "Set it from any thread to end the generation after the token in progress.",
 }
+_CHOICES = {
+    "mismatch": ("error", "rebuild", "accept"),
+    "keep": ("used_twice", "always", "never"),
+    "upgrade": ("none", "background"),
+    "order": ("given", "free"),
+}
 _PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse", "deterministic")
 _OF_THE_CORE = ("view", "cancel")
 
@@ -151,20 +157,18 @@ class Request(Sampling):
     def __post_init__(self) -> None:
         try:
             super().__post_init__()
-            if self.timeout is not None and not self.timeout > 0:
+            if self.timeout is not None and not number(self.timeout, "timeout") > 0:
                 raise SamplingError(f"Got timeout={self.timeout!r}; expected None or a number of seconds > 0.")
         except TypeError as error:
             raise SamplingError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
-        if self.mismatch not in ("error", "rebuild", "accept"):
-            raise OptionError(f"Got mismatch={self.mismatch!r}; expected 'error', 'rebuild' or 'accept'.")
-        if self.keep not in ("used_twice", "always", "never"):
-            raise OptionError(f"Got keep={self.keep!r}; expected 'used_twice', 'always' or 'never'.")
-        if self.upgrade not in ("none", "background"):
-            raise OptionError(f"Got upgrade={self.upgrade!r}; expected 'none' or 'background'.")
+        for name, needed, expected in (("view", "source", "`store.view(...)`"), ("cancel", "is_set", "an event")):
+            if (given := getattr(self, name)) is not None and not hasattr(given, needed):
+                raise OptionError(f"Got {name}={given!r}; expected {expected}, or None.")
+        for name, names in _CHOICES.items():
+            if (chosen := getattr(self, name)) not in names:
+                raise OptionError(f"Got {name}={chosen!r}; expected {' or '.join(map(repr, names))}.")
         if self.co_compile < 0:
             raise OptionError(f"Got co_compile={self.co_compile!r}; expected a number of bytes, or 0.")
-        if self.order not in ("given", "free"):
-            raise OptionError(f"Got order={self.order!r}; expected 'given' or 'free'.")
         named: object = self.composer
         if isinstance(named, str):
             object.__setattr__(self, "composer", composer_of(named))

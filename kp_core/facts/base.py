@@ -21,7 +21,7 @@ __all__ = ["Added", "Fact", "FactStore", "Filter", "Hit", "NearDuplicate", "Rera
 
 _DIGEST_BYTES = 16
 _DEFAULT_NAMESPACE = "default"
-_DEEPEST = 16
+_DEEPEST, _BITS = 16, 4096
 
 Value: TypeAlias = str | int | float | bool | Sequence["Value"] | Mapping[str, "Value"] | None
 """What a metadata field may hold: what JSON can say."""
@@ -231,7 +231,10 @@ def _is_number(value: object) -> bool:
 
 
 def _check_value(name: str, value: object, depth: int = 0) -> None:
-    if value is None or isinstance(value, bool) or (_is_number(value) and math.isfinite(value)):  # type: ignore[arg-type]
+    if isinstance(value, int) and value.bit_length() > _BITS:
+        bits = value.bit_length()
+        raise BankError(f"Got a number of {bits} bits as {name} of a fact; expected at most {_BITS}. Write it as text.")
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return
     if isinstance(value, Mapping | list | tuple) and depth < _DEEPEST:
         for key, each in value.items() if isinstance(value, Mapping) else zip(itertools.repeat(name), value):

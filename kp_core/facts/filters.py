@@ -32,6 +32,7 @@ __all__ = ["Predicate", "predicate"]
 Predicate = Callable[[Fact], bool]
 _Test = Callable[[Value | None], bool]
 
+_DEEPEST = 100
 _OWN_FIELDS = ("id", "title", "source", "namespace", "version", "digest")
 _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
@@ -42,22 +43,24 @@ _ORDERED: dict[str, Callable[[Any, Any], bool]] = {
 _OPERATORS = ("$eq", "$ne", *_ORDERED, "$in", "$nin", "$exists", "$contains", "$icontains", "$number")
 
 
-def predicate(where: Filter) -> Predicate:
+def predicate(where: Filter, depth: int = 0) -> Predicate:
     """What says whether a fact matches `where`; raises `BankError` for a filter that makes no sense."""
+    if depth > _DEEPEST:
+        raise BankError(f"Got a filter nested more than {_DEEPEST} levels deep; expected one that is not.")
     if not isinstance(where, Mapping):
         raise BankError(f'Got the filter {where!r}; expected a dictionary, e.g. {{"source": "a.md"}}.')
-    tests = [_part(name, wanted) for name, wanted in where.items()]
+    tests = [_part(name, wanted, depth + 1) for name, wanted in where.items()]
     return lambda fact: all(test(fact) for test in tests)
 
 
-def _part(name: object, wanted: object) -> Predicate:
+def _part(name: object, wanted: object, depth: int) -> Predicate:
     if name == "$not":
-        negated = predicate(wanted)  # type: ignore[arg-type]  # it refuses what is no filter
+        negated = predicate(wanted, depth)  # type: ignore[arg-type]  # it refuses what is no filter
         return lambda fact: not negated(fact)
     if name in {"$and", "$or"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence) or not wanted:
             raise BankError(f"Got {wanted!r} under {name}; expected a list of filters.")
-        parts = [predicate(part) for part in wanted]
+        parts = [predicate(part, depth) for part in wanted]
         together = all if name == "$and" else any
         return lambda fact: together(part(fact) for part in parts)
     if not isinstance(name, str) or name.startswith("$"):

@@ -141,6 +141,8 @@ class SearchedFacts(ABC):
     def _query(self, question: str) -> Vectors:
         if not question.strip():
             raise BankError(f"Got the blank question {question!r}; expected words to search for.")
+        if any("\ud800" <= letter <= "\udfff" for letter in question):
+            raise BankError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
         vector = np.asarray(self.embedder.embed_query(question))[None]
         found: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
         return found

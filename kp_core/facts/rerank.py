@@ -23,8 +23,8 @@ def hits_wanted(k: int, rerank: Reranker | None) -> int:
 
     Raises `BankError` for `k` below 1, and for what is no `Reranker`.
     """
-    if k < 1:
-        raise BankError(f"Got k={k}; expected at least 1.")
+    if not isinstance(k, int) or k < 1:
+        raise BankError(f"Got k={k!r}; expected at least 1.")
     if rerank is None:
         return k
     if not isinstance(rerank, Reranker):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeGuard
 
@@ -71,6 +71,8 @@ class Turn:
 
 def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, ...]:
     """Messages with their handles resolved; raises `PromptError` for an empty conversation or an unknown role."""
+    if messages is not None and not isinstance(messages, Iterable):
+        raise PromptError(f"Got the conversation {messages!r}; expected a string or messages.")
     if not messages:
         raise PromptError("Got an empty conversation; expected at least one message.")
     turns = []

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kp_core.errors import UnsupportedModelError
+from kp_core.errors import PromptError, UnsupportedModelError
 
 __all__ = ["Encoded", "PromptEncoder", "insert"]
 
@@ -127,7 +127,10 @@ class PromptEncoder:
             length += len(replacement)
             done = match.end()
         text = "".join((*pieces, rendered[done:]))
-        encoding = self._twin.encode(text, add_special_tokens=False)
+        try:
+            encoding = self._twin.encode(text, add_special_tokens=False)
+        except TypeError as error:  # What the tokenizer says of half a surrogate pair.
+            raise PromptError("Got text that is not Unicode. Decode it with errors='replace'.") from error
         ids = tuple(self._original.get(token, token) for token in encoding.ids)
         return Encoded(ids, encoding.offsets, text, runs)
 

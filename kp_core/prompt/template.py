@@ -158,6 +158,8 @@ class ChatTemplate:
         message), or messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the
         pack; as memory it ends its line (see `PackRef.text`), and nothing merges with that end.
         """
+        if not isinstance(text, str):
+            raise PromptError(f"Got {text!r} as the text of a pack; expected a string.")
         if not text.strip():
             raise PromptError("Got a blank text; expected something to know.")
         if compiled_for == "system":

@@ -10,11 +10,13 @@ from typing import Any, TypeAlias
 
 from kp_core.errors import ToolError
 
-__all__ = ["Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice", "new_call_id"]
+__all__ = ["DEEPEST", "Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice", "is_deep", "new_call_id"]
 
 ToolChoice: TypeAlias = str
 """`"auto"`: the model decides; `"any"`: it must call a tool; `"none"`: it may not; else the tool it must call."""
 
+DEEPEST = 100
+"""Levels that a schema may have."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _ID_ALPHABET = string.ascii_lowercase + string.digits
 
@@ -115,3 +117,15 @@ class JsonScan:
 def new_call_id() -> str:
     """A random id of nine letters and digits, as the strictest template family demands."""
     return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
+
+
+def is_deep(schema: object) -> bool:
+    """Whether lists and mappings stand more than `DEEPEST` levels deep in it."""
+    left = [(schema, 0)]
+    while left:
+        each, depth = left.pop()
+        if depth > DEEPEST:
+            return True
+        if isinstance(each, Mapping | list | tuple):
+            left += [(inner, depth + 1) for inner in (each.values() if isinstance(each, Mapping) else each)]
+    return False

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kp_core.errors import ToolError
-from kp_core.tools.base import Tool, ToolChoice
+from kp_core.tools.base import DEEPEST, Tool, ToolChoice, is_deep
 from kp_core.tools.formats import ToolFormat
 
 __all__ = ["AnswerShape"]
@@ -59,6 +59,9 @@ class AnswerShape:
             schema = {"type": "object"}
         if schema is not None and not isinstance(schema, Mapping):
             raise ToolError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
+        for name, each in (("response_schema", schema), *((tool.name, tool.parameters) for tool in offered)):
+            if is_deep(each):
+                raise ToolError(f"Got {name} nested more than {DEEPEST} levels deep; expected a schema that is not.")
         return cls(offered, choice, parallel, schema)
 
     @property

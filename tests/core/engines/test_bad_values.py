@@ -1,0 +1,80 @@
+"""Values of the wrong kind, size or depth: a result, or an error of ours, before anything is computed."""
+
+import pytest
+
+from kp_core import Fact, MemoryFactStore
+from kp_core.errors import BankError, OptionError, PromptError, SamplingError, ToolError
+from tests.conftest import tiny_engine
+from tests.core.facts.test_facts import HashEmbedder
+
+
+def nested(depth, around, inner):
+    for _ in range(depth):
+        inner = around(inner)
+    return inner
+
+
+DEEP = nested(3000, lambda inner: {"type": "object", "properties": {"a": inner}, "required": ["a"]}, {"type": "object"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1, "top_p": 1, "repetition_penalty": 1, "seed": 1},
+        {"temperature": 1, "seed": 2**64 - 1},
+        {"stop": None, "packs": None, "order": None, "timeout": 60},
+    ],
+    ids=str,
+)
+def test_integers_and_none_are_taken(options):
+    assert tiny_engine().generate("Hi", max_tokens=3, **options).usage.completion_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"seed": 2**64}, SamplingError, "64 bits"),
+        ({"temperature": 10**400}, SamplingError, "temperature"),
+        ({"temperature": True}, SamplingError, "expected a number"),
+        ({"repetition_penalty": 10**400}, SamplingError, "repetition_penalty"),
+        ({"top_k": 2.5, "temperature": 1}, SamplingError, "top_k=2.5"),
+        ({"max_tokens": 3.0}, SamplingError, "max_tokens=3.0"),
+        ({"stop": [1]}, SamplingError, "stop"),
+        ({"timeout": "3"}, SamplingError, "timeout"),
+        ({"view": "x"}, OptionError, "view='x'"),
+        ({"cancel": 3}, OptionError, "cancel=3"),
+        ({"response_schema": DEEP}, ToolError, "100 levels"),
+        ({"tools": [{"name": "f", "parameters": DEEP}]}, ToolError, "100 levels"),
+    ],
+    ids=range(12),
+)
+def test_what_no_option_can_be_is_refused_by_name(options, error, said):
+    with pytest.raises(error, match=said):
+        tiny_engine().generate("Hi", **{"max_tokens": 3, **options})
+
+
+@pytest.mark.parametrize("messages", [3, 1.5, "a\ud800b", [{"role": "user", "content": "\udfff"}]], ids=repr)
+def test_what_is_no_conversation_is_refused(messages):
+    with pytest.raises(PromptError):
+        tiny_engine().generate(messages, max_tokens=3)
+
+
+@pytest.mark.parametrize("text", [3, None, b"bytes", "a\ud800"], ids=repr)
+def test_what_is_no_text_of_a_pack_is_refused(text):
+    with pytest.raises(PromptError):
+        tiny_engine().build_pack(text)
+
+
+def test_searches_and_facts_refuse_what_they_cannot_hold():
+    store = MemoryFactStore(HashEmbedder())
+    store.add([Fact("A ship.", metadata={"n": 10**400})])
+    assert store.search("ship", where={"n": {"$gt": 10**399}})[0].fact.metadata["n"] == 10**400
+    deep = nested(3000, lambda inner: {"$and": [inner, {"b": 1}]}, {"a": 1})
+    with pytest.raises(BankError, match="100 levels"):
+        store.search("ship", where=deep)
+    with pytest.raises(BankError, match="k='3'"):
+        store.search("ship", "3")
+    with pytest.raises(BankError, match="Unicode"):
+        store.search("\ud800")
+    with pytest.raises(BankError, match="4096"):
+        Fact("A boat.", metadata={"n": 10**5000})
