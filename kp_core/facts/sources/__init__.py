@@ -173,6 +173,9 @@ def _from_files(
             known = ", ".join(FORMATS)
             yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {known}.")
             continue
+        if path.exists() and not path.is_file() and str(path) != STDIN:
+            yield SourceError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
+            continue
         try:
             yield from _facts(str(path), reader(path, max_chars, encoding), namespace)
         except OSError as error:

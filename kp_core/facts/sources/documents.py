@@ -13,6 +13,9 @@ from kp_core.facts.sources.drafts import Draft, Headings, cut, error_at
 
 __all__ = ["read_docx", "read_html", "read_pdf"]
 
+_DEEPEST = 10_000  # What reading takes grows with the square of it.
+_TAG = re.compile(rb"<(/?)([a-zA-Z][a-zA-Z0-9-]*)")
+_VOID = frozenset(b"area base br col embed hr img input link meta source track wbr".split())
 _EXTRA = '`pip install "knowledge-packs[files]"`'
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _HEADING = re.compile(r"(?:h|Heading )([1-9])$")
@@ -71,7 +74,14 @@ def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterat
         from bs4 import BeautifulSoup
     except ImportError as error:
         raise MissingDependencyError(f"{path}: reading HTML needs beautifulsoup4: {_EXTRA}.") from error
-    soup = BeautifulSoup(path.read_bytes(), "html.parser", from_encoding=encoding)
+    data = path.read_bytes()
+    # A comment that nobody closes goes on to the end, and is looked through anew for each that begins in it.
+    unclosed = data.find(b"<!--", data.rfind(b"-->") + 1)
+    data = data if unclosed < 0 else data[:unclosed]
+    if data.count(b"<") > _DEEPEST and _depth(data) > _DEEPEST:
+        yield "line 1", error_at(path, "line 1", f"is nested more than {_DEEPEST:,} elements deep")
+        return
+    soup = BeautifulSoup(data, "html.parser", from_encoding=encoding)
     if "\0" in soup.get_text():
         yield "line 1", error_at(path, "line 1", "is not text in any known encoding")
         return
@@ -79,6 +89,17 @@ def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterat
     for unseen in soup(_UNSEEN):
         unseen.decompose()
     yield from _sections(path, "line", _blocks(soup), title, max_chars)
+
+
+def _depth(data: bytes) -> int:
+    """How deep elements stand in one another at most, where each goes on until it is closed."""
+    depth = deepest = 0
+    for closing, name in _TAG.findall(data):
+        if closing:
+            depth = max(0, depth - 1)
+        elif name.lower() not in _VOID:
+            deepest = max(deepest, depth := depth + 1)
+    return deepest
 
 
 def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft]:

@@ -11,7 +11,7 @@ from kp_core.facts.sources.drafts import Draft, Headings, cut, lines_of
 
 __all__ = ["read_markdown", "read_text"]
 
-_HEADING = re.compile(r"(#{1,6})\s+(.*?)\s*#*$")
+_HEADING = re.compile(r"(#{1,6})\s+(.*)$")
 _FENCE = re.compile(r"(`{3,}|~{3,})")
 
 
@@ -44,7 +44,7 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
         if (not line.strip() and not fence) or heading:
             yield from flush()
             if heading:
-                headings.add(len(heading[1]), heading[2])
+                headings.add(len(heading[1]), heading[2].rstrip("#").rstrip())
             continue
         if not held:
             begun = number

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,6 +262,36 @@ def test_standard_input_is_json_lines_or_text(
 def test_deeply_nested_html_is_read(tmp_path: Path) -> None:
     path = written(tmp_path / "a.html", "<p>" + "<b>" * 300 + "deep" + "</b>" * 300)
     assert [fact.text for fact in read_facts(path)] == ["deep"]
+
+
+@pytest.mark.timeout(20)  # Each took minutes.
+@pytest.mark.parametrize(
+    ("name", "content", "texts"),
+    [
+        ("a.md", "# a" + " " * 60_000 + "b ##\n\ntext", ["text"]),
+        ("a.html", "<p>before</p>" + "<!--" * 100_000, ["before"]),
+        ("a.html", "<p>one</p><!-- not this --><p>two</p><!-- to the end <p>three</p>", ["one", "two"]),
+        ("a.html", "<br>" * 50_000 + "<p>text</p>" * 2, ["text", "text"]),
+    ],
+    ids=["heading", "comments", "comment", "breaks"],
+)
+def test_what_looks_long_is_read_in_time(tmp_path: Path, name: str, content: str, texts: list[str]) -> None:
+    facts = list(read_facts(written(tmp_path / name, content)))
+    assert [fact.text for fact in facts] == texts
+    assert all(fact.title.endswith(" b") for fact in facts if name == "a.md")
+
+
+@pytest.mark.timeout(20)
+def test_what_would_take_for_ever_is_named(tmp_path: Path) -> None:
+    pipe, device = tmp_path / "pipe.md", tmp_path / "zero.md"
+    os.mkfifo(pipe)
+    device.symlink_to("/dev/zero")
+    deep = written(tmp_path / "deep.html", "<div>" * 100_000)
+    for path, said in ((pipe, "a pipe or device"), (device, "a pipe or device"), (deep, "10,000 elements deep")):
+        with pytest.raises(SourceError, match=said):
+            list(read_facts(path))
+    # In a folder they are not looked at.
+    assert list(read_facts(tmp_path, on_error="skip")) == []
 
 
 def test_rows_of_any_length() -> None:
