@@ -24,6 +24,7 @@ from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
+from kp_core.engines.local.openmp import let_go
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.plan import Sampling
@@ -63,6 +64,7 @@ class CausalModel:
         """Whether it can be asked for the logits of some tokens alone."""
         self.shape = self._measure_shape()
         self._install_attention()
+        let_go()  # Requests may come in other threads.
 
     @property
     def max_positions(self) -> int:

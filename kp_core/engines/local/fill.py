@@ -16,6 +16,7 @@ from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
 from kp_core.engines.local.computing import Computing, PlacedModel
 from kp_core.engines.local.grammar import Constraint
+from kp_core.engines.local.openmp import let_go
 from kp_core.engines.local.scheduler import BatchingModel, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -126,6 +127,7 @@ class Filler:
         run.buffer.note(run.path.runs)
         run.path.release()
         self.pool.give(run.buffer)
+        let_go()  # The next request may come in another thread.
 
     def match(self, plan: Plan, tree: PrefixTree | None = None, *, logits: bool = True) -> Path:
         """What the tree has of a prompt; must be released."""

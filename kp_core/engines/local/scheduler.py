@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.openmp import let_go
 
 __all__ = ["BatchingModel", "DecodedRows", "Decoding", "Scheduler"]
 
 _MOST_ROWS = 16
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
-_PATIENCE_S = 0.004
-"""How long a step waits for those that were decoded together with it before: a fraction of a step."""
+_PATIENCE = 0.5
+"""How long a step waits for those that were decoded together with it before, as a share of what that step took."""
 
 
 class DecodedRows(Protocol):
@@ -77,6 +78,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._is_busy, self._was_prefill, self._prefilling = False, False, 0
         self._waiting: list[Decoding] = []
+        self._took = self._freed = 0.0
         self._together: set[Decoding] = set()
         self._rows: tuple[list[Decoding], DecodedRows] | None = None
 
@@ -106,15 +108,17 @@ class Scheduler:
     def step(self, decoding: Decoding, token: int) -> Tensor:
         """Compute `token` behind the buffer; the logits, `(vocabulary,)`."""
         decoding.token, decoding.logits, decoding.error = token, None, None
-        until = time.monotonic() + _PATIENCE_S
+        if len(self._together) > 1:
+            let_go()  # Choosing the token has taken threads, too.
+        came = time.monotonic()
         with self._changed:
             self._waiting.append(decoding)
             self._changed.notify_all()
             try:
-                while (batch := self._due(decoding, until)) is None:
+                while (batch := self._due(decoding, came)) is None:
                     if decoding.logits is not None or decoding.error is not None:
                         break
-                    self._changed.wait(None if self._is_busy else max(until - time.monotonic(), 0.0005))
+                    self._changed.wait(None if self._is_busy else max(self._until(came) - time.monotonic(), 0.0005))
             except BaseException:  # Ctrl-C while it waits.
                 if decoding in self._waiting:
                     self._waiting.remove(decoding)
@@ -130,13 +134,17 @@ class Scheduler:
             raise AssertionError("a step that was computed has logits")
         return decoding.logits
 
-    def _due(self, decoding: Decoding, until: float) -> list[Decoding] | None:
+    def _until(self, came: float) -> float:
+        """When a step that `came` then waits for others no longer, if the model is free: they were busy until then."""
+        return max(came, self._freed) + _PATIENCE * self._took
+
+    def _due(self, decoding: Decoding, came: float) -> list[Decoding] | None:
         """What to compute now, if it is for this step to do so: it is taken from what waits, and the model is taken."""
         if self._is_busy or decoding not in self._waiting or (self._prefilling and not self._was_prefill):
             return None
         batch = [decoding]
         if not decoding.is_alone and (len(self._waiting) > 1 or self._together - {decoding}) and self._model.batches:
-            if not self._together <= {*self._waiting} and time.monotonic() < until:
+            if not self._together <= {*self._waiting} and time.monotonic() < self._until(came):
                 return None
             others = [each for each in self._waiting if not each.is_alone and each is not decoding]
             batch = sorted([decoding, *others[: _MOST_ROWS - 1]], key=lambda each: each.number)
@@ -146,6 +154,7 @@ class Scheduler:
         return batch
 
     def _compute(self, batch: list[Decoding]) -> None:
+        began = time.monotonic()
         try:
             for each, logits in zip(batch, self._logits(batch), strict=True):
                 each.logits = logits
@@ -155,6 +164,7 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
         finally:
+            self._took = time.monotonic() - began
             self._free(was_prefill=False)
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
@@ -171,6 +181,8 @@ class Scheduler:
         return rows[1].step([each.token for each in batch])
 
     def _free(self, *, was_prefill: bool) -> None:
+        if len(self._together) > 1 or self._waiting or self._prefilling:
+            let_go()
         with self._changed:
-            self._is_busy, self._was_prefill = False, was_prefill
+            self._is_busy, self._was_prefill, self._freed = False, was_prefill, time.monotonic()
             self._changed.notify_all()

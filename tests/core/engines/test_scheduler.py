@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import torch
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.openmp import _pause, let_go
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.errors import OptionError
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
@@ -157,6 +159,24 @@ def test_who_went_on_alone_comes_back_with_all_its_keys():
         found = scheduler._logits([together[row] for row in rows])
         expected = [filler.forward([alone[row].token], alone[row].buffer) for row in rows]
         assert torch.allclose(found, torch.stack(expected), atol=1e-4), rows
+
+
+def test_openmp_lets_go_and_computes_again():
+    big = torch.randn(600, 600, generator=torch.Generator().manual_seed(0))
+    expected = big @ big
+
+    def compute():
+        found = []
+        for _ in range(3):
+            found.append(big @ big)
+            let_go()
+        return all(torch.equal(each, expected) for each in found)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(job.result() for job in [pool.submit(compute) for _ in range(8)])
+    assert compute()
+    if sys.platform == "linux" and torch.backends.openmp.is_available():
+        assert _pause()(1) == 0, "torch's libgomp is found, and does it"
 
 
 def test_a_reader_that_pauses_holds_nobody_up():
