@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kp_core.errors import PackCorruptError, WrapperError, WrapperMismatchError
 from kp_core.packs.content import from_json, mapping, string, to_json
-from kp_core.packs.durable import make_dirs, publish, stage
+from kp_core.packs.durable import replace_file
 from kp_core.packs.file import header_stop
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 
@@ -110,12 +110,7 @@ def write_signed(path: str | Path, kind: str, content: Mapping[str, Any], tensor
     }
     metadata = {"format": kind, "version": _VERSION, "digest": _digest(text, found), "content": text}
     try:
-        make_dirs(target.parent)
-        staged = stage(target.parent, [safetensors.torch.save(found, metadata)])
-        try:
-            publish(staged, target)
-        finally:
-            staged.unlink(missing_ok=True)
+        replace_file(target, [safetensors.torch.save(found, metadata)])
     except OSError as error:
         raise WrapperError(
             f"{target} could not be written ({error.strerror or error}); what was there before is untouched. Make "

@@ -19,7 +19,7 @@ from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedd
 from kp_core.facts.living import LivingFacts
 from kp_core.facts.records import ChromaTable, told
 from kp_core.facts.table import Table
-from kp_core.packs.durable import make_dirs, publish, stage
+from kp_core.packs.durable import replace_file
 
 __all__ = ["ChromaFactStore", "is_fact_store"]
 
@@ -274,8 +274,7 @@ def _prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
             )
         if read_only:
             raise BankError(f"Got {path} to read; there are no facts in it. Add some there first.")
-        make_dirs(path)
-        publish(stage(path, [json.dumps({"kind": _FACTS, "schema": _SCHEMA}).encode()]), path / _MARKER)
+        replace_file(path / _MARKER, [json.dumps({"kind": _FACTS, "schema": _SCHEMA}).encode()])
     if read_only:
         return None
     lock = FileLock(path / _LOCK, thread_local=False, is_singleton=True, mode=0o600)

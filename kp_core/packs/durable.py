@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["discard_stale", "make_dirs", "publish", "stage", "sync_dir"]
+__all__ = ["discard_stale", "make_dirs", "publish", "replace_file", "stage", "sync_dir"]
 
 _STALE_SECONDS = 24 * 3600
 
@@ -44,6 +44,16 @@ def publish(staged: Path, target: Path) -> None:
     make_dirs(target.parent)
     staged.replace(target)
     sync_dir(target.parent)
+
+
+def replace_file(target: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
+    """Write `chunks` to `target`, replacing what is there: whole or not at all. Raises `OSError`."""
+    make_dirs(target.parent)
+    staged = stage(target.parent, chunks)
+    try:
+        publish(staged, target)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def sync_dir(path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kp_core.errors import PackCorruptError, SteeringError
 from kp_core.packs.content import from_json, mapping, string, to_json
-from kp_core.packs.durable import make_dirs, publish, stage
+from kp_core.packs.durable import replace_file
 from kp_core.packs.file import header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering.value import Steering
@@ -45,12 +45,7 @@ def save_steering(steering: Steering, path: str | Path) -> Path:
         sort_keys=True,
     )
     metadata = {"format": _FORMAT, "version": _VERSION, "digest": _digest_text(_VERSION, content), "steering": content}
-    make_dirs(target.parent)
-    staged = stage(target.parent, [safetensors.torch.save(tensors, metadata)])
-    try:
-        publish(staged, target)
-    finally:
-        staged.unlink(missing_ok=True)
+    replace_file(target, [safetensors.torch.save(tensors, metadata)])
     return target
 
 

@@ -9,8 +9,9 @@ from transformers import DynamicCache
 
 from kp_core import Handle, PacketComposer, PackStore, SpliceComposer
 from kp_core.compose import Wrapper, composer_of, load_wrapper, save_wrapper
-from kp_core.compose import wrapper as wrapper_file
+from kp_core.compose.wrapper import SHIPPED
 from kp_core.errors import ContextOverflowError, OptionError, WrapperError, WrapperMismatchError
+from kp_core.packs import durable
 from kp_core.steering import Steering
 from tests.conftest import tiny_engine, until
 from tests.core.compose.test_approximate import kv_of
@@ -195,7 +196,7 @@ def test_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(wrapper_file, "stage", full)
+    monkeypatch.setattr(durable, "stage", full)
     with pytest.raises(WrapperError, match="No space left on device"):
         save_wrapper(wrapper_for(tiny_engine(), seed=1), path)
     assert path.read_bytes() == before
@@ -205,7 +206,7 @@ def test_files(tmp_path, monkeypatch):
 def test_the_shipped_wrapper_is_small_and_says_how_it_was_made(caplog):
     caplog.set_level(logging.WARNING)
     wrapper = PacketComposer.load().wrapper
-    assert wrapper_file.SHIPPED.stat().st_size < 1_000_000
+    assert SHIPPED.stat().st_size < 1_000_000
     assert wrapper.training["about"].startswith("kp packet train")
     assert wrapper.training["best"]["held_kl"] < wrapper.training["without_soft_tokens_kl"]
     assert composer_of("packet").wrapper == wrapper

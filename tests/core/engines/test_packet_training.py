@@ -8,11 +8,11 @@ import torch
 
 from kp_core import PacketComposer, PackStore
 from kp_core.compose import Wrapper, load_wrapper
-from kp_core.compose import wrapper as wrapper_file
 from kp_core.engines.hf.distilling import Distilling
 from kp_core.engines.hf.samples import PacketTraining, Samples
 from kp_core.engines.hf.training import checkpoint_of, train_wrapper
 from kp_core.errors import UnsupportedRequestError, WrapperError
+from kp_core.packs import durable
 from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine
 
@@ -130,13 +130,13 @@ def test_time_that_is_up_leaves_the_best_so_far_and_a_checkpoint(tmp_path):
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     out, file = tmp_path / "isles", checkpoint_of(tmp_path / "isles")
     train(out, minutes=0)
-    before, stage = file.read_bytes(), wrapper_file.stage
+    before, stage = file.read_bytes(), durable.stage
 
     def full(folder, chunks):
         stage(folder, [b"half"]).unlink()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(wrapper_file, "stage", full)
+    monkeypatch.setattr(durable, "stage", full)
     with pytest.raises(WrapperError, match=r"could not be written \(No space left on device"):
         train(out)
     assert file.read_bytes() == before
