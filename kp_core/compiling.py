@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeAlias
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -19,15 +18,14 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
 from kp_core.rates import MUCH_BYTES, CompileCost, compile_cost
+from kp_core.units import Unit
 
-__all__ = ["Unit", "compile_facts", "open_facts"]
+__all__ = ["compile_facts", "open_facts"]
 
 logger = logging.getLogger(__name__)
 
 _MANY = 256  # What fewer packs take, nobody asks beforehand.
 _LOOKED_AT, _SAMPLE = 1024, 64
-
-Unit: TypeAlias = Literal["fact", "bank", "document"]
 
 
 def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.compiling import Unit, compile_facts
+from kp_core.compiling import compile_facts
 from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -25,6 +25,7 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.view import Packs
 from kp_core.rates import Rates, measure_rates
+from kp_core.units import Unit, Units
 
 __all__ = ["KV", "Compress", "Delivery", "Found", "Precompile", "Unit"]
 
@@ -87,7 +88,7 @@ class Delivery:
         for name, (given, kind) in (words | {"compress": (compress, Compress)}).items():
             if given not in get_args(kind):
                 raise BankError(f"Got {name}={given!r}; expected one of {', '.join(get_args(kind))}.")
-        self._facts, self.engine, self.store = facts, engine, store
+        self._units, self.engine, self.store = Units(facts, unit), engine, store
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
         self.compress, self.accept, self.rates = compress, accept, rates
@@ -95,9 +96,7 @@ class Delivery:
     @property
     def facts(self) -> FactStore:
         """The fact store; raises `BankError` where there is none."""
-        if self._facts is None:
-            raise BankError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
-        return self._facts
+        return self._units.facts
 
     @property
     def stores(self) -> bool:
@@ -136,7 +135,8 @@ class Delivery:
         old = [fact for fact in held if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
         report = self.facts.add(facts, overwrite=overwrite, vectors=vectors)
         self._discard(old)
-        units = facts if self.unit == "fact" else self._units(self._held(facts))
+        facts = [fact for fact in facts if fact.id not in report.superseded]
+        units = facts if self.unit == "fact" else self._units.of(self._held(facts))
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
         self.compile(units, progress=progress)
         return report
@@ -148,7 +148,7 @@ class Delivery:
         fact = self.facts.update(fact)
         if old.text != fact.text:
             self._discard([old])
-        self.compile([fact] if self.unit == "fact" else self._units([fact]), progress=False)
+        self.compile([fact] if self.unit == "fact" else self._units.of([fact]), progress=False)
         return fact
 
     def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend", namespace: str | None = None) -> Fact:
@@ -198,8 +198,7 @@ class Delivery:
         kinds = {str(pack.provenance["unit"]) for _, pack in made}
         live = set[Handle]()
         for kind in kinds & set(get_args(Unit)):
-            other = Delivery(self.facts, None, self.store, unit=kind, namespace=self.namespace)  # type: ignore[arg-type]
-            units = self.facts.facts(namespace=self.namespace) if kind == "fact" else other.all_units()
+            units = Units(self.facts, kind).of(self.facts.facts(namespace=self.namespace))  # type: ignore[arg-type]
             live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
         return [handle for handle, _ in made if handle not in live]
 
@@ -233,7 +232,7 @@ class Delivery:
             best: dict[object, Hit] = {}
             hits = self.facts.search(question, asked, probes=probes, where=where, namespace=namespace, rerank=rerank)
             kept = [hit for hit in hits if hit.score >= least]
-            for key, hit in zip(self._keys([hit.fact for hit in kept]), kept, strict=True):
+            for key, hit in zip(self._units.keys([hit.fact for hit in kept]), kept, strict=True):
                 best.setdefault(key, hit)
             # Behind a hit that is not similar enough there is none that is.
             if len(best) >= k or len(kept) < asked:
@@ -245,7 +244,7 @@ class Delivery:
 
     def deliver(self, hits: Sequence[Hit]) -> list[Found]:
         """What was found, here or by any other search, as units with the handles of their packs, in the same order."""
-        units = [self._unit(hit.fact) for hit in hits]
+        units = [self._units.around(hit.fact) for hit in hits]
         if self.engine is None:
             handles = [self._lookup(unit) for unit in units]
         elif self.precompile == "background":
@@ -278,7 +277,7 @@ class Delivery:
 
     def all_units(self) -> list[Fact]:
         """All units in the namespace seen here."""
-        return self._units(self.facts.facts(namespace=self.namespace))
+        return self._units.of(self.facts.facts(namespace=self.namespace))
 
     @property
     def _compiler(self) -> Session:
@@ -318,37 +317,3 @@ class Delivery:
         ids = list(dict.fromkeys(fact.id for fact in facts))
         held = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
         return [fact for fact in facts if (fact.namespace, fact.id) in held]
-
-    def _units(self, facts: Iterable[Fact]) -> list[Fact]:
-        """The units that these facts are in, each once."""
-        facts = list(facts)
-        first: dict[object, Fact] = {}
-        for key, fact in zip(self._keys(facts), facts, strict=True):
-            first.setdefault(key, fact)
-        return [self._unit(fact) for fact in first.values()]
-
-    def _keys(self, facts: Sequence[Fact]) -> list[object]:
-        """What tells the units of these facts apart."""
-        if self.unit == "bank":
-            return list(self.facts.bank_of(facts)) if facts else []
-        by_source = self.unit == "document"
-        return [(f.namespace, f.source, "") if by_source and f.source else (f.namespace, "", f.text) for f in facts]
-
-    def _unit(self, fact: Fact) -> Fact:
-        """What `fact` stands for."""
-        if self.unit == "fact" or (self.unit == "document" and not fact.source):
-            return fact
-        title, source = "", fact.source
-        if self.unit == "bank":
-            [title] = self.facts.bank_of([fact])
-            members, source = self.facts.bank_facts(title), ""
-        else:
-            members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
-        titles = {other.title for other in members}
-        return Fact(
-            "\n".join(other.text for other in members),
-            title=title or (titles.pop() if len(titles) == 1 else ""),
-            source=source,
-            metadata={"facts": " ".join(other.id for other in members)},
-            namespace=fact.namespace,
-        )

@@ -137,6 +137,11 @@ def say(told: dict[str, Any]) -> None:
             out.print(f"  {each['id']} ≈ {each['earlier']} ({each['score']:.3f})")
         if len(near) > _SHOWN:
             out.print("  … all of them with --json")
+    if corrected := told["superseded"]:
+        shown = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
+        out.print(
+            f"Corrected in the collection since, and left as they are: {shown}. (Files still say what they said.)"
+        )
     out.print(f"Now {counted(told['facts'], 'fact')}.")
 
 

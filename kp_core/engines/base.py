@@ -7,11 +7,12 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
 
-__all__ = ["CAPABILITIES", "CachingEngine", "Engine", "FinishReason", "TokenStream"]
+__all__ = ["CAPABILITIES", "CachingEngine", "Engine", "FinishReason", "TokenStream", "refusal"]
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
@@ -111,3 +112,13 @@ class CachingEngine(Engine, Protocol):
 
     def clear_cache(self) -> None:
         """Drop all KV that is neither pinned nor in use."""
+
+
+def refusal(engine: Engine, name: str, capability: str, what: str) -> UnsupportedRequestError:
+    """That `engine`, called `name`, does not offer `what`: why, where it says so in `lacks`, and what does."""
+    if why := getattr(engine, "lacks", {}).get(capability):
+        return UnsupportedRequestError(f"{name} does not offer {what}: {why}.")
+    return UnsupportedRequestError(
+        f"{name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which runs the "
+        "model on this machine, does."
+    )

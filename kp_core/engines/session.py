@@ -7,18 +7,18 @@ import itertools
 import math
 import platform
 import threading
-from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from statistics import fmean
 from typing import Any, cast
 
 from tqdm.auto import tqdm
 
-from kp_core.engines.base import CAPABILITIES, CachingEngine, Engine, TokenStream
+from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
+from kp_core.engines.building import built, stored, tokenised
 from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
@@ -31,16 +31,15 @@ from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.engines.together import Together
 from kp_core.engines.upgrading import exact_steps
-from kp_core.errors import BusyError, ShortTextError, UnsupportedRequestError
+from kp_core.errors import BusyError, ShortTextError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 from kp_core.plan import Limit, Plan
-from kp_core.prompt.cuts import prefix_of
 from kp_core.prompt.prompt import Span
 from kp_core.prompt.resolve import Message
-from kp_core.prompt.template import ChatTemplate, TokenisedPack
+from kp_core.prompt.template import ChatTemplate
 from kp_core.renamed import renamed
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
@@ -75,8 +74,7 @@ class Session:
         """The model's tokenizer."""
         self.max_positions = engine.max_positions
         """Most tokens of prompt and answer together."""
-        self._idle, self._doubts = IdleQueue(), Doubts()
-        self._planning = threading.Lock()
+        self._idle, self._doubts, self._planning = IdleQueue(), Doubts(), threading.Lock()
         self._pace = (0, 0.0)  # Tokens computed, and seconds until their first answers.
 
     @property
@@ -210,26 +208,11 @@ class Session:
         left out; without that, its error is raised. A progress bar shows when it takes longer than a second.
         """
         self._need("kv", "building packs", needed=not lazy)
+        abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
+        jobs = tokenised(self.template, abouts, compiled_for, on_short)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
-        chunk_tokens = int(self.fingerprint.chunk_tokens)
-        waiting: deque[tuple[TokenisedPack, Prefix, Mapping[str, str]]] = deque()
-
-        def plans() -> Iterator[Plan]:
-            for text, about in zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True):
-                try:
-                    job = self.template.tokenise_pack(text, compiled_for)
-                except ShortTextError as error:
-                    if on_short is None:
-                        raise
-                    on_short(text, error)
-                    continue
-                waiting.append((job, prefix_of(job.prompt, job.prompt.spans[0], chunk_tokens), about))
-                yield self._planner.wanted(waiting[-1][1], job.token_ids)
-
-        found = (None for _ in plans()) if lazy else self.engine.kv(plans())
-        for kv in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):
-            job, prefix, about = waiting.popleft()
-            pack = KnowledgePack(job.text, namespace, job.token_ids, prefix, self.fingerprint, kv, made | dict(about))
+        found = built(jobs, self.engine, self._planner.wanted, namespace, made, lazy=lazy)
+        for pack in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):
             yield pack.compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
@@ -323,24 +306,14 @@ class Session:
         if put is None or "kv" not in self.engine.supports:
             return
 
-        def work(each: Learned) -> Iterator[None]:
-            for kv in self.engine.kv([self._planner.wanted(each.prefix, each.token_ids)]):
-                put(replace(each.pack(), kv=kv))
-                yield
-
         with suppress(BusyError):  # It will be met again.
             for each in learned:
-                self.when_idle(lambda each=each: work(each))  # type: ignore[misc]
+                wanted = self._planner.wanted(each.prefix, each.token_ids)
+                self.when_idle(partial(stored, each.pack(), self.engine, wanted, put))
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
         if needed and capability not in self.engine.supports:
-            why = getattr(self.engine, "lacks", {}).get(capability)
-            if why:
-                raise UnsupportedRequestError(f"{self.name} does not offer {what}: {why}.")
-            raise UnsupportedRequestError(
-                f"{self.name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which "
-                "runs the model on this machine, does."
-            )
+            raise refusal(self.engine, self.name, capability, what)
 
     def _cache(self, what: str) -> CachingEngine:
         self._need("cache", what)

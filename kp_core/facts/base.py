@@ -117,15 +117,18 @@ class Added:
     """What became of facts that were given to a store: how many are new, how many were held, which resemble others.
 
     A fact is held when one with the same text stands in its namespace. `near_duplicates` were added all the same.
+    `superseded` are the ids under which the store holds a later version, that of a correction, which stays.
     """
 
     added: int = 0
     duplicates: int = 0
     near_duplicates: tuple[NearDuplicate, ...] = ()
+    superseded: tuple[str, ...] = ()
 
     def __add__(self, other: Added) -> Added:
         near = self.near_duplicates + other.near_duplicates
-        return Added(self.added + other.added, self.duplicates + other.duplicates, near)
+        superseded = self.superseded + other.superseded
+        return Added(self.added + other.added, self.duplicates + other.duplicates, near, superseded)
 
 
 @runtime_checkable
@@ -166,7 +169,8 @@ class FactStore(Protocol):
 
         A text that its namespace holds already is not stored again: its first fact stays. `ttl`: seconds until those
         expire that do not say it themselves. `vectors`, one normalised row per fact, spare the embedder. Raises
-        `BankError` for an id that its namespace holds with another text.
+        `BankError` for an id that its namespace holds with another text, but for one that was corrected since (its
+        version is above 1): the correction stays, and the report names it.
 
         With `overwrite` ids count, not texts: a fact takes the place of the one with its id, as the next version where
         its text is another, and facts with other ids may say the same, as chunks of several documents do.

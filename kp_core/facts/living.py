@@ -155,8 +155,8 @@ class LivingFacts(SearchedFacts):
             table = self._opened.get(space) or self._opened.setdefault(space, self._open(space))
             self._remove(table, table.expired(time.time()))
             given = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
-            new = next_versions(table, given) if overwrite else self._new(table, given)
-            report += Added(len(new), len(given) - len(new))
+            new, superseded = (next_versions(table, given), ()) if overwrite else self._new(table, given)
+            report += Added(len(new), len(given) - len(new) - len(superseded), superseded=superseded)
             facts, rows = [fact for _, fact in new], [at for at, _ in new]
             todo.append((table, facts, self._embed(facts, None if vectors is None else vectors[rows])))
         for table, facts, made in todo:
@@ -175,8 +175,8 @@ class LivingFacts(SearchedFacts):
                 self._join(table, ids, made)
         return report
 
-    def _new(self, table: Table, given: Sequence[tuple[int, Fact]]) -> list[tuple[int, Fact]]:
-        """Those of `given` that the table does not hold."""
+    def _new(self, table: Table, given: Sequence[tuple[int, Fact]]) -> tuple[list[tuple[int, Fact]], tuple[str, ...]]:
+        """Those of `given` that the table does not hold, and the ids under which it holds a later version."""
         seen = dict(table.holding([fact.text for _, fact in given]))
         new: dict[str, tuple[int, Fact]] = {}
         for at, fact in given:
@@ -186,9 +186,14 @@ class LivingFacts(SearchedFacts):
             if fact.id in new:
                 raise _conflict(fact, new[fact.id][1])
             new[fact.id] = (at, fact)
+        superseded = []
         for row in table.rows(list(new)) if new else ():
-            raise _conflict(new[row.fact.id][1], row.fact)
-        return list(new.values())
+            _, fact = new.pop(row.fact.id)
+            if row.fact.version == 1:
+                raise _conflict(fact, row.fact)
+            superseded.append(fact.id)
+            logger.warning("Version %d of fact %r stays; not added: %r.", row.fact.version, fact.id, fact.text)
+        return list(new.values()), tuple(superseded)
 
     def _remove(self, table: Table, ids: Sequence[str]) -> None:
         if not ids:

@@ -41,3 +41,17 @@ def test_what_cannot_be_edited_is_said(kp: Kp, bank: Path, arguments: tuple[str,
     assert code == 1
     assert said in err
     assert '"message"' in out
+
+
+def test_knowledge_is_read_again_after_a_correction(kp: Kp, tmp_path: Path) -> None:
+    source = tmp_path / "isles.txt"
+    source.write_text("The mill of Harrow has four sails.\n\nThe bell of Lund is cracked.\n")
+    assert kp("build", "isles", str(source))[0] == 0
+    [hit] = as_json(kp("search", "isles", "mill of Harrow", "-k", "1", "--json"))["hits"]
+    assert kp("edit", "isles", hit["id"], "--old", "four", "--new", "six", "--how", "rebuild", *TINY)[0] == 0
+    code, out, _ = kp("build", "isles", str(source))
+    assert code == 0
+    assert "left as they are" in out
+    assert hit["id"] in out
+    [now] = as_json(kp("search", "isles", "mill of Harrow", "-k", "1", "--json"))["hits"]
+    assert now["text"] == "The mill of Harrow has six sails."

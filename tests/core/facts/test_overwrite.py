@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,23 @@ def test_a_search_finds_where_background_work_finds_no_room(facts: FactStore, de
     assert [found.handle for found in later.search("Line 1.", 2)] == [None, None]
     go.set()
     until(lambda: all(found.handle for found in later.search("Line 1.", 2)))
+
+
+@pytest.mark.parametrize("fact_id", ["", "mill"])
+def test_a_correction_stays_when_its_source_is_read_again(facts: FactStore, fact_id: str) -> None:
+    said = Fact("The mill has four sails.", id=fact_id, namespace="isles")
+    facts.add([said, *lines(3)])
+    facts.update(replace(said, text="The mill has six sails."))
+    report = facts.add([said, *lines(4)])
+    assert (report.added, report.duplicates, report.superseded) == (1, 3, (said.id,))
+    assert facts.get(said.id, namespace="isles").text == "The mill has six sails."
+    with pytest.raises(BankError, match="Use `update`"):  # never corrected, so one of the two texts is a mistake
+        facts.add([Fact("Another line.", id="i0", namespace="isles")])
+
+
+def test_what_a_correction_replaced_is_not_compiled_again(delivery: Delivery) -> None:
+    said = Fact("The mill has four sails.", namespace="isles")
+    delivery.add([said])
+    delivery.update(replace(said, text="The mill has six sails."))
+    delivery.add([said])
+    assert [delivery.store.get(handle).text for handle in delivery.store] == ["The mill has six sails."]

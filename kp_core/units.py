@@ -1,0 +1,66 @@
+"""What one pack holds: a fact, all facts of a bank, or all facts of a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from kp_core.errors import BankError
+from kp_core.facts import Fact, FactStore
+
+__all__ = ["Unit", "Units"]
+
+Unit: TypeAlias = Literal["fact", "bank", "document"]
+
+
+@dataclass(frozen=True)
+class Units:
+    """The facts of `store` by `unit`, each a fact itself: the texts of its members, one per line, as they came in.
+
+    A fact without a source is its own document. Without a `store` there are single facts only.
+    """
+
+    store: FactStore | None
+    unit: Unit
+
+    @property
+    def facts(self) -> FactStore:
+        """The fact store; raises `BankError` where there is none."""
+        if self.store is None:
+            raise BankError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
+        return self.store
+
+    def keys(self, facts: Sequence[Fact]) -> list[object]:
+        """What tells the units of these facts apart."""
+        if self.unit == "bank":
+            return list(self.facts.bank_of(facts)) if facts else []
+        by_source = self.unit == "document"
+        return [(f.namespace, f.source, "") if by_source and f.source else (f.namespace, "", f.text) for f in facts]
+
+    def of(self, facts: Iterable[Fact]) -> list[Fact]:
+        """The units that these facts are in, each once."""
+        facts = list(facts)
+        first: dict[object, Fact] = {}
+        for key, fact in zip(self.keys(facts), facts, strict=True):
+            first.setdefault(key, fact)
+        return [self.around(fact) for fact in first.values()]
+
+    def around(self, fact: Fact) -> Fact:
+        """The unit that `fact` is in; its members' ids stand in its metadata."""
+        if self.unit == "fact" or (self.unit == "document" and not fact.source):
+            return fact
+        title, source = "", fact.source
+        if self.unit == "bank":
+            [title] = self.facts.bank_of([fact])
+            members, source = self.facts.bank_facts(title), ""
+        else:
+            members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
+        titles = {other.title for other in members}
+        return Fact(
+            "\n".join(other.text for other in members),
+            title=title or (titles.pop() if len(titles) == 1 else ""),
+            source=source,
+            metadata={"facts": " ".join(other.id for other in members)},
+            namespace=fact.namespace,
+        )
