@@ -51,6 +51,27 @@ _SMALL = {
     "attention_chunk_size": WINDOW,
     "local_attention": WINDOW,
     "window_size": WINDOW,
+    # Recurrent layers.
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "n_mamba_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_head_dim": 8,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
     # What some call otherwise, or have alone.
     "num_layers": 2,
     "rotary_dim": 8,
@@ -82,6 +103,14 @@ _SEES = {
     "patch_size": 14,
 }
 
+_INKLING = {
+    "layer_types": ["hybrid", "hybrid_sliding"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": WINDOW,
+    "rel_extent": WINDOW,
+}
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}
 
 CHANGES = {
@@ -91,6 +120,18 @@ CHANGES = {
     "gemma4_unified_text": {**_SHARED, "global_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 16},
+    "inkling_text": _INKLING,
+    "inkling2_text": _INKLING,
+    "lfm3": {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "cohere_compass_text": {"rope_parameters": _ROPES},
     "dbrx": {
         "d_model": 32,

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf import attention
-from kp_core.engines.hf.cache import cache_of
+from kp_core.engines.hf.cache import cache_of, states_of
 from kp_core.engines.hf.kinds import kind_of, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_at, forward_soft, rope_of
@@ -60,10 +60,14 @@ class CausalModel:
         """Where token ids go in."""
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
-        self.keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        parameters = inspect.signature(self._model.forward).parameters
+        self._takes_cache = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self.keeps_logits = "logits_to_keep" in parameters
         """Whether it can be asked for the logits of some tokens alone."""
         self.shape = self._measure_shape()
         self._install_attention()
+        if self.kind.is_recurrent:
+            self._check_states()
         let_go()  # Requests may come in other threads.
 
     @property
@@ -94,19 +98,24 @@ class CausalModel:
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         """
         if not logits:
-            self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True)
+            self._run(self._model.base_model, ids, buffer)
             return None
         keep = {"logits_to_keep": 1} if self.keeps_logits else {}
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True, **keep)
-        last: Tensor = output.logits[:, -1]
+        last: Tensor = self._run(self._model, ids, buffer, **keep).logits[:, -1]
         return last.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True)
-        every: Tensor = output.logits[0]
+        every: Tensor = self._run(self._model, ids, buffer).logits[0]
         return every.clone()
+
+    def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: int) -> Any:  # noqa: ANN401 - as transformers
+        """A forward pass of the model, or of its base, behind what `buffer` holds."""
+        cache, length = {self._takes_cache: cache_of(buffer, self.kind.windows)}, buffer.length + ids.shape[1]
+        output = model(input_ids=ids, **cache, use_cache=True, **options)
+        buffer.passed(length)
+        return output
 
     @cached_property
     def batches(self) -> bool:
@@ -188,7 +197,7 @@ class CausalModel:
         cache = DynamicCache(config=self.config)
         ids = torch.zeros(1, _PROBE, dtype=torch.long, device=self.device)
         try:
-            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self._model(input_ids=ids, **{self._takes_cache: cache}, use_cache=True)
         except (TypeError, AttributeError, ValueError, LookupError) as error:
             raise UnsupportedModelError(
                 f"{self.config.model_type} does not run with a cache of keys and values: {error}"
@@ -206,8 +215,11 @@ class CausalModel:
                     "head_dim)."
                 )
             shapes.append((found[1], found[3], values[3]))
+        states = states_of(cache)
+        if not stored:  # Nothing but states: a layer of no heads counts the tokens.
+            return CacheShape(((0, 0, 0),), self._model.dtype, self.device, states)
         first: Tensor = stored[0].keys
-        return CacheShape(tuple(shapes), first.dtype, first.device)
+        return CacheShape(tuple(shapes), first.dtype, first.device, states)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:
@@ -225,6 +237,16 @@ class CausalModel:
         if found is None or not self._agree(found, expected):
             self._model.set_attn_implementation(before)
 
+    def _check_states(self) -> None:
+        """Refuse a model that answers otherwise when it goes on from its states than in one pass."""
+        found, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
+        if not self._agree(found, expected):
+            raise UnsupportedModelError(
+                f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go on "
+                f"from the states of its recurrent layers (after {_PROBE} tokens its logits are off by "
+                f"{float((found - expected).norm() / expected.norm()):.0%})."
+            )
+
     def _agree(self, found: Tensor, expected: Tensor) -> bool:
         """Whether logits are the same but for rounding."""
         tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.05
@@ -235,11 +257,11 @@ class CausalModel:
         ids = torch.randint(self._text.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
-    def _probe_logits(self) -> Tensor:
+    @torch.inference_mode()
+    def _probe_logits(self, edges: Sequence[int] = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)) -> Tensor:
         """Logits over a prefill, a chunk behind it, and a decoding step."""
         ids = self._probe_ids()
         buffer = KVBuffer(self.shape, 2 * _PROBE)
-        edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
         return torch.cat([step for step in steps if step is not None]).float()
 
