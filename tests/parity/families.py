@@ -290,7 +290,12 @@ def model_of(kind, dtype=torch.float32, **changes):
             # As training leaves them, so that what attention sees matters to the answer.
             if weight.ndim > 1:
                 weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
-    return model.to(dtype).eval()
+    precise = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    model = model.to(dtype)
+    for name, weight in model.named_parameters():
+        if any(each in name for each in precise):  # As loading leaves them.
+            weight.data = weight.data.float()
+    return model.eval()
 
 
 @cache

@@ -62,6 +62,8 @@ class CausalModel:
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         parameters = inspect.signature(self._model.forward).parameters
         self._takes_cache = "cache_params" if "cache_params" in parameters else "past_key_values"
+        # Where layers differ, some models count from 0 at each pass.
+        self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether it can be asked for the logits of some tokens alone."""
         self.shape = self._measure_shape()
@@ -112,9 +114,12 @@ class CausalModel:
 
     def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: int) -> Any:  # noqa: ANN401 - as transformers
         """A forward pass of the model, or of its base, behind what `buffer` holds."""
-        cache, length = {self._takes_cache: cache_of(buffer, self.kind.windows)}, buffer.length + ids.shape[1]
-        output = model(input_ids=ids, **cache, use_cache=True, **options)
-        buffer.passed(length)
+        start, stop = buffer.length, buffer.length + ids.shape[1]
+        about: dict[str, Any] = {self._takes_cache: cache_of(buffer, self.kind.windows), **options}
+        if self._takes_positions:
+            about["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
+        output = model(input_ids=ids, use_cache=True, **about)
+        buffer.passed(stop)
         return output
 
     @cached_property
