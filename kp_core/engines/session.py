@@ -219,6 +219,7 @@ class Session:
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
         """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
         self._need("kv", "making steerings")
+        self._need("steer", "steering")
         return Contrast(self.engine, self.template, self._planner.wanted).make(pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:

@@ -191,6 +191,9 @@ QUICK = (
     "mistral",
     "deepseek_v3",
     "phi3 with longrope",
+    "falcon_h1",
+    "lfm2",
+    "qwen3_next",
 )
 """What runs in the first tier; one of each kind of cache."""
 
@@ -229,6 +232,12 @@ conversations of three turns. What a layer caches decides what else works:
 - **shared KV**: layers that read the KV of others store nothing. Layers of a steering count those that store.
 - **latent**: the latent and the rotary key of multi-head latent attention (`kv_lora_rank`), stored as they are. No
   steering, and no composer but the exact one.
+- **states** (recurrent and hybrid models: Mamba 2, gated delta rule, short convolutions): what recurrent layers have of all tokens is
+  kept at the end of each pack and message, in memory and in the pack, beside the KV of the other layers. What goes on behind such an
+  end is exact; a prompt that parts from another inside a message is computed from where the message begins. A state is as
+  large whatever is behind it (`engine.state_bytes`; `explain` and `Usage.state_bytes` say what a prompt has of them). No steering, no
+  composer but the exact one, no overwriting, no int8. A model that does not go on from its states as it would in one pass is
+  refused when it is loaded.
 
 Answers that come at the same time are decoded together on plain models alone, on others one by one.
 

@@ -43,7 +43,7 @@ _PACE_TOKENS = 128
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
-    Raises `UnsupportedModelError`, with the reason, for architectures whose cache is not kept per token.
+    Raises `UnsupportedModelError`, with the reason, for architectures that do not go on from what they cache.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
