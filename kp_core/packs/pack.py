@@ -148,8 +148,8 @@ class KnowledgePack:
             return replace(self, compression=compression)
         if self.kv.states:
             raise PackError(
-                f"The pack {self.text[:40]!r} holds states of recurrent layers, which are not rounded to eight bits: the "
-                "error would be carried on by all tokens behind it. Use compress='lossless'."
+                f"The pack {self.text[:40]!r} holds states of recurrent layers, which are not rounded to eight bits: "
+                "the error would be carried on by all tokens behind it. Use compress='lossless'."
             )
         made = self.fingerprint
         if not made.dtype.endswith(_ROUNDED):

@@ -35,7 +35,9 @@ def golden_pack(name: str) -> KnowledgePack:
     name, _, version = name.partition(".")
     lacking = () if version else SINCE_2
     known = {field.name: f"the {field.name}" for field in fields(ModelFingerprint)} | dict.fromkeys(lacking, "")
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "lazy": None, "int8": torch.bfloat16}.get(name, torch.bfloat16)
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "lazy": None, "int8": torch.bfloat16}.get(
+        name, torch.bfloat16
+    )
     kv = None
     if dtype is not None:
         shapes = [(1, 3, 4), (1, 3, 2), (2, 3, 4), (2, 3, 2)]

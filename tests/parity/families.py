@@ -125,6 +125,7 @@ CHANGES = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 16},
     "inkling_text": _INKLING,
     "inkling2_text": _INKLING,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm3": {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
     "nemotron_h": {
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
@@ -232,12 +233,12 @@ conversations of three turns. What a layer caches decides what else works:
 - **shared KV**: layers that read the KV of others store nothing. Layers of a steering count those that store.
 - **latent**: the latent and the rotary key of multi-head latent attention (`kv_lora_rank`), stored as they are. No
   steering, and no composer but the exact one.
-- **states** (recurrent and hybrid models: Mamba 2, gated delta rule, short convolutions): what recurrent layers have of all tokens is
-  kept at the end of each pack and message, in memory and in the pack, beside the KV of the other layers. What goes on behind such an
-  end is exact; a prompt that parts from another inside a message is computed from where the message begins. A state is as
-  large whatever is behind it (`engine.state_bytes`; `explain` and `Usage.state_bytes` say what a prompt has of them). No steering, no
-  composer but the exact one, no overwriting, no int8. A model that does not go on from its states as it would in one pass is
-  refused when it is loaded.
+- **states** (recurrent and hybrid models: Mamba, gated delta rule, short convolutions): what recurrent layers have of
+  all tokens is kept at the end of each pack and message, in memory and in the pack, beside the KV of the other layers.
+  A prompt that parts from another inside a message is computed from where the message begins. A state takes the same
+  room after ten tokens and after ten thousand: `engine.state_bytes`; `explain` and `Usage.state_bytes` say what a
+  prompt has of them. No steering, no composer but the exact one, no overwriting, no int8. A model that does not go on
+  from its states as it would in one pass is refused when it is loaded.
 
 Answers that come at the same time are decoded together on plain models alone, on others one by one.
 
@@ -275,7 +276,7 @@ def _small(known):
     if "kv_lora_rank" in changed and "num_key_value_heads" in changed:
         changed["num_key_value_heads"] = _SMALL["num_attention_heads"]
     kinds = set(getattr(known, "layer_types", None) or ())
-    if {"full_attention"} < kinds:
+    if {"full_attention"} < kinds and _takes(known, "layer_types"):
         # One layer that sees all, one of another kind.
         changed["layer_types"] = [*sorted(kinds - {"full_attention"}), "full_attention"][-2:]
     return changed

@@ -30,7 +30,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     is_sliding = False
 
-    def __init__(self, layer: BufferLayer, *, is_last: bool = False, **more: int) -> None:
+    def __init__(self, layer: BufferLayer, *, is_last: bool = False, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
         super().__init__(**more)
         self._layer, self._is_last = layer, is_last
         self.keys, self.values = layer.keys, layer.values
@@ -67,7 +67,7 @@ class _Window(_Layer):
 
     is_sliding = True
 
-    def __init__(self, layer: BufferLayer, window: int, **more: int) -> None:
+    def __init__(self, layer: BufferLayer, window: int, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
         super().__init__(layer, **more)
         self._window = window
 
@@ -112,18 +112,19 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, layers: in
     """
     if layers is not None:
         return Cache(layers=[_Layer(layer, is_last=at + 1 == layers) for at, layer in enumerate(buffer.layers)])
-    if not isinstance(buffer.view, Cache):
+    view = buffer.view
+    if not isinstance(view, Cache):
         stored = iter(buffer.layers)
-        buffer.view = Cache(
+        view = buffer.view = Cache(
             layers=[_cached(stored, window, _states(buffer, at)) for at, window in enumerate(windows)]
             or [_Layer(layer) for layer in buffer.layers]
         )
     if not buffer.has_states:
         raise AssertionError("a model with states goes on from where they are known")
-    for layer in buffer.view.layers:
+    for layer in view.layers:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, buffer.length > 0)
-    return buffer.view
+    return view
 
 
 _States: TypeAlias = list[tuple[StateShape, Tensor]]

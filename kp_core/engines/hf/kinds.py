@@ -15,12 +15,9 @@ __all__ = ["CacheKind", "kind_of", "rope_parameters"]
 _WHY_NOT = {
     "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
 }
-_SCANS = "transformers scans its recurrent layers from nothing at each pass, so it cannot go on from a state"
+_SCANS = "transformers scans the heads of its recurrent layers from nothing at each pass, and not from a state"
 _OWN = "transformers keeps its recurrent states in a place of its own, not in the cache"
 _UNFIT = {
-    "falcon_mamba": _SCANS,
-    "jamba": _SCANS,
-    "mamba": _SCANS,
     "minimax": _OWN,
     "recurrent_gemma": _OWN,
     "zamba": _SCANS,

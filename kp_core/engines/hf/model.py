@@ -22,6 +22,7 @@ from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
+from kp_core.engines.hf.scans import scan_from_states
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
@@ -53,6 +54,8 @@ class CausalModel:
         """See `PlacedModel.lacks`."""
         self._model = _own_view(model).eval()
         pack_weights(self._model, self._model.get_output_embeddings())
+        if self.kind.is_recurrent:
+            scan_from_states(self._model)
         self.config: Any = self._model.config
         """The architecture's configuration."""
         self._text: Any = self.config.get_text_config(decoder=True)
@@ -247,8 +250,8 @@ class CausalModel:
         found, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
         if not self._agree(found, expected):
             raise UnsupportedModelError(
-                f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go on "
-                f"from the states of its recurrent layers (after {_PROBE} tokens its logits are off by "
+                f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
+                f"on from the states of its recurrent layers (after {_PROBE} tokens its logits are off by "
                 f"{float((found - expected).norm() / expected.norm()):.0%})."
             )
 

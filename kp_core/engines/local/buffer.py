@@ -6,7 +6,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ __all__ = ["BufferLayer", "BufferPool", "CacheShape", "KVBuffer", "StateShape"]
 _STEP = 256
 
 
-class StateShape(NamedTuple):
-    """One state of a recurrent layer: the `index`th of its `kind` (`conv` or `recurrent`) in the `layer` of the model."""
+@dataclass(frozen=True)
+class StateShape:
+    """One state of a recurrent layer: the `index`th of its `kind` (`conv`, `recurrent`) in the `layer` of a model."""
 
     layer: int
     kind: str
