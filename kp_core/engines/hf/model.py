@@ -248,16 +248,17 @@ class CausalModel:
     def _check_states(self) -> None:
         """Refuse a model that answers otherwise when it goes on from its states than in one pass."""
         found, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
-        if not self._agree(found, expected):
+        # In bfloat16 a mixture of experts may take another expert; to forget a state is worse.
+        if not self._agree(found, expected, rounding=0.2):
             raise UnsupportedModelError(
                 f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
                 f"on from the states of its recurrent layers (after {_PROBE} tokens its logits are off by "
                 f"{float((found - expected).norm() / expected.norm()):.0%})."
             )
 
-    def _agree(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether logits are the same but for rounding."""
-        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.05
+    def _agree(self, found: Tensor, expected: Tensor, rounding: float = 0.05) -> bool:
+        """Whether logits are the same but for rounding, which in short dtypes may be the given share of them."""
+        tolerance = 1e-3 if self.shape.dtype == torch.float32 else rounding
         return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())
 
     def _probe_ids(self) -> Tensor:

@@ -176,8 +176,6 @@ class PrefixTree:
 
     def _match_decoded(self, parent: Node, ids: tuple[int, ...]) -> Node | None:
         shared = {node: common_length(node.ids, ids) for node in parent.decoded}
-        if self._has_states:  # There is a state at their end alone.
-            shared = {node: count for node, count in shared.items() if count == len(node.ids)}
         node = max(shared, key=shared.__getitem__, default=None)
         if node is None or shared[node] == 0:
             return None
