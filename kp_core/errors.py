@@ -9,7 +9,7 @@
     │   ├── ToolError               a tool, a tool choice or a schema that cannot be honoured
     │   └── ContextOverflowError    more tokens than the model has positions
     ├── ModelError
-    │   ├── UnsupportedModelError   the cache of this architecture is not kept per token
+    │   ├── UnsupportedModelError   what this architecture caches cannot be taken up again
     │   ├── ModelChangedError       weights or adapters changed under an engine that runs them
     │   └── MissingDependencyError  an optional package is not installed
     ├── PackError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +21,20 @@ class KVTensors:
     All layers share dtype, device and token count; kv_heads and head_dim may differ from layer to layer, and values may
     have another head_dim than keys. Tensors are shared, never copied, by `slice`; nothing here writes to them.
 
+    `states` are what recurrent layers have of all tokens up to the end of the run, in an order that the model sets,
+    each of any shape and dtype: empty where the model has none, and where they are not known for this end. A model that
+    has nothing but states has one layer of no heads here, `(0, tokens, 0)`.
+
     Raises `KVShapeError` when the tensors do not form one cache.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
+    states: tuple[Tensor, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "keys", tuple(self.keys))
-        object.__setattr__(self, "values", tuple(self.values))
+        for name in ("keys", "values", "states"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         self._validate()
 
     def _validate(self) -> None:
@@ -78,14 +83,21 @@ class KVTensors:
     @property
     def nbytes(self) -> int:
         """Bytes of the elements, whatever storage they are views of."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*self.keys, *self.values))
+        return self.state_bytes + sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+
+    @property
+    def state_bytes(self) -> int:
+        """Those of them that the states have."""
+        return sum(tensor.nbytes for tensor in self.states)
 
     def slice(self, start: int, stop: int) -> KVTensors:
-        """The tokens `start:stop`, as views."""
+        """The tokens `start:stop`, as views; with the states if `stop` is the end."""
         if not 0 <= start <= stop <= self.tokens:
             raise KVShapeError(f"Got the slice {start}:{stop} of {self.tokens} tokens; expected 0 <= start <= stop.")
         return KVTensors(
-            tuple(key[:, start:stop] for key in self.keys), tuple(value[:, start:stop] for value in self.values)
+            tuple(key[:, start:stop] for key in self.keys),
+            tuple(value[:, start:stop] for value in self.values),
+            self.states if stop == self.tokens else (),
         )
 
     @staticmethod
@@ -100,28 +112,34 @@ class KVTensors:
             return KVTensors(
                 tuple(torch.cat([run.keys[layer] for run in runs], dim=1) for layer in range(runs[0].layers)),
                 tuple(torch.cat([run.values[layer] for run in runs], dim=1) for layer in range(runs[0].layers)),
+                runs[-1].states,
             )
         except RuntimeError as error:
             raise KVShapeError(f"The parts do not fit together: {error}") from error
 
     def clone(self) -> KVTensors:
         """A compact copy that shares no storage with this one."""
-        return KVTensors(
-            tuple(key.clone(memory_format=torch.contiguous_format) for key in self.keys),
-            tuple(value.clone(memory_format=torch.contiguous_format) for value in self.values),
-        )
+        return self._each(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
 
     def to(self, device: torch.device | str) -> KVTensors:
         """The same numbers on another device."""
-        return KVTensors(tuple(key.to(device) for key in self.keys), tuple(value.to(device) for value in self.values))
+        return self._each(lambda tensor: tensor.to(device))
 
     def equal(self, other: KVTensors) -> bool:
         """Whether both hold the same bits."""
         return (
             self.layers == other.layers
             and self.dtype == other.dtype
+            and len(self.states) == len(other.states)
             and all(
-                torch.equal(mine, theirs)
-                for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True)
+                mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+                for mine, theirs in zip(self._all, other._all, strict=True)
             )
         )
+
+    @property
+    def _all(self) -> tuple[Tensor, ...]:
+        return (*self.keys, *self.values, *self.states)
+
+    def _each(self, act: Callable[[Tensor], Tensor]) -> KVTensors:
+        return KVTensors(*(tuple(map(act, tensors)) for tensors in (self.keys, self.values, self.states)))

@@ -193,6 +193,11 @@ class Plan:
         return tuple(edge for region in self.regions for edge in region.edges)
 
     @property
+    def ends(self) -> frozenset[int]:
+        """Where the states of recurrent layers are kept, if the model has any: packs and messages end there."""
+        return frozenset({*self.prompt.breaks, *(region.stop for region in self.regions)})
+
+    @property
     def labels(self) -> Mapping[tuple[int, int], int]:
         """The labels of those edges that have one."""
         return {(region.start, region.stop): region.label for region in self.regions if region.label}

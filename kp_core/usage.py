@@ -35,6 +35,8 @@ class Usage:
     """Packs that were sent at another place among their neighbours than they were named at (`order="free"`)."""
     errata_tokens: int = 0
     """Those of `pack_tokens` that errata have (see `kp_core.edit`)."""
+    state_bytes: int = 0
+    """Bytes of the states of recurrent layers that are kept for the prompt, beside its KV; 0 for models without."""
 
     def to_dict(self) -> dict[str, int | float]:
         """The fields by name."""

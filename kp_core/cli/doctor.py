@@ -96,6 +96,7 @@ def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
     faster = rates.read_tokens_per_s / rates.prefill_tokens_per_s
     return about | {
         "kv_bytes_per_token": round(rates.bytes_per_token),
+        **({"state_bytes": session.state_bytes} if getattr(session.engine, "state_bytes", 0) else {}),
         "prefill_tokens_per_s": round(rates.prefill_tokens_per_s),
         "read_mb_per_s": round(rates.read_bytes_per_s / 1e6),
         "read_tokens_per_s": round(rates.read_tokens_per_s),

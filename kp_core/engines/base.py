@@ -42,6 +42,8 @@ class TokenStream:
         """Tokens of the prompt that were prefilled; all others were at hand."""
         self.approximate_tokens = 0
         """Tokens of the prompt whose KV an approximate composer made."""
+        self.state_bytes = 0
+        """Bytes of the states of recurrent layers that are kept for the prompt."""
         self.finish: FinishReason = "length"
         """Why the stream ended: `"stop"` behind an end token, `"cancelled"`, else `"length"`."""
         self.first_logits: Tensor | None = None
@@ -100,6 +102,10 @@ class CachingEngine(Engine, Protocol):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV per token."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
 
     def found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, the prefix tree has now."""

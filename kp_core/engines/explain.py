@@ -42,6 +42,10 @@ class Explanation:
 
     rows: tuple[Row, ...]
     token_budget: int
+    states: int = 0
+    """Ends of packs and messages for which states of recurrent layers are kept; 0 for models without."""
+    state_bytes: int = 0
+    """Bytes of these states, beside the KV."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -54,7 +58,8 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         rows = [{**asdict(row), "tokens": row.tokens} for row in self.rows]
-        return {"regions": rows, "tokens": dict(self.counts), "token_budget": self.token_budget}
+        about = {"token_budget": self.token_budget, "states": self.states, "state_bytes": self.state_bytes}
+        return {"regions": rows, "tokens": dict(self.counts), **about}
 
     def __str__(self) -> str:
         cells = [("tokens", "from", "to", "source", "estimate", "what")]
@@ -68,11 +73,15 @@ class Explanation:
             for row in cells
         ]
         total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
-        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens"])
+        states = f"; {self.states} states of recurrent layers take {self.state_bytes:,} bytes" if self.states else ""
+        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens{states}"])
 
 
-def explain(plan: Plan, found: int, seconds_per_token: float) -> Explanation:
-    """The rows of `plan`, of which the prefix tree has the first `found` tokens; NaN seconds are not known."""
+def explain(plan: Plan, found: int, seconds_per_token: float, state_bytes: int = 0) -> Explanation:
+    """The rows of `plan`, of which the prefix tree has the first `found` tokens; NaN seconds are not known.
+
+    `state_bytes` is what recurrent layers keep for each end.
+    """
     rows: list[Row] = []
     for region in plan.regions:
         known = min(max(found, region.start), region.stop)
@@ -83,7 +92,8 @@ def explain(plan: Plan, found: int, seconds_per_token: float) -> Explanation:
                 method = region.composer.key if region.composer and source == "composed" else ""
                 what = _what(plan, start, stop)
                 rows.append(Row(start, stop, what, source, method, None if math.isnan(cost) else cost))
-    return Explanation(tuple(rows), plan.token_budget)
+    states = len(plan.ends & {stop for _, stop in plan.edges}) if state_bytes else 0
+    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes)
 
 
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:

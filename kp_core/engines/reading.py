@@ -140,6 +140,7 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         approximate_tokens=stream.approximate_tokens,
         reordered_packs=plan.reordered,
         errata_tokens=sum(span.errata_tokens for span in prompt.spans if not span.recognised),
+        state_bytes=stream.state_bytes,
     )
 
 

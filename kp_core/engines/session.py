@@ -155,7 +155,8 @@ class Session:
         """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
-        return explain(plan, self._found(plan), seconds / tokens if tokens else self._probe())
+        pace, state_bytes = seconds / tokens if tokens else self._probe(), getattr(self.engine, "state_bytes", 0)
+        return explain(plan, self._found(plan), pace, state_bytes)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
@@ -218,6 +219,7 @@ class Session:
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
         """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
         self._need("kv", "making steerings")
+        self._need("steer", "steering")
         return Contrast(self.engine, self.template, self._planner.wanted).make(pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:
@@ -248,6 +250,11 @@ class Session:
     def bytes_per_token(self) -> int:
         """Bytes of KV per token."""
         return self._cache("bytes_per_token").bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
+        return self._cache("state_bytes").state_bytes
 
     def clear_cache(self) -> None:
         """Drop all KV that is neither pinned nor in use."""

@@ -40,6 +40,7 @@ class Together:
                 return
             kept.wanted = frozenset(edge for edge in kept.wanted if edge[1] <= stop)
             size = sum(end - start for start, end in kept.wanted) * self._engine.bytes_per_token
+            size += len(kept.wanted) * self._engine.state_bytes
             if not size or self._spent + size > request.co_compile:
                 logger.info("Not compiled together: %d bytes, %d of %d spent.", size, self._spent, request.co_compile)
                 return

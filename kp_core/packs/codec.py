@@ -87,7 +87,7 @@ def decode(data: Buffer, compression: Compression, dtype: torch.dtype, shape: Se
     for plane in planes[::-1]:
         found <<= 8
         found |= plane
-    return torch.from_numpy(found.view(np.uint8)).view(dtype).view(*shape)
+    return torch.from_numpy(found.view(np.uint8)).view(dtype).view(tuple(shape))
 
 
 def rounded(kv: KVTensors) -> KVTensors:

@@ -17,6 +17,7 @@ __all__ = ["DTYPES", "PackContent", "from_json", "mapping", "string", "tensor_na
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 """The dtypes a pack may have, and what safetensors calls them."""
 
+_STATE = "states."
 _LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
 
 
@@ -25,7 +26,8 @@ class PackContent:
     """A pack without KV, and what its tensors are: dtype name, then shapes `(kv_heads, tokens, head_dim)` and digests.
 
     Tensors come in file order: `layers.0.key`, `layers.0.value`, `layers.1.key`, …; a lazy pack has none, and no dtype.
-    Where the pack is compressed, `stored` are the bytes that the file holds of each.
+    Where the pack is compressed, `stored` are the bytes that the file holds of each. The states of recurrent layers
+    come last, of any shape; `states` are the names of their dtypes.
     """
 
     pack: KnowledgePack
@@ -33,17 +35,30 @@ class PackContent:
     shapes: tuple[tuple[int, ...], ...] = ()
     digests: tuple[str, ...] = ()
     stored: tuple[int, ...] = ()
+    states: tuple[str, ...] = ()
 
     @property
     def version(self) -> str:
         """The version of the format that holds it: what an early release computed stays what that release wrote."""
-        return "1" if self.pack.fingerprint.is_legacy else "3" if self.stored else "2"
+        if self.pack.fingerprint.is_legacy:
+            return "1"
+        return "4" if self.states else "3" if self.stored else "2"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors, in file order."""
+        return tensor_names(len(self.shapes), len(self.states))
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The names of their dtypes."""
+        return (str(self.dtype),) * (len(self.shapes) - len(self.states)) + self.states
 
     def to_json(self, version: str) -> str:
         """The canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold."""
         self._check()
         pack, prefix = self.pack, self.pack.prefix
-        names = tensor_names(len(self.shapes))
+        names = self.names
         tensors: dict[str, dict[str, object]] = {
             name: {"digest": digest, "shape": shape}
             for name, digest, shape in zip(names, self.digests, self.shapes, strict=True)
@@ -52,7 +67,7 @@ class PackContent:
             "dtype": self.dtype,
             "fingerprint": pack.fingerprint.to_dict(version),
             "head" if version == "1" else "prefix": {"cuts": prefix.cuts, "token_ids": prefix.token_ids},
-            "layers": len(self.shapes) // 2,
+            "layers": (len(self.shapes) - len(self.states)) // 2,
             "namespace": pack.namespace,
             "provenance": dict(pack.provenance),
             "tensors": tensors,
@@ -60,6 +75,10 @@ class PackContent:
             "token_ids": pack.token_ids,
             "tokens": len(pack.token_ids),
         }
+        if version == "4":
+            content["states"] = len(self.states)
+            for name, dtype in zip(names[-len(self.states) :], self.states, strict=True):
+                tensors[name]["dtype"] = dtype
         if self.stored:
             content["compression"] = pack.compression
             for name, stored in zip(names, self.stored, strict=True):
@@ -72,6 +91,8 @@ class PackContent:
         try:
             data = json.loads(text)
             prefix = data["head" if version == "1" else "prefix"]
+            is_packed = version == "3" or (version == "4" and "compression" in data)
+            names = tensor_names(len(data["tensors"]), data["states"] if version == "4" else 0)
             pack = KnowledgePack(
                 data["text"],
                 data["namespace"],
@@ -79,12 +100,16 @@ class PackContent:
                 Prefix(tuple(prefix["token_ids"]), tuple(prefix["cuts"])),
                 ModelFingerprint.from_dict(data["fingerprint"]),
                 provenance=data["provenance"],
-                compression=data["compression"] if version == "3" else "none",
+                compression=data["compression"] if is_packed else "none",
             )
-            tensors = [data["tensors"][name] for name in tensor_names(len(data["tensors"]))]
+            tensors = [data["tensors"][name] for name in names]
             shapes = tuple(tuple(tensor["shape"]) for tensor in tensors)
-            stored = tuple(tensor["stored"] for tensor in tensors) if version == "3" else ()
-            content = cls(pack, data["dtype"], shapes, tuple(tensor["digest"] for tensor in tensors), stored)
+            stored = tuple(tensor["stored"] for tensor in tensors) if is_packed else ()
+            states = tuple(data["tensors"][name]["dtype"] for name in names if name.startswith(_STATE))
+            digests = tuple(tensor["digest"] for tensor in tensors)
+            content = cls(pack, data["dtype"], shapes, digests, stored, states)
+            if bool(states) != (version == "4"):
+                raise PackCorruptError(f"A file of version {version} has {len(states)} states.")
             # Names too many, repeated or out of order, and counts that disagree, are all seen so.
             if content.to_json(version) != text:
                 raise PackCorruptError("It is not in canonical form.")
@@ -93,27 +118,36 @@ class PackContent:
         return content
 
     def _check(self) -> None:
-        pack, shapes, tokens = self.pack, self.shapes, len(self.pack.token_ids)
+        pack, tokens = self.pack, len(self.pack.token_ids)
+        shapes = self.shapes[: len(self.shapes) - len(self.states)]
         about = chain(pack.fingerprint.to_dict().values(), *pack.provenance.items())
         for text in (pack.text, *about, *self.digests):
             string(text, "pack")
         # `type(...) is int`, as `isinstance` takes JSON's true for an integer.
-        for number in chain(pack.token_ids, pack.prefix.token_ids, pack.prefix.cuts, *shapes, self.stored):
+        for number in chain(pack.token_ids, pack.prefix.token_ids, pack.prefix.cuts, *self.shapes, self.stored):
             if type(number) is not int or not 0 <= number <= _LARGEST_INT:
                 raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
         if (pack.compression not in COMPRESSIONS) or (bool(self.stored) and pack.compression == "none"):
             raise PackCorruptError(f"Got the compression {pack.compression!r}; expected lossless or int8.")
         if (self.dtype not in DTYPES) if shapes else (self.dtype is not None):
             raise PackCorruptError(f"Got {len(shapes)} tensors of dtype {self.dtype!r}; expected one of {set(DTYPES)}.")
+        if self.states and (not shapes or not set(self.states) <= set(DTYPES) or pack.compression == "int8"):
+            raise PackCorruptError(
+                f"Got {len(self.states)} states of {sorted(set(self.states))} beside {len(shapes)} keys and values, "
+                f"compressed {pack.compression!r}; expected some beside keys and values, of {set(DTYPES)}, not int8."
+            )
         if any(len(shape) != 3 or shape[1] != tokens for shape in shapes):
             raise PackCorruptError(f"Got the shapes {shapes}; expected (kv_heads, {tokens}, head_dim).")
         if [shape[0] for shape in shapes[::2]] != [shape[0] for shape in shapes[1::2]]:
             raise PackCorruptError("Keys and values of a layer differ in kv_heads, or one of them is missing.")
 
 
-def tensor_names(count: int) -> list[str]:
-    """The names of `count` tensors, in file order."""
-    return [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count)]
+def tensor_names(count: int, states: int = 0) -> list[str]:
+    """The names of `count` tensors, in file order, the last of which are `states`; `ValueError` for more than all."""
+    if type(states) is not int or not 0 <= states <= count:
+        raise ValueError(f"Got {states!r} states among {count} tensors.")
+    kv = [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count - states)]
+    return kv + [f"{_STATE}{index}" for index in range(states)]
 
 
 def string(value: object, name: str) -> str:

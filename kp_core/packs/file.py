@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 FORMAT = "knowledge-pack"
-_READABLE = ("1", "2", "3")
+_READABLE = ("1", "2", "3", "4")
 _LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
 _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
 
@@ -92,19 +92,21 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
             "made from, keep the steering with `save_steering`, and steer again after loading."
         )
     kv = () if pack.kv is None else (half for pair in zip(pack.kv.keys, pack.kv.values, strict=True) for half in pair)
-    tensors = [tensor.detach().cpu().contiguous() for tensor in kv]
-    names, nbytes = tensor_names(len(tensors)), pack.nbytes
+    states = () if pack.kv is None else pack.kv.states
+    tensors = [tensor.detach().cpu().contiguous() for tensor in (*kv, *states)]
+    names, nbytes = tensor_names(len(tensors), len(states)), pack.nbytes
     parts: list[Buffer] = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors]
     stored: tuple[int, ...] = ()
-    dtype = None if pack.kv is None else str(pack.kv.dtype).removeprefix("torch.")
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     # What has another dtype is refused below.
-    if pack.compression != "none" and dtype in DTYPES and not pack.fingerprint.is_legacy:
+    if pack.compression != "none" and tensors and set(dtypes) <= set(DTYPES) and not pack.fingerprint.is_legacy:
         pairs = list(zip(tensors, names, strict=True))
         parts = in_threads(lambda each: encode(each[0], pack.compression, each[1]), pairs, nbytes)
         stored = tuple(map(len, parts))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     digests = tuple(in_threads(digest, tensors, nbytes))
-    content = PackContent(replace(pack, kv=None), dtype, shapes, digests, stored)
+    dtype, of_states = next(iter(dtypes), None), tuple(dtypes[len(dtypes) - len(states) :])
+    content = PackContent(replace(pack, kv=None), dtype, shapes, digests, stored, of_states)
     version = content.version
     try:
         metadata = content.to_json(version)
@@ -168,13 +170,12 @@ def read_pack(data: Buffer) -> KnowledgePack:
         raise PackCorruptError(header.damage)
     if content.dtype is None:
         return content.pack
-    dtype: torch.dtype = getattr(torch, content.dtype)
     own = bytearray(data) if memoryview(data).readonly and not content.stored else data
     edges = list(pairwise(accumulate(_sizes(content), initial=header.start)))
-    names = tensor_names(len(content.shapes))
+    names, dtypes = content.names, [_dtype(name) for name in content.dtypes]
 
     def read(index: int) -> Tensor:
-        shape, part = content.shapes[index], memoryview(own)[slice(*edges[index])]
+        shape, part, dtype = content.shapes[index], memoryview(own)[slice(*edges[index])], dtypes[index]
         if content.stored:
             found = decode(part, content.pack.compression, dtype, shape, names[index])
         elif len(part):
@@ -188,23 +189,32 @@ def read_pack(data: Buffer) -> KnowledgePack:
         return found
 
     tensors = in_threads(read, range(len(names)), header.nbytes)
-    return replace(content.pack, kv=KVTensors(tuple(tensors[::2]), tuple(tensors[1::2])))
+    stop = len(tensors) - len(content.states)
+    kv = KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
+    return replace(content.pack, kv=kv)
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def _sizes(content: PackContent) -> list[int]:
     """Bytes of each tensor in the file."""
     if content.stored:
         return list(content.stored)
-    return [prod(shape) * getattr(torch, str(content.dtype)).itemsize for shape in content.shapes]
+    pairs = zip(content.shapes, content.dtypes, strict=True)
+    return [prod(shape) * _dtype(dtype).itemsize for shape, dtype in pairs]
 
 
 def _header_entries(content: PackContent) -> dict[str, object]:
     """The safetensors header of tensors that lie one after the other."""
     entries: dict[str, object] = {}
     stop = 0
-    for name, shape, size in zip(tensor_names(len(content.shapes)), content.shapes, _sizes(content), strict=True):
+    tensors = zip(content.names, content.shapes, content.dtypes, _sizes(content), strict=True)
+    for name, shape, dtype, size in tensors:
         start, stop = stop, stop + size
-        kind, sizes = ("U8", [size]) if content.stored else (DTYPES[str(content.dtype)], [*shape])
+        kind, sizes = ("U8", [size]) if content.stored else (DTYPES[dtype], [*shape])
         entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": [start, stop]}
     return entries
 

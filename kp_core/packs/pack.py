@@ -8,7 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Protocol, Self
 
-from kp_core.errors import FingerprintMismatchError, KVShapeError, SteeringError
+from kp_core.errors import FingerprintMismatchError, KVShapeError, PackError, SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression, check_compression, rounded
 from kp_core.packs.edits import Edit, Edits
@@ -141,11 +141,16 @@ class KnowledgePack:
 
         `"lossless"` changes no bit (0.7 of the bytes in bfloat16). `"int8"` rounds the KV at once (0.5 of them), and
         is told by the dtype of the fingerprint: a model uses such a pack with `mismatch="accept"` alone, as an
-        approximation. Raises `PackError` for what is neither.
+        approximation. Raises `PackError` for what is neither, and for int8 where the model has recurrent states.
         """
         check_compression(compression)
         if self.kv is None or compression != "int8":
             return replace(self, compression=compression)
+        if self.kv.states:
+            raise PackError(
+                f"The pack {self.text[:40]!r} holds states of recurrent layers, which are not rounded to eight bits: "
+                "the error would be carried on by all tokens behind it. Use compress='lossless'."
+            )
         made = self.fingerprint
         if not made.dtype.endswith(_ROUNDED):
             made = replace(made, dtype=made.dtype + _ROUNDED)

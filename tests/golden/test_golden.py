@@ -25,7 +25,7 @@ TEXT = "The Eiffel Tower “la dame de fer”\nis 330 m tall. 🗼\n"
 
 
 NAMES = ["bfloat16", "float32", "lazy", "bfloat16.v2", "float32.v2", "lazy.v2"]
-NAMES += ["bfloat16.v3", "float32.v3", "int8.v3"]
+NAMES += ["bfloat16.v3", "float32.v3", "int8.v3", "states.v4"]
 SINCE_2 = ("adapters", "cuts", "engine")
 """Fields of a fingerprint that files of version 1 lack."""
 
@@ -35,7 +35,9 @@ def golden_pack(name: str) -> KnowledgePack:
     name, _, version = name.partition(".")
     lacking = () if version else SINCE_2
     known = {field.name: f"the {field.name}" for field in fields(ModelFingerprint)} | dict.fromkeys(lacking, "")
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "lazy": None, "int8": torch.bfloat16}[name]
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "lazy": None, "int8": torch.bfloat16}.get(
+        name, torch.bfloat16
+    )
     kv = None
     if dtype is not None:
         shapes = [(1, 3, 4), (1, 3, 2), (2, 3, 4), (2, 3, 2)]
@@ -43,7 +45,8 @@ def golden_pack(name: str) -> KnowledgePack:
             (torch.arange(shape[0] * shape[1] * shape[2]).view(shape) / 8 - index).to(dtype)
             for index, shape in enumerate(shapes)
         ]
-        kv = KVTensors(tuple(tensors[::2]), tuple(tensors[1::2]))
+        states = (torch.arange(6.0).view(3, 2).to(dtype), torch.arange(8.0).view(2, 2, 2) / 3)
+        kv = KVTensors(tuple(tensors[::2]), tuple(tensors[1::2]), states if name == "states" else ())
     pack = KnowledgePack(
         text=TEXT,
         namespace="paris-1889",
@@ -93,6 +96,7 @@ def test_the_bytes_have_not_changed():
         "bfloat16.v3": "f18a45a88f56a7af",
         "float32.v3": "2dc4fcd1a16e1902",
         "int8.v3": "87e72246511ea7b7",
+        "states.v4": "e908d0ef1283d15a",
     }
 
 
@@ -118,12 +122,15 @@ def test_the_reader_of_the_specification_reads_them(name):
     expected = golden_pack(name)
     assert (pack["text"], tuple(pack["token_ids"])) == (TEXT, expected.token_ids)
     assert pack.get("compression", "none") == expected.compression
-    assert len(tensors) == (0 if expected.kv is None else 4)
+    assert len(tensors) == (0 if expected.kv is None else 4 + len(expected.kv.states))
     if expected.kv is not None and name != "int8.v3":
         values = torch.frombuffer(bytearray(tensors["layers.1.value"]), dtype=expected.kv.dtype)
         assert torch.equal(values.view(2, 3, 2), expected.kv.values[1])
+    if name == "states.v4":
+        found = torch.frombuffer(bytearray(tensors["states.1"]), dtype=torch.float32)
+        assert torch.equal(found.view(2, 2, 2), expected.kv.states[1])
 
 
 if __name__ == "__main__":
-    for each in NAMES[6:]:
+    for each in NAMES[9:]:
         (HERE / f"{each}.safetensors").write_bytes(b"".join(encode_pack(golden_pack(each)).chunks()))

@@ -51,6 +51,27 @@ _SMALL = {
     "attention_chunk_size": WINDOW,
     "local_attention": WINDOW,
     "window_size": WINDOW,
+    # Recurrent layers.
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "n_mamba_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_head_dim": 8,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_ngroups": 2,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "state_size": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
     # What some call otherwise, or have alone.
     "num_layers": 2,
     "rotary_dim": 8,
@@ -82,6 +103,14 @@ _SEES = {
     "patch_size": 14,
 }
 
+_INKLING = {
+    "layer_types": ["hybrid", "hybrid_sliding"],
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": WINDOW,
+    "rel_extent": WINDOW,
+}
 _ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}
 
 CHANGES = {
@@ -91,6 +120,19 @@ CHANGES = {
     "gemma4_unified_text": {**_SHARED, "global_head_dim": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 16},
+    "inkling_text": _INKLING,
+    "inkling2_text": _INKLING,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm3": {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
+    "nemotron_h": {
+        "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "cohere_compass_text": {"rope_parameters": _ROPES},
     "dbrx": {
         "d_model": 32,
@@ -150,6 +192,9 @@ QUICK = (
     "mistral",
     "deepseek_v3",
     "phi3 with longrope",
+    "falcon_h1",
+    "lfm2",
+    "qwen3_next",
 )
 """What runs in the first tier; one of each kind of cache."""
 
@@ -188,6 +233,12 @@ conversations of three turns. What a layer caches decides what else works:
 - **shared KV**: layers that read the KV of others store nothing. Layers of a steering count those that store.
 - **latent**: the latent and the rotary key of multi-head latent attention (`kv_lora_rank`), stored as they are. No
   steering, and no composer but the exact one.
+- **states** (recurrent and hybrid models: Mamba, gated delta rule, short convolutions): what recurrent layers have of
+  all tokens is kept at the end of each pack and message, in memory and in the pack, beside the KV of the other layers.
+  A prompt that parts from another inside a message is computed from where the message begins. A state takes the same
+  room after ten tokens and after ten thousand: `engine.state_bytes`; `explain` and `Usage.state_bytes` say what a
+  prompt has of them. No steering, no composer but the exact one, no overwriting, no int8. A model that does not go on
+  from its states as it would in one pass is refused when it is loaded.
 
 Answers that come at the same time are decoded together on plain models alone, on others one by one.
 
@@ -225,7 +276,7 @@ def _small(known):
     if "kv_lora_rank" in changed and "num_key_value_heads" in changed:
         changed["num_key_value_heads"] = _SMALL["num_attention_heads"]
     kinds = set(getattr(known, "layer_types", None) or ())
-    if {"full_attention"} < kinds:
+    if {"full_attention"} < kinds and _takes(known, "layer_types"):
         # One layer that sees all, one of another kind.
         changed["layer_types"] = [*sorted(kinds - {"full_attention"}), "full_attention"][-2:]
     return changed
@@ -249,7 +300,12 @@ def model_of(kind, dtype=torch.float32, **changes):
             # As training leaves them, so that what attention sees matters to the answer.
             if weight.ndim > 1:
                 weight.normal_(std=1.5 * weight.shape[-1] ** -0.5)
-    return model.to(dtype).eval()
+    precise = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    model = model.to(dtype)
+    for name, weight in model.named_parameters():
+        if any(each in name for each in precise):  # As loading leaves them.
+            weight.data = weight.data.float()
+    return model.eval()
 
 
 @cache

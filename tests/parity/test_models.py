@@ -8,6 +8,7 @@ import torch
 from kp_core import PackStore, load_engine
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import UnsupportedRequestError
+from kp_core.steering import Steering
 from kp_core.testing import tiny_tokenizer
 from tests.parity.families import NOT_RUN, PAGE, QUICK, STAY, WINDOW, families, kinds, model_of, page, served
 
@@ -120,7 +121,9 @@ def test_latents_are_neither_steered_nor_moved(tmp_path):
     _, engine = engine_of("deepseek_v3")
     store = PackStore(tmp_path)
     one, other = (store.put(engine.build_pack(letters(70, at), namespace="m")) for at in (0, 3))
-    steering = engine.make_steering(PAIRS, progress=False)
+    with pytest.raises(UnsupportedRequestError, match="no values to alter"):
+        engine.make_steering(PAIRS, progress=False)
+    steering = Steering({0: torch.ones(1, 16)}, engine.fingerprint)
     with pytest.raises(UnsupportedRequestError, match="no values to alter"):
         engine.generate("A?", steering=steering)
     with pytest.raises(UnsupportedRequestError, match="latents"):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
-from kp_core.engines.local.buffer import BufferLayer, KVBuffer
+from kp_core.engines.local.buffer import BufferLayer, KVBuffer, StateShape
 
-__all__ = ["LayersDone", "cache_of"]
+__all__ = ["LayersDone", "cache_of", "states_of"]
 
 
 class LayersDone(Exception):  # noqa: N818 - no error: what was asked for is computed
@@ -21,8 +30,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     is_sliding = False
 
-    def __init__(self, layer: BufferLayer, *, is_last: bool = False) -> None:
-        super().__init__()
+    def __init__(self, layer: BufferLayer, *, is_last: bool = False, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
+        super().__init__(**more)
         self._layer, self._is_last = layer, is_last
         self.keys, self.values = layer.keys, layer.values
         self.is_initialized = True
@@ -58,8 +67,8 @@ class _Window(_Layer):
 
     is_sliding = True
 
-    def __init__(self, layer: BufferLayer, window: int) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: BufferLayer, window: int, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
+        super().__init__(layer, **more)
         self._window = window
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -76,6 +85,26 @@ class _Window(_Layer):
         return max(self._layer.length + 1 - self._window, 0)
 
 
+class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A layer that keeps states beside KV."""
+
+
+class _WindowAndStates(_Window, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
+    """A layer that keeps states beside the KV of a window."""
+
+
+def states_of(cache: Cache) -> tuple[StateShape, ...]:
+    """The states that a cache of transformers with one sequence has, in the order of layers."""
+    return tuple(
+        StateShape(at, kind, index, tuple(state.shape[1:]), state.dtype)
+        for at, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin)
+        for kind in ("conv", "recurrent")
+        for index, state in getattr(layer, f"{kind}_states").items()
+        if state is not None
+    )
+
+
 def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, layers: int | None = None) -> Cache:
     """The cache that reads and writes `buffer`; raises `LayersDone` once the first `layers` layers are written.
 
@@ -83,15 +112,48 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, layers: in
     """
     if layers is not None:
         return Cache(layers=[_Layer(layer, is_last=at + 1 == layers) for at, layer in enumerate(buffer.layers)])
-    if not isinstance(buffer.view, Cache):
+    view = buffer.view
+    if not isinstance(view, Cache):
         stored = iter(buffer.layers)
-        buffer.view = Cache(
-            layers=[_cached(stored, window) for window in windows] or [_Layer(layer) for layer in buffer.layers]
+        view = buffer.view = Cache(
+            layers=[_cached(stored, window, _states(buffer, at)) for at, window in enumerate(windows)]
+            or [_Layer(layer) for layer in buffer.layers]
         )
-    return buffer.view
+    if not buffer.has_states:
+        raise AssertionError("a model with states goes on from where they are known")
+    for layer in view.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, buffer.length > 0)
+    return view
 
 
-def _cached(stored: Iterator[BufferLayer], window: int | None) -> _Layer | DummyLayer:
+_States: TypeAlias = list[tuple[StateShape, Tensor]]
+
+
+def _states(buffer: KVBuffer, layer: int) -> _States:
+    """The states of one layer."""
+    pairs = zip(buffer.shape.states, buffer.states, strict=True)
+    return [(shape, state) for shape, state in pairs if shape.layer == layer]
+
+
+def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States) -> object:
+    if not states:
+        if window is None:
+            return DummyLayer()
+        return _Window(next(stored), window) if window else _Layer(next(stored))
+    count = 1 + max(shape.index for shape, _ in states)
+    made: Any
     if window is None:
-        return DummyLayer()
-    return _Window(next(stored), window) if window else _Layer(next(stored))
+        made = LinearAttentionLayer(number_of_states=count)
+    elif window:
+        made = _WindowAndStates(next(stored), window, sliding_window=window, number_of_states=count)
+    else:
+        made = _LayerAndStates(next(stored), number_of_states=count)
+    made.device, made.dtype = states[0][1].device, states[0][1].dtype
+    for shape, state in states:
+        # Forward passes write to it in place, as to a cache of their own.
+        getattr(made, f"{shape.kind}_states")[shape.index] = state
+        getattr(made, f"is_{shape.kind}_states_initialized")[shape.index] = True
+        if shape.kind == "conv":
+            made.conv_kernel_size[shape.index] = state.shape[-1]
+    return made

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kp_core.errors import UnsupportedModelError
 
@@ -13,10 +14,15 @@ __all__ = ["CacheKind", "kind_of", "rope_parameters"]
 
 _WHY_NOT = {
     "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
-    "LinearAttentionLayer": "some of its layers keep recurrent states, not one key and value per token",
-    "LinearAttentionAndFullAttentionLayer": "its layers keep recurrent states beside keys and values",
-    "LinearAttentionAndSlidingWindowAttentionLayer": "its layers keep recurrent states beside keys and values",
 }
+_SCANS = "transformers scans the heads of its recurrent layers from nothing at each pass, and not from a state"
+_OWN = "transformers keeps its recurrent states in a place of its own, not in the cache"
+_UNFIT = {
+    "minimax": _OWN,
+    "recurrent_gemma": _OWN,
+    "zamba": _SCANS,
+}
+"""Model types with recurrent layers that do not go on from a state."""
 _LATENT = "kv_lora_rank"
 _ALIBI = ("bloom",)
 """Model types that always have it."""
@@ -28,6 +34,7 @@ class CacheKind:
 
     `windows` has, for each layer of the model, how many tokens a token sees there, itself included: 0 where it sees all
     before it, `None` where the layer keeps nothing, as it reads the KV of another layer or has no attention.
+    `is_recurrent` where layers keep a state of all tokens, beside KV or instead, which is known at some tokens alone.
     `is_latent` where the cache holds latents of multi-head latent attention, `is_biased` where attention is by distance
     in the cache (ALiBi).
     """
@@ -35,6 +42,7 @@ class CacheKind:
     windows: tuple[int | None, ...]
     is_latent: bool = False
     is_biased: bool = False
+    is_recurrent: bool = False
 
     @property
     def name(self) -> str:
@@ -42,7 +50,8 @@ class CacheKind:
         parts = {
             "latent": self.is_latent,
             "windows": any(self.windows),
-            "shared KV": None in self.windows,
+            "shared KV": None in self.windows and not self.is_recurrent,
+            "states": self.is_recurrent,
         }
         return ", ".join(part for part, holds in parts.items() if holds) or "plain"
 
@@ -50,7 +59,11 @@ class CacheKind:
     def lacks(self) -> dict[str, str]:
         """Capabilities (`kp_core.engines.base.CAPABILITIES`) that such a cache does not allow, each with the reason."""
         found = {}
-        if self.is_latent:
+        if self.is_recurrent:
+            why = "some of its layers keep one recurrent state of all tokens"
+            found["compose"] = f"{why}, which cannot be moved, joined or changed in part"
+            found["steer"] = f"{why}, and no values to alter"
+        elif self.is_latent:
             why = "its cache holds latents of multi-head latent attention"
             found["compose"] = f"{why}, which are moved with no rotation"
             found["steer"] = f"{why} and rotary keys, so there are no values to alter"
@@ -82,6 +95,7 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
         "it is an encoder-decoder, with cross attention": getattr(config, "is_encoder_decoder", False),
         "it is an encoder, whose tokens see what stands behind them": is_encoder or looks_ahead,
         "its RoPE frequencies change with the length": "dynamic" in kinds,
+        _UNFIT.get(text.model_type, ""): text.model_type in _UNFIT,
     }
     try:
         layers = DynamicCache(config=config).layers
@@ -91,19 +105,21 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
     windows: list[int | None] = []
     for layer in layers:
         match type(layer).__name__:
-            case "DynamicLayer":
+            case "DynamicLayer" | "LinearAttentionAndFullAttentionLayer":
                 windows.append(0)
-            case "DynamicSlidingWindowLayer":
+            case "DynamicSlidingWindowLayer" | "LinearAttentionAndSlidingWindowAttentionLayer":
                 windows.append(int(layer.sliding_window))
-            case "DummyLayer":
+            case "DummyLayer" | "LinearAttentionLayer":
                 windows.append(None)
             case other:
                 reasons[_WHY_NOT.get(other, f"it keeps {other}, which is unknown here")] = True
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
+    is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     is_biased = any(getattr(part, "alibi", False) for part in (text, getattr(text, "attn_config", None)))
-    return CacheKind(tuple(windows), getattr(text, _LATENT, None) is not None, is_biased or name in _ALIBI)
+    is_latent = getattr(text, _LATENT, None) is not None
+    return CacheKind(tuple(windows), is_latent, is_biased or name in _ALIBI, is_recurrent)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401

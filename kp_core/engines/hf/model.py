@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf import attention
-from kp_core.engines.hf.cache import cache_of
+from kp_core.engines.hf.cache import cache_of, states_of
 from kp_core.engines.hf.kinds import kind_of, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
+from kp_core.engines.hf.scans import scan_from_states
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
@@ -43,7 +44,7 @@ _PACE_TOKENS = 128
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
-    Raises `UnsupportedModelError`, with the reason, for architectures whose cache is not kept per token.
+    Raises `UnsupportedModelError`, with the reason, for architectures that do not go on from what they cache.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -53,6 +54,8 @@ class CausalModel:
         """See `PlacedModel.lacks`."""
         self._model = _own_view(model).eval()
         pack_weights(self._model, self._model.get_output_embeddings())
+        if self.kind.is_recurrent:
+            scan_from_states(self._model)
         self.config: Any = self._model.config
         """The architecture's configuration."""
         self._text: Any = self.config.get_text_config(decoder=True)
@@ -60,10 +63,16 @@ class CausalModel:
         """Where token ids go in."""
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
-        self.keeps_logits = "logits_to_keep" in inspect.signature(self._model.forward).parameters
+        parameters = inspect.signature(self._model.forward).parameters
+        self._takes_cache = "cache_params" if "cache_params" in parameters else "past_key_values"
+        # Where layers differ, some models count from 0 at each pass.
+        self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
+        self.keeps_logits = "logits_to_keep" in parameters
         """Whether it can be asked for the logits of some tokens alone."""
         self.shape = self._measure_shape()
         self._install_attention()
+        if self.kind.is_recurrent:
+            self._check_states()
         let_go()  # Requests may come in other threads.
 
     @property
@@ -94,19 +103,27 @@ class CausalModel:
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         """
         if not logits:
-            self._model.base_model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True)
+            self._run(self._model.base_model, ids, buffer)
             return None
         keep = {"logits_to_keep": 1} if self.keeps_logits else {}
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True, **keep)
-        last: Tensor = output.logits[:, -1]
+        last: Tensor = self._run(self._model, ids, buffer, **keep).logits[:, -1]
         return last.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
-        output = self._model(input_ids=ids, past_key_values=cache_of(buffer, self.kind.windows), use_cache=True)
-        every: Tensor = output.logits[0]
+        every: Tensor = self._run(self._model, ids, buffer).logits[0]
         return every.clone()
+
+    def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: int) -> Any:  # noqa: ANN401 - as transformers
+        """A forward pass of the model, or of its base, behind what `buffer` holds."""
+        start, stop = buffer.length, buffer.length + ids.shape[1]
+        about: dict[str, Any] = {self._takes_cache: cache_of(buffer, self.kind.windows), **options}
+        if self._takes_positions:
+            about["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
+        output = model(input_ids=ids, use_cache=True, **about)
+        buffer.passed(stop)
+        return output
 
     @cached_property
     def batches(self) -> bool:
@@ -188,7 +205,7 @@ class CausalModel:
         cache = DynamicCache(config=self.config)
         ids = torch.zeros(1, _PROBE, dtype=torch.long, device=self.device)
         try:
-            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self._model(input_ids=ids, **{self._takes_cache: cache}, use_cache=True)
         except (TypeError, AttributeError, ValueError, LookupError) as error:
             raise UnsupportedModelError(
                 f"{self.config.model_type} does not run with a cache of keys and values: {error}"
@@ -206,8 +223,11 @@ class CausalModel:
                     "head_dim)."
                 )
             shapes.append((found[1], found[3], values[3]))
+        states = states_of(cache)
+        if not stored:  # Nothing but states: a layer of no heads counts the tokens.
+            return CacheShape(((0, 0, 0),), self._model.dtype, self.device, states)
         first: Tensor = stored[0].keys
-        return CacheShape(tuple(shapes), first.dtype, first.device)
+        return CacheShape(tuple(shapes), first.dtype, first.device, states)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:
@@ -225,9 +245,20 @@ class CausalModel:
         if found is None or not self._agree(found, expected):
             self._model.set_attn_implementation(before)
 
-    def _agree(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether logits are the same but for rounding."""
-        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.05
+    def _check_states(self) -> None:
+        """Refuse a model that answers otherwise when it goes on from its states than in one pass."""
+        found, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
+        # In bfloat16 a mixture of experts may take another expert; to forget a state is worse.
+        if not self._agree(found, expected, rounding=0.2):
+            raise UnsupportedModelError(
+                f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
+                f"on from the states of its recurrent layers (after {_PROBE} tokens its logits are off by "
+                f"{float((found - expected).norm() / expected.norm()):.0%})."
+            )
+
+    def _agree(self, found: Tensor, expected: Tensor, rounding: float = 0.05) -> bool:
+        """Whether logits are the same but for rounding, which in short dtypes may be the given share of them."""
+        tolerance = 1e-3 if self.shape.dtype == torch.float32 else rounding
         return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())
 
     def _probe_ids(self) -> Tensor:
@@ -235,11 +266,11 @@ class CausalModel:
         ids = torch.randint(self._text.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
-    def _probe_logits(self) -> Tensor:
+    @torch.inference_mode()
+    def _probe_logits(self, edges: Sequence[int] = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)) -> Tensor:
         """Logits over a prefill, a chunk behind it, and a decoding step."""
         ids = self._probe_ids()
         buffer = KVBuffer(self.shape, 2 * _PROBE)
-        edges = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
         return torch.cat([step for step in steps if step is not None]).float()
 

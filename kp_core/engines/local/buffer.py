@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -12,19 +13,36 @@ from torch import Tensor
 from kp_core.engines.local.tree import Run
 from kp_core.kv import KVTensors
 
-__all__ = ["BufferLayer", "BufferPool", "CacheShape", "KVBuffer"]
+__all__ = ["BufferLayer", "BufferPool", "CacheShape", "KVBuffer", "StateShape"]
 
 # Buffers come in steps of this many tokens, so that one fits the next request of about the same length.
 _STEP = 256
 
 
 @dataclass(frozen=True)
+class StateShape:
+    """One state of a recurrent layer: the `index`th of its `kind` (`conv`, `recurrent`) in the `layer` of a model."""
+
+    layer: int
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class CacheShape:
-    """Per layer `(kv_heads, key_dim, value_dim)`, with the dtype and device of the cache."""
+    """Per layer `(kv_heads, key_dim, value_dim)`, with the dtype and device of the cache; and the states beside it."""
 
     layers: tuple[tuple[int, int, int], ...]
     dtype: torch.dtype
     device: torch.device
+    states: tuple[StateShape, ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states behind one token."""
+        return sum(prod(state.shape) * state.dtype.itemsize for state in self.states)
 
     @property
     def bytes_per_token(self) -> int:
@@ -50,7 +68,8 @@ class KVBuffer:
     """The cache of one forward pass: room for `capacity` tokens of `batch` sequences of one length.
 
     `runs` names the runs of KV that the buffer holds from position 0 on, so that a later request which begins alike
-    finds them in place.
+    finds them in place. `states` are those of recurrent layers, `(batch, ...)` each, which a forward pass writes in
+    place; they belong to the end of the tokens or, as `has_states` then tells, to nothing.
     """
 
     def __init__(self, shape: CacheShape, capacity: int, batch: int = 1) -> None:
@@ -61,8 +80,13 @@ class KVBuffer:
         self.layers = [BufferLayer(empty(heads, key), empty(heads, value)) for heads, key, value in shape.layers]
         self.view: object = None
         """The buffer as the library that runs the model wants it; made by that library's side, once."""
-        self.nbytes = shape.bytes_per_token * capacity * batch
+        self.nbytes = (shape.bytes_per_token * capacity + shape.state_bytes) * batch
         self.runs: list[tuple[int, int]] = []
+        self.shape = shape
+        self.states = tuple(
+            torch.empty(batch, *state.shape, dtype=state.dtype, device=shape.device) for state in shape.states
+        )
+        self._states_at = 0
 
     @property
     def length(self) -> int:
@@ -73,18 +97,42 @@ class KVBuffer:
         """Forget everything from position `length` on."""
         for layer in self.layers:
             layer.length = length
+        if length != self._states_at:
+            self._states_at = 0 if length == 0 else -1
+
+    @property
+    def has_states(self) -> bool:
+        """Whether the states, if there are any, are those behind the last token; before the first, nothing is right."""
+        return not self.states or self._states_at == self.length
+
+    def passed(self, length: int) -> None:
+        """Take note that a forward pass brought tokens and states to `length`; a model may write no keys itself."""
+        for layer in self.layers:
+            layer.length = length
+        self._states_at = length
 
     def append(self, kv: KVTensors) -> None:
         """Write `kv` behind the filled tokens, in every sequence of the batch."""
         for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
             layer.update(key.expand(len(layer.keys), -1, -1, -1), value.expand(len(layer.values), -1, -1, -1))
+        self._restore(kv.states)
+
+    def _restore(self, states: Sequence[Tensor]) -> None:
+        """Write the states behind the last token; without them, they are not known there."""
+        for mine, given in zip(self.states, states, strict=bool(states)):
+            mine.copy_(given)
+        self._states_at = self.length if states else -1
 
     @torch.inference_mode()
     def read(self, start: int, stop: int, row: int = 0) -> KVTensors:
-        """The tokens `start:stop` of one sequence, as a compact copy; torch refuses to write to its tensors."""
+        """The tokens `start:stop` of one sequence, as a compact copy; torch refuses to write to its tensors.
+
+        With the states if `stop` is the end.
+        """
         return KVTensors(
             tuple(layer.keys[row, :, start:stop] for layer in self.layers),
             tuple(layer.values[row, :, start:stop] for layer in self.layers),
+            tuple(state[row] for state in self.states) if stop == self.length and self.has_states else (),
         ).clone()
 
     def view_of(self, start: int, stop: int) -> KVTensors:
@@ -110,6 +158,8 @@ class KVBuffer:
         self.truncate(sum(tokens for _, tokens in self.runs))
         for run in runs[count:]:
             self.append(run.kv)
+        if self.states and runs:  # Those that were here belong to what was behind these runs.
+            self._restore(runs[-1].kv.states)
         self.note(runs)
 
     def note(self, runs: Sequence[Run]) -> None:

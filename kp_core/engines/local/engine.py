@@ -82,6 +82,11 @@ class LocalEngine:
         """See `CachingEngine.bytes_per_token`."""
         return self._filler.model.shape.bytes_per_token
 
+    @property
+    def state_bytes(self) -> int:
+        """See `CachingEngine.state_bytes`."""
+        return self._filler.model.shape.state_bytes
+
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.
 
@@ -137,6 +142,7 @@ class LocalEngine:
             return None
         stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
         stream.first_logits = run.logits
+        stream.state_bytes = sum(each.kv.state_bytes for each in run.path.runs)
         return run
 
     def _answer(self, plan: Plan, sampler: Sampler, stream: TokenStream) -> Iterator[int]:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -88,11 +89,14 @@ class Filler:
 
     def __init__(self, model: LocalModel, cache_bytes: int, chunk_tokens: int) -> None:
         self.model, self.chunk_tokens = model, chunk_tokens
-        self.tree = PrefixTree(cache_bytes)
+        self.tree = self._tree(cache_bytes)
         self.pool = BufferPool(model.shape)
         # One prompt at a time: a second one that begins alike then finds the KV of the first.
         self._filling = threading.Lock()
         self.scheduler = Scheduler(model)
+
+    def _tree(self, cache_bytes: int) -> PrefixTree:
+        return PrefixTree(cache_bytes, has_states=bool(self.model.shape.states))
 
     def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Logits `(vocabulary,)` behind `ids`, or `None` without `logits`; threads take turns."""
@@ -119,7 +123,7 @@ class Filler:
     def start(self, plan: Plan, capacity: int, *, logits: bool = True) -> Filled:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens; raises `Cancelled` at its limit."""
         with self._filling:
-            tree = self.tree if plan.reuse else PrefixTree(0)
+            tree = self.tree if plan.reuse else self._tree(0)
             return (self._steered if plan.below else self._plain)(plan, capacity, tree, logits=logits)
 
     def finish(self, run: Filled) -> None:
@@ -156,9 +160,13 @@ class Filler:
     def _leave(self, run: Filled, plan: Plan) -> None:
         """Give what is to be kept to the store: canonical KV alone, which a cold run would compute bit for bit."""
         until = len(plan.prompt) if run.path.is_canonical else run.path.canonical_tokens
+        ends = accumulate(each.kv.tokens for each in run.path.runs)
+        states = dict(zip(ends, (each.kv.states for each in run.path.runs), strict=True))
         for start, stop in plan.kept.wanted if plan.kept else ():
             if plan.kept and stop <= until:
-                plan.kept.take(start, stop, run.buffer.read(start, stop).to("cpu"))
+                kv = replace(run.buffer.read(start, stop), states=states.get(stop, ()))
+                if self._fits(kv):
+                    plan.kept.take(start, stop, kv.to("cpu"))
 
     def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
         if plan.below is None:
@@ -199,6 +207,7 @@ class Filler:
 
     def _chunks(self, run: Filled, plan: Plan, region: Region, ready: KVTensors | None, *, logits: bool) -> None:
         """Bring the chunks of a region in: from the KV that is `ready` for all of it, or by forward passes."""
+        ends = plan.ends
         for begin, stop in region.chunks:
             start = max(begin, run.buffer.length)
             if stop > start:
@@ -210,7 +219,7 @@ class Filler:
                 if run.path.is_canonical and not is_last:
                     if ready is not None:
                         kv = ready.slice(start - region.start, stop - region.start)
-                    elif plan.kept is not None and (read := plan.kept.read(start, stop)):
+                    elif plan.kept is not None and (read := plan.kept.read(start, stop)) and self._fits(read):
                         kv = self._placed(read)
                 if kv is not None:
                     run.buffer.append(kv)
@@ -218,7 +227,9 @@ class Filler:
                     run.logits = self.forward(ids, run.buffer, logits=is_last)
                     run.computed += stop - start
                 if run.path.is_open and run.path.tokens == start:
-                    run.path.extend(ids, run.buffer.read(start, stop) if kv is None else kv, run.logits)
+                    kv = run.buffer.read(start, stop) if kv is None else kv
+                    # A state may take more room than the KV of a chunk: inside a long text it is not kept.
+                    run.path.extend(ids, kv if stop in ends else replace(kv, states=()), run.logits)
             _check(plan.limit)
 
     def _compute_block(self, run: Filled, plan: Plan, region: Region) -> None:
@@ -258,7 +269,7 @@ class Filler:
                 packs.append(self._wrapped(span, region.composer, plan, run))
                 continue
             pack = self._read(span, plan)
-            if pack is None or pack.kv is None:
+            if pack is None or pack.kv is None or not self._fits(pack.kv):
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
                 return None
             packs.append(pack)
@@ -273,7 +284,13 @@ class Filler:
     def _placed(self, kv: KVTensors) -> KVTensors:
         """`kv` on the device and in the dtype of the cache."""
         shape = self.model.shape
-        return KVTensors(*(tuple(t.to(shape.device, shape.dtype) for t in side) for side in (kv.keys, kv.values)))
+        keys, values = (tuple(t.to(shape.device, shape.dtype) for t in side) for side in (kv.keys, kv.values))
+        return KVTensors(keys, values, tuple(state.to(shape.device) for state in kv.states))
+
+    def _fits(self, kv: KVTensors) -> bool:
+        """Whether KV from outside ends with the states that the model needs to go on from there."""
+        wanted = [(state.shape, state.dtype) for state in self.model.shape.states]
+        return [(tuple(state.shape), state.dtype) for state in kv.states] == wanted
 
     def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
         """The pack of a span with its KV, as long as it is still the one that was planned with."""

@@ -108,10 +108,11 @@ class PrefixTree:
     """Prefix tree with a byte budget: the least recently used leaves go first, never one that is pinned or in use.
 
     `nbytes` stays within `budget_bytes`; what does not fit is not kept. All methods may be called from several threads.
+    With `has_states`, a model goes on only from where the states of its recurrent layers are known: a path ends there.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+    def __init__(self, budget_bytes: int, *, has_states: bool = False) -> None:
+        self.budget_bytes, self._has_states = budget_bytes, has_states
         self.nbytes = 0
         self.lock = threading.RLock()
         self._root = Node((), None, None)
@@ -140,19 +141,27 @@ class PrefixTree:
         node reaches into a labelled chunk.
         """
         with self.lock:
-            path = Path(self, self._root)
+            path, last, at = Path(self, self._root), self._root, 0
+            found: list[Node] = []
             for start, stop in chunks:
                 label = (labels[start, stop],) if (start, stop) in labels else ()
-                while path.tokens < stop:
-                    node = path.last.children.get(ids[path.tokens : stop] + label)
+                node: Node | None = last
+                while node is not None and at < stop:
+                    node = last.children.get(ids[at:stop] + label)
                     if logits and node is not None and stop == len(ids) and node.logits is None:
                         node = None
                     if node is None and decoded:
-                        end = min((at for at, _ in labels if at >= path.tokens), default=len(ids) - 1)
-                        node = self._match_decoded(path.last, ids[path.tokens : end])
-                    if node is None:
-                        return self._touched(path)
-                    path._step(node)  # noqa: SLF001
+                        end = min((begin for begin, _ in labels if begin >= at), default=len(ids) - 1)
+                        node = self._match_decoded(last, ids[at:end])
+                    if node is not None:
+                        found.append(node)
+                        last, at = node, at + (0 if node.kv is None else node.kv.tokens)
+                if node is None:
+                    break
+            while self._has_states and found and not (found[-1].kv and found[-1].kv.states):
+                found.pop()
+            for node in found:
+                path._step(node)  # noqa: SLF001
             return self._touched(path)
 
     def unpin(self, node: Node) -> None:
@@ -196,13 +205,16 @@ class PrefixTree:
             fresh = node is None
             if node is None:
                 node = Node(ids, kv, parent, is_decoded=is_decoded)
+            held = (None, None) if fresh else (node.kv, node.logits)
             before = 0 if fresh else node.nbytes
             if node.logits is None:
                 node.logits = logits
+            if node.kv is not None and kv.states and not node.kv.states:  # The same bits, and the states behind them.
+                node.kv = kv
             needed = node.nbytes - before
             if not self._evict(self.nbytes + needed - self.budget_bytes):
                 if not fresh:
-                    node.logits = None
+                    node.kv, node.logits = held
                 return False
             self.nbytes += needed
             if fresh and is_decoded:

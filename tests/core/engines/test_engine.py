@@ -334,8 +334,8 @@ def test_a_model_object_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("qwen3_next", {}, "recurrent"),
-        ("falcon_h1", {}, "recurrent states beside keys"),
+        ("zamba", {}, "from nothing at each pass"),
+        ("minimax", {}, "recurrent states in a place of its own"),
         ("deepseek_v32", {}, "an index"),
         ("bert", {}, "an encoder"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "an encoder"),

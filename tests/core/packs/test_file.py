@@ -113,6 +113,38 @@ def test_int8_takes_only_what_was_rounded_and_finite():
         make_pack().compressed("zip")
 
 
+def with_states(pack: KnowledgePack) -> KnowledgePack:
+    states = (torch.randn(3, 4).to(pack.kv.dtype), torch.randn(2, 3, 2), torch.tensor(1.5))
+    return replace(pack, kv=replace(pack.kv, states=states))
+
+
+@pytest.mark.parametrize("compression", ["none", "lossless"])
+@pytest.mark.parametrize("tokens", [0, 5, 700])
+def test_states_of_recurrent_layers_round_trip(tmp_path, tokens, compression):
+    pack = with_states(make_pack(tokens)).compressed(compression)
+    data = encode(pack)
+    found = read_pack(data)
+    assert same(found, pack)
+    assert [state.dtype for state in found.kv.states] == [torch.bfloat16, torch.float32, torch.float32]
+    assert encode(found) == data
+    assert same(read_header(data).pack, pack.without_kv())
+    (tmp_path / "pack.safetensors").write_bytes(data)
+    assert {"states.0", "states.1", "states.2"} < load_file(tmp_path / "pack.safetensors").keys()
+
+
+def test_a_model_without_keys_has_states_alone():
+    empty = torch.zeros(0, 5, 0)
+    pack = with_states(replace(make_pack(), kv=KVTensors((empty,), (empty,))))
+    assert pack.nbytes == pack.kv.state_bytes > 0
+    for compression in ("none", "lossless"):
+        assert same(read_pack(encode(pack.compressed(compression))), pack.compressed(compression))
+
+
+def test_states_are_not_rounded():
+    with pytest.raises(PackError, match="carried on"):
+        with_states(make_pack()).compressed("int8")
+
+
 def test_lazy_round_trip():
     pack = make_pack(kv=False)
     assert same(read_pack(encode(pack)), pack)
@@ -175,7 +207,7 @@ def test_metadata_follow_the_schema():
     for pack in (make_pack(), make_pack(kv=False), make_pack(0), *PACKS):
         content = json.loads(encode_pack(pack).metadata)
         jsonschema.validate(content, schema)
-        for name in content.keys() - {"compression"}:
+        for name in content.keys() - {"compression", "states"}:
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate({key: value for key, value in content.items() if key != name}, schema)
         with pytest.raises(jsonschema.ValidationError):
@@ -215,8 +247,8 @@ def rebuild(content: object, *, version: str = "2", data: bytes = b"", entries: 
 
 
 def test_a_later_version_is_named():
-    with pytest.raises(PackVersionError, match="'4'"):
-        read_header(rebuild({"anything": 1}, version="4"))
+    with pytest.raises(PackVersionError, match="'5'"):
+        read_header(rebuild({"anything": 1}, version="5"))
 
 
 CONTENT = json.loads(encode_pack(make_pack()).metadata)
@@ -265,6 +297,36 @@ LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
 def test_malformed_content_is_corrupt_even_with_a_valid_digest(content):
     with pytest.raises(PackCorruptError):
         read_header(rebuild(content))
+
+
+STATES = json.loads(encode_pack(with_states(make_pack())).metadata)
+OF_STATE = STATES["tensors"]["states.0"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        CONTENT,
+        LAZY,
+        {**STATES, "states": 0},
+        {**STATES, "states": 2},
+        {**STATES, "states": True},
+        {**STATES, "states": 10**18},
+        {**STATES, "states": -1},
+        {**STATES, "states": 7},
+        {**STATES, "compression": "none"},
+        {**STATES, "compression": "lossless"},
+        {**STATES, "tensors": {**STATES["tensors"], "states.0": {**OF_STATE, "dtype": "int8"}}},
+        {**STATES, "tensors": {**STATES["tensors"], "states.0": {**OF_STATE, "dtype": None}}},
+        {**STATES, "tensors": {**STATES["tensors"], "states.0": {**OF_STATE, "shape": [-1, 4]}}},
+        {**STATES, "tensors": {name: each for name, each in STATES["tensors"].items() if name != "states.1"}},
+    ],
+)
+def test_malformed_states_are_corrupt(content):
+    with pytest.raises(PackCorruptError):
+        read_header(rebuild(content, version="4"))
+    with pytest.raises(PackCorruptError):
+        read_header(rebuild(STATES, version="2"))
 
 
 @pytest.mark.parametrize("content", [CONTENT, LAZY])
@@ -333,11 +395,12 @@ def test_a_huge_shape_allocates_nothing():
 
 
 PACKS = [make_pack(kv=False), make_pack(), make_pack().compressed("lossless"), make_pack().compressed("int8")]
+PACKS += [with_states(make_pack()), with_states(make_pack()).compressed("lossless")]
 DATA = list(map(encode, PACKS))
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(which=st.sampled_from(range(4)), data=st.data())
+@given(which=st.sampled_from(range(len(PACKS))), data=st.data())
 def test_no_damage_goes_unnoticed(which, data):
     """Any flipped byte, cut, or inserted run: an error that is ours, or the very same pack."""
     intact = DATA[which]

@@ -1,0 +1,83 @@
+"""The selective scan of Mamba 1, going on from a state: transformers' own begins from nothing at each pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["scan_from_states"]
+
+_SCAN = "mamba_selective_scan"
+_NONE = (lambda: None).__code__
+
+
+def scan_from_states(model: nn.Module) -> int:
+    """Let the mixers of `model` that scan selectively take up the state of their cache; gives how many do.
+
+    The model is changed, its class is not: each mixer runs the code of its class with another scan.
+    """
+    mixers = [each for each in model.modules() if _SCAN in getattr(_own_forward(each), "__code__", _NONE).co_names]
+    for mixer in mixers:
+        vars(mixer)["forward"] = _going_on(mixer)
+    return len(mixers)
+
+
+def _own_forward(module: nn.Module) -> FunctionType:
+    found: FunctionType = inspect.unwrap(type(module).forward)
+    return found
+
+
+def _going_on(mixer: Any) -> Callable[..., Tensor]:  # noqa: ANN401 - a mixer of one of several classes
+    plain, own = mixer.forward, _own_forward(mixer)
+    scan = own.__globals__[_SCAN]
+
+    def forward(hidden_states: Tensor, cache_params: Any = None, **more: Any) -> Tensor:  # noqa: ANN401
+        state = None if cache_params is None else cache_params.get_recurrent_state(mixer.layer_idx)
+        if state is None or hidden_states.shape[1] == 1:
+            found: Tensor = plain(hidden_states, cache_params=cache_params, **more)
+            return found
+        known = {**own.__globals__, _SCAN: partial(_scan, scan, state)}
+        made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
+        behind: Tensor = made(mixer, hidden_states, cache_params=cache_params, **more)
+        return behind
+
+    return forward
+
+
+def _scan(  # noqa: PLR0913 - as transformers has it
+    plain: Callable[..., tuple[Tensor, Tensor]],
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803 - as the paper has it
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    **more: Any,  # noqa: ANN401
+) -> tuple[Tensor, Tensor]:
+    """The scan of tokens behind `state`, `(batch, channels, state size)`, and the state behind them.
+
+    `hidden_states`, `dt` and `z` are `(batch, channels, tokens)`, `A` is `(channels, state size)`, `B` and `C` are
+    `(batch, state size, tokens)`. A scan is linear in the state before it: what `plain` makes from nothing, plus that
+    state as it decays (Mamba, arXiv 2312.00752, section 3).
+    """
+    options = {**more, "delta_bias": delta_bias, "return_last_state": True}
+    output, last = plain(hidden_states, dt, A, B, C, D=D, z=None, **options)
+    steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
+    steps = (nn.functional.softplus(steps) if more.get("delta_softplus") else steps).cumsum(dim=-1)
+    total, left = output.float(), []
+    for at in range(A.shape[1]):
+        decayed = torch.exp(A[None, :, at, None].float() * steps) * state[:, :, at, None].float()
+        total = total + decayed * C[:, None, at].float()
+        left.append(decayed[..., -1])
+    if z is not None:
+        total = total * nn.functional.silu(z.float())
+    return total.to(output.dtype), last + torch.stack(left, dim=-1).to(last.dtype)
