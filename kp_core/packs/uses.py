@@ -65,7 +65,7 @@ class LastUse:
         """Write what was noted; nothing where nobody can write, or where the store is gone."""
         self._flushed = time.monotonic()
         with suppress(OSError):
-            if self._noted and self._blobs.stat("secret"):
+            if self._noted and any(self._blobs.list("secret")):
                 self._noted = False
                 self._blobs.write("used", [to_json(self.times()).encode()])
                 with self._lock:
