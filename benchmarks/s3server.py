@@ -91,7 +91,7 @@ class FaultyProxy:
     """TCP between a client and `target`: of the pieces that pass, a `share` meets a fault, at most `limit` in all.
 
     `drop` closes the connection before a piece passes, `truncate` in the middle of it, `delay` holds it for a while,
-    `silence` holds it for good. `faults` counts them, by kind and direction; `seed` chooses them.
+    `silence` answers nothing for a second and then closes. `faults` counts them, by kind and direction; `seed` chooses.
     """
 
     def __init__(self, target: str, *, share: float = 0.1, limit: int = 40, seed: int = 0) -> None:
@@ -131,9 +131,9 @@ class FaultyProxy:
                 if fault == "drop":
                     break
                 if fault == "delay":
-                    time.sleep(0.3)
+                    time.sleep(0.2)
                 if fault == "silence":
-                    time.sleep(3)
+                    time.sleep(1)
                     break
                 target.sendall(data[: len(data) // 2] if fault == "truncate" else data)
                 if fault == "truncate":

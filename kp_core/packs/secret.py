@@ -83,7 +83,7 @@ def _check_empty(blobs: Blobs) -> None:
     found = next((key for key, _ in blobs.list() if key != "lock"), None)
     if found is None or blobs.stat("secret"):
         return
-    if found.startswith(f"{_FOLDER}/"):
+    if any(blobs.list(f"{_FOLDER}/")):
         raise PackError(f"{blobs} was made with a secret that is not kept there; pass `PackStore(..., secret=...)`.")
     raise PackError(
         f"{blobs} is not empty (it holds {found}), and is no store of packs: it has no `secret`. Name a new "
