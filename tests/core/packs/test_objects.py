@@ -4,6 +4,7 @@ import importlib
 import itertools
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,25 @@ def test_no_key_leaves_the_prefix(url):
     for key in ("../other", "/etc/passwd", "a//b"):
         with pytest.raises(PackError, match="expected lower-case names"):
             ObjectBlobs(url).read(key)
+
+
+@pytest.mark.parametrize("step", range(0, 60, 3))
+def test_an_interrupted_rotation_is_begun_again(url, step):
+    pack = make_pack(tokens=20)
+    old = PackStore(url, secret=OLD).put(pack)
+    store = PackStore(Far(url, cache_bytes=0), secret=f"{NEW},{OLD}")
+    real, store.blobs.asked = store.blobs._call, []
+
+    def until(name, path, *args, **options):
+        if len(store.blobs.asked) == step:
+            raise KeyboardInterrupt
+        return real(name, path, *args, **options)
+
+    store.blobs._call = until
+    with suppress(KeyboardInterrupt):
+        store.rotate()
+    PackStore(url, secret=f"{NEW},{OLD}").rotate()
+    new = PackStore(url, secret=NEW)
+    (handle,) = new
+    assert same(new.get(handle), pack)
+    assert (handle != old, new.peek(old)) == (True, None)
