@@ -48,6 +48,7 @@ def server(folder: Path, buckets: tuple[str, ...] = ("packs",)) -> Iterator[str]
     options = {**named, **{f"{name}.grpc": _free_port() for name in named}, "s3.config": config, "dir": folder}
     options |= {"ip": "127.0.0.1", "ip.bind": "127.0.0.1", "master.telemetry": "false", "volume.max": 50}
     options |= {"master.volumeSizeLimitMB": 64, "s3.autoCreateBucket": "false"}
+    options |= {"s3.port.iceberg": 0, "s3.port.lance": 0}  # Their default ports are the same for every server.
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(  # noqa: S603 - ours
             [program, "server", "-filer", "-s3", *(f"-{name}={value}" for name, value in options.items())],

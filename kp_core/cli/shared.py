@@ -26,6 +26,7 @@ from kp_core.packs.file import read_pack
 from kp_core.packs.handle import check_namespace
 from kp_core.packs.objects import is_far, open_blobs
 from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.secret import is_made
 
 __all__ = [
     "ERRORS",
@@ -214,7 +215,7 @@ def located(place: str) -> str | Path:
 
 def is_store(place: str | Path) -> bool:
     """Whether packs are kept in this folder, or under this URL."""
-    return any(key.partition("/")[0] in {"secret", "secrets"} for key, _ in open_blobs(place).list("secret"))
+    return is_made(open_blobs(place))
 
 
 def read_one(path: Path) -> KnowledgePack:

@@ -11,11 +11,12 @@ from hashlib import blake2b
 from kp_core.errors import PackError
 from kp_core.packs.blobs import Blobs
 
-__all__ = ["SECRET_VARIABLE", "forget_secrets", "load_secrets"]
+__all__ = ["forget_secrets", "is_made", "load_secrets"]
 
-SECRET_VARIABLE = "KP_SECRET"  # noqa: S105 - its name
+_VARIABLE = "KP_SECRET"
 _SECRET_BYTES = 32
 _FOLDER = "secrets"
+_NAMED = re.compile(rf"{_FOLDER}/[0-9a-f]{{32}}")
 _HOW = "a secret of 64 hexadecimal digits, e.g. of `openssl rand -hex 32`, or several, newest first, with commas"
 
 
@@ -26,11 +27,11 @@ def load_secrets(blobs: Blobs, configured: str | None, *, is_far: bool) -> tuple
     in `KP_SECRET`, and the store holds its name alone. Raises `PackError` where there are other things, for a secret
     that the store was not made with, and without one that it was made with.
     """
-    given = configured or (os.environ.get(SECRET_VARIABLE) if is_far else None)
+    given = configured or (os.environ.get(_VARIABLE) if is_far else None)
     if not given:
         if is_far:
             raise PackError(
-                f"The handles of {blobs} need a secret that is not kept there: set {SECRET_VARIABLE}, or pass "
+                f"The handles of {blobs} need a secret that is not kept there: set {_VARIABLE}, or pass "
                 f"`PackStore(..., secret=...)`: {_HOW}. Keep it: without it the handles mean nothing."
             )
         return (_stored_secret(blobs),)
@@ -42,6 +43,11 @@ def load_secrets(blobs: Blobs, configured: str | None, *, is_far: bool) -> tuple
     return found
 
 
+def is_made(blobs: Blobs) -> bool:
+    """Whether there is a store of packs."""
+    return any(key == "secret" or _NAMED.fullmatch(key) for key, _ in blobs.list("secret"))
+
+
 def forget_secrets(blobs: Blobs, old: Sequence[bytes]) -> None:
     """Say that no handle of the store is under one of the `old` secrets any more."""
     for each in old:
@@ -50,7 +56,7 @@ def forget_secrets(blobs: Blobs, old: Sequence[bytes]) -> None:
 
 def _check(blobs: Blobs, given: Sequence[bytes]) -> None:
     """Compare what is `given` with the names of the store's secrets; the first one's is written before any pack."""
-    names = {key for key, _ in blobs.list(f"{_FOLDER}/")}
+    names = {key for key, _ in blobs.list(f"{_FOLDER}/") if _NAMED.fullmatch(key)}
     if unknown := names - {_name(each) for each in given}:
         raise PackError(
             f"{blobs} was made with {'another secret' if len(names) == len(unknown) else 'one secret more'} "
@@ -83,7 +89,7 @@ def _check_empty(blobs: Blobs) -> None:
     found = next((key for key, _ in blobs.list() if key != "lock"), None)
     if found is None or blobs.stat("secret"):
         return
-    if any(blobs.list(f"{_FOLDER}/")):
+    if is_made(blobs):
         raise PackError(f"{blobs} was made with a secret that is not kept there; pass `PackStore(..., secret=...)`.")
     raise PackError(
         f"{blobs} is not empty (it holds {found}), and is no store of packs: it has no `secret`. Name a new "
