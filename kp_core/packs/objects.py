@@ -24,6 +24,7 @@ _CACHE_BYTES = 8 * 2**30
 _FRESH_SECONDS = 1.0
 _LARGE = 32 * 2**20  # Bytes from which a blob is read in parallel parts.
 _AT_ONCE = 8
+_TRIES = 5
 _BUCKETS = {"s3", "s3a", "gs", "gcs"}
 # On top of these attempts s3fs makes five of its own, with backoff, where connections break.
 _S3: Mapping[str, Any] = {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 4}}}
@@ -74,7 +75,7 @@ class ObjectBlobs:
         """As `Blobs.read`; whole packs come from the local cache where it has them. A range never does."""
         if start or stop is not None or not key.endswith(".safetensors"):
             return self._get(key, start, stop)
-        while True:
+        for _ in range(_TRIES):
             found = self.recent(key)
             if found is None:
                 if self._near:
@@ -89,6 +90,7 @@ class ObjectBlobs:
                 if self._near:
                     self._near.write(key, found.version, data)
                 return data
+        raise OSError(f"{self}/{key} changed, or came in another length, each of the {_TRIES} times that it was read.")
 
     def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
         """As `Blobs.write`; may also be `False` where an earlier attempt of this very call arrived unconfirmed."""

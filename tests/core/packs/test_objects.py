@@ -205,6 +205,16 @@ def test_damage_of_the_store_is_seen_past_the_cache(far):
     assert [found for found, _ in store.verify()] == [handle]
 
 
+def test_what_never_comes_whole_is_an_error_and_no_damage(far, monkeypatch):
+    store, handle, _ = far
+    real = store.blobs._get
+    monkeypatch.setattr(store.blobs, "_get", lambda key, *given: real(key, *given)[:-1])
+    with pytest.raises(OSError, match="came in another length"):
+        store.get(handle)
+    monkeypatch.undo()
+    assert not list(store.blobs.list("quarantine/"))
+
+
 def test_a_removed_pack_leaves_the_cache(far):
     store, handle, _ = far
     store.get(handle)
