@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import tempfile
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -24,7 +22,7 @@ from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.view import Packs
-from kp_core.rates import Rates, measure_rates
+from kp_core.rates import Rates, measure_rates, near_folder
 from kp_core.units import Unit, Units
 
 __all__ = ["KV", "Compress", "Delivery", "Found", "Precompile", "Unit"]
@@ -103,9 +101,7 @@ class Delivery:
         """Whether KV is stored; under `auto` that is measured once."""
         if self.kv != "auto":
             return self.kv == "stored"
-        self.rates = self.rates or measure_rates(
-            self._compiler, Path(getattr(self.store, "path", tempfile.gettempdir()))
-        )
+        self.rates = self.rates or measure_rates(self._compiler, near_folder(self.store))
         return self.rates.stores
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from kp_core.engines.session import Session
+from kp_core.errors import PackError
 from kp_core.packs.codec import Compression
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["MUCH_BYTES", "CompileCost", "Rates", "compile_cost", "measure_rates"]
+__all__ = ["MUCH_BYTES", "CompileCost", "Rates", "compile_cost", "measure_rates", "near_folder"]
 
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 _READ_BYTES = 64 * 2**20
@@ -62,6 +64,13 @@ class Rates:
     def stores(self) -> bool:
         """Whether reading KV beats computing it."""
         return self.read_tokens_per_s > self.prefill_tokens_per_s
+
+
+def near_folder(store: object) -> Path:
+    """Where the disk is measured for a store: in its folder; where packs are far away, among temporary files."""
+    with suppress(PackError, AttributeError):
+        return Path(store.path)  # type: ignore[attr-defined]
+    return Path(tempfile.gettempdir())
 
 
 def measure_rates(engine: Session, folder: Path) -> Rates:

@@ -70,7 +70,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
-            "store": None if self.store is None else str(getattr(self.store, "path", self.store)),
+            "store": None if self.store is None else str(getattr(self.store, "blobs", self.store)),
             "namespaces": list(self.namespaces),
             "trusted_roles": sorted(self.trusted_roles),
             **{name: getattr(request, name) for name in MODEL_OPTIONS},

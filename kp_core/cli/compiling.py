@@ -19,7 +19,7 @@ from kp_core.facts import Fact, FactStore
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.packs.store import PackStore
-from kp_core.rates import MUCH_BYTES, compile_cost, measure_rates
+from kp_core.rates import MUCH_BYTES, compile_cost, measure_rates, near_folder
 
 __all__ = ["CompileOptions", "say_plan"]
 
@@ -84,7 +84,7 @@ class CompileOptions(ModelOptions):
 
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
         """Say what it takes, and compile; an interrupted run goes on where it stopped."""
-        compress = self.chosen(session, store.path)
+        compress = self.chosen(session, near_folder(store))
         delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
         units = delivery.all_units()
         plan = self.plan(units, store, session, compress)

@@ -32,13 +32,18 @@ _PACKAGES = (
 
 @spread
 def doctor(
+    before: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Say what will work with it, by its configuration: nothing is loaded."),
+    ] = None,
     *,
     folder: Annotated[Path | None, typer.Option(help="A folder for packs, whose disk is measured.")] = None,
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Machine, packages, whether a model is supported and why not (exit code 3), and whether storing KV pays."""
-    about: dict[str, Any] = {"machine": _machine(), "packages": _packages(), "model": _model(model, folder)}
+    found = _foreseen(before, model.dtype) if before else _model(model, folder)
+    about: dict[str, Any] = {"machine": _machine(), "packages": _packages(), "model": found}
     if as_json:
         print_json(about)
     else:
@@ -71,6 +76,31 @@ def _packages() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
+
+
+def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
+    from kp_core.engines.hf.foresight import foresee
+
+    try:
+        seen = foresee(name, dtype)
+    except KnowledgePackError as error:
+        return {"name": name, "supported": False, "why_not": str(error)}
+    lacks = seen.kind.lacks
+    about = {
+        "name": name,
+        "supported": True,
+        "exact_reuse": True,
+        **{what: f"no, as {lacks[what]}" if what in lacks else True for what in ("compose", "steer")},
+        "cache": seen.kind.name,
+        "dtype": seen.dtype,
+        "weights_gb": "quantised: see the size of its files"
+        if seen.weight_bytes is None
+        else round(seen.weight_bytes / 1e9, 2),
+        "kv_bytes_per_token": seen.bytes_per_token,
+        "positions": seen.positions,
+        "longest_prompt_in_memory": seen.longest_prompt,
+    }
+    return about | ({"state_bytes": seen.state_bytes} if seen.state_bytes else {})
 
 
 def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:

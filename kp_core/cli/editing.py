@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from kp_core import edit as editing
 from kp_core.cli.knowledge import found_id
 from kp_core.cli.places import PlaceOptions, open_collection
-from kp_core.cli.shared import JsonFlag, ModelOptions, TargetPath, console, is_store, print_json, spread
+from kp_core.cli.shared import JsonFlag, ModelOptions, TargetPath, console, is_store, located, print_json, spread
 from kp_core.delivery import Delivery
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
@@ -36,7 +35,7 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
     as_json: JsonFlag = False,
 ) -> None:
     """Correct what a fact of a collection says, or a pack of a store; the old pack stays under its own handle."""
-    if is_store(Path(place)):
+    if is_store(located(place)):
         store, handle, session = PackStore(place), Handle.parse(name), model.load()
         was = store.get(handle, PackKey(session.fingerprint))
         made = editing.edit(was, old, new, session, how=how)

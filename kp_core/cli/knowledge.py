@@ -240,7 +240,7 @@ def _print(data: dict[str, Any], said: str, *, as_json: bool) -> None:
         console().print(said, soft_wrap=True)
 
 
-def _collect(facts: FactStore, folder: Path) -> int:
+def _collect(facts: FactStore, folder: str | Path) -> int:
     """Remove the packs in `folder` that no fact uses any more; how many there were."""
     return len(Delivery(facts, None, PackStore(folder)).gc()) if is_store(folder) else 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kp_core import PackStore
 from kp_core.cli.places import PlaceOptions, is_collection, open_collection
-from kp_core.cli.shared import JsonFlag, TargetPath, is_store, print_json, read_one, show_table, spread
+from kp_core.cli.shared import JsonFlag, TargetPath, is_store, located, print_json, read_one, show_table, spread
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore
 from kp_core.packs.pack import KnowledgePack
@@ -22,7 +22,7 @@ _SHOWN = 5  # Entries that were used most.
 @spread
 def inspect(path: TargetPath, *, options: PlaceOptions, as_json: JsonFlag = False) -> None:
     """Facts, namespaces, embedder, banks, sizes, fingerprints: what is in there."""
-    target = Path(path)
+    target = located(path)
     if is_collection(path):
         with open_collection(path, options, read_only=True) as facts:
             about = _collection(facts)
@@ -31,7 +31,7 @@ def inspect(path: TargetPath, *, options: PlaceOptions, as_json: JsonFlag = Fals
             about["packs"] = _store(folder)
     elif is_store(target):
         about = _store(target)
-    elif target.is_file():
+    elif isinstance(target, Path) and target.is_file():
         about = _pack(read_one(target)) | {"file_bytes": target.stat().st_size}
     else:
         raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
@@ -58,7 +58,7 @@ def _collection(store: ChromaFactStore) -> dict[str, Any]:
     }
 
 
-def _store(path: Path) -> dict[str, Any]:
+def _store(path: str | Path) -> dict[str, Any]:
     store = PackStore(path)
     entries = [entry for handle in store for entry in store.entries(handle)]
     kept, hits = list(store.kept), store.hits

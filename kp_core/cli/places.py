@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kp_core.cli.shared import did_you_mean
+from kp_core.cli.shared import did_you_mean, located
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore, FactStore
 from kp_core.facts.base import content_id
@@ -42,9 +42,11 @@ class PlaceOptions:
         ),
     ] = None
     packs: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FOLDER", help="Where packs are. Default: COLLECTION/packs; of what is not ours, the user's cache."
+            metavar="PLACE",
+            help="Where packs are: a folder, or a URL such as s3://bucket/prefix. Default: COLLECTION/packs; of what "
+            "is not ours, the user's cache.",
         ),
     ] = None
     tenant: Annotated[str | None, typer.Option(help="Tenant on the Chroma server.")] = None
@@ -69,10 +71,10 @@ class PlaceOptions:
         """The embedder that was named."""
         return None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
 
-    def folder(self, place: str, facts: FactStore) -> Path:
+    def folder(self, place: str, facts: FactStore) -> str | Path:
         """Where the packs of `facts`, opened from `place`, are: nothing is put into a folder that is not ours."""
         if self.packs is not None:
-            return self.packs
+            return located(self.packs)
         if isinstance(facts, ChromaFactStore) and facts.path is not None:
             return facts.path / "packs"
         where = f"{place if is_url(place) else Path(place).resolve()} {getattr(facts, 'name', '')}".strip()

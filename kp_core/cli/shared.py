@@ -24,7 +24,9 @@ from kp_core.errors import BankError, ModelError, PackError
 from kp_core.facts import Filter, LexicalReranker
 from kp_core.packs.file import read_pack
 from kp_core.packs.handle import check_namespace
+from kp_core.packs.objects import is_far, open_blobs
 from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.secret import is_made
 
 __all__ = [
     "ERRORS",
@@ -40,6 +42,7 @@ __all__ = [
     "did_you_mean",
     "filter_of",
     "is_store",
+    "located",
     "plain",
     "print_json",
     "read_one",
@@ -59,7 +62,9 @@ def checked_namespace(name: str | None) -> str | None:
     return None if name is None else check_namespace(name)
 
 
-TargetPath = Annotated[str, typer.Argument(metavar="PATH", help="A collection, a store of packs, or a pack file.")]
+TargetPath = Annotated[
+    str, typer.Argument(metavar="PATH", help="A collection, a store of packs (a folder or a URL), or a pack file.")
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Where = Annotated[
     str | None,
@@ -203,9 +208,14 @@ def filter_of(where: str | None) -> Filter | None:
     return found
 
 
-def is_store(path: Path) -> bool:
-    """Whether packs are kept in this folder."""
-    return (path / "secret").is_file()
+def located(place: str) -> str | Path:
+    """Where packs are: a URL as it is, else a path."""
+    return place if is_far(place) else Path(place)
+
+
+def is_store(place: str | Path) -> bool:
+    """Whether packs are kept in this folder, or under this URL."""
+    return is_made(open_blobs(place))
 
 
 def read_one(path: Path) -> KnowledgePack:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -42,6 +42,11 @@ class CheckedSource:
         if self.source is None:
             raise PackNotFoundError(f"There is no store to look for {handle} in; pass `view=store.view(...)`.")
         return self.check(self.source.get(handle, key or PackKey(self.fingerprint)), str(handle))
+
+    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
+        """As `PackStore.prefetch`, where the source is one that can."""
+        if fetch := getattr(self.source, "prefetch", None):
+            fetch([(handle, key or PackKey(self.fingerprint)) for handle, key in wanted], kv=kv)
 
     def check(self, pack: KnowledgePack, name: str) -> KnowledgePack:
         """`pack`, or its text alone; raises when another model made it and it may not be rebuilt."""

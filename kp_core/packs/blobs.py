@@ -16,17 +16,24 @@ from kp_core.errors import PackError
 from kp_core.packs.codec import Buffer
 from kp_core.packs.durable import discard_stale, make_dirs, publish, stage, sync_dir
 
-__all__ = ["BlobStat", "Blobs", "FolderBlobs"]
+__all__ = ["BlobStat", "Blobs", "FolderBlobs", "check_key"]
 
 _KEY = re.compile(r"(?!staging(?:/|$))[a-z0-9][a-z0-9_.-]*(?:/[a-z0-9][a-z0-9_.-]*)*")
 
 
 class BlobStat(NamedTuple):
-    """Size in bytes, a token that changes whenever the blob is written, and when that was (seconds since 1970)."""
+    """Size in bytes, a token that changes whenever other bytes are written, and when that was (seconds since 1970)."""
 
     size: int
     version: str
     modified: float
+
+
+def check_key(key: str) -> str:
+    """`key`, when it is one; raises `PackError` otherwise."""
+    if _KEY.fullmatch(key) is None:
+        raise PackError(f"Got the key {key!r}; expected lower-case names joined by '/', not under staging/.")
+    return key
 
 
 class Blobs(Protocol):
@@ -142,9 +149,7 @@ class FolderBlobs:
 
     def _file(self, key: str) -> str:
         # A string, as Path objects would cost more than all the rest of a `stat`.
-        if _KEY.fullmatch(key) is None:
-            raise PackError(f"Got the key {key!r}; expected lower-case names joined by '/', not under staging/.")
-        return f"{self._root}/{key}"
+        return f"{self._root}/{check_key(key)}"
 
 
 def _stat(found: os.stat_result) -> BlobStat:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -15,7 +17,7 @@ from kp_core.packs.codec import Buffer
 from kp_core.packs.file import EncodedPack, PackHeader, encode_pack, header_stop, read_header, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, mint
-from kp_core.packs.layout import load_secret, pack_key, text_key
+from kp_core.packs.layout import pack_key, text_key
 from kp_core.packs.pack import KnowledgePack, Prefix
 
 __all__ = ["PackCorruptWarning", "PackFiles"]
@@ -30,6 +32,10 @@ class PackCorruptWarning(RuntimeWarning):
     """A damaged pack file was set aside; the pack lives on without its KV, which is computed anew on use."""
 
 
+class _OtherSecretError(PackCorruptError):
+    """An intact file whose handle was made under none of the secrets that were configured."""
+
+
 class PackFiles:
     """What lies under `packs/`: for each handle a text, the first entry of its KV, and others beside it.
 
@@ -37,21 +43,23 @@ class PackFiles:
     mended; others can be lost without harm.
     """
 
-    def __init__(self, blobs: Blobs) -> None:
-        self.blobs, self.secret = blobs, load_secret(blobs)
+    def __init__(self, blobs: Blobs, secrets: Sequence[bytes], *, are_configured: bool = False) -> None:
+        self.blobs, self.secrets, self._are_configured = blobs, tuple(secrets), are_configured
+        # A place that is far away remembers for a second what it was asked.
+        self.recent: Callable[[str], BlobStat | None] = getattr(blobs, "recent", blobs.stat)
         self._peeked = lru_cache(_PEEKED_PACKS)(self._peek)
 
     def handle(self, text: str, namespace: str) -> Handle:
         """The handle `text` has here; raises `HandleError` for bad names and non-Unicode text."""
         try:
-            return mint(self.secret, namespace, text)
+            return mint(self.secrets[0], namespace, text)
         except UnicodeEncodeError as error:
             raise HandleError(f"Got text that is not Unicode: {error}. Decode it with errors='replace'.") from error
 
     def look(self, handle: Handle, slot: str = "", root: str = "packs") -> KnowledgePack | None:
         """The entry without its KV; `None` for one that is absent or shows damage. Remembers what it saw."""
         with suppress(FileNotFoundError, PackCorruptError):
-            if found := self.blobs.stat(pack_key(handle, slot, root)):
+            if found := self.recent(pack_key(handle, slot, root)):
                 return self._peeked(handle, slot, root, found.version)
         return None
 
@@ -75,8 +83,9 @@ class PackFiles:
 
     def own(self, handle: Handle, pack: KnowledgePack, damage: str | None = None) -> KnowledgePack:
         """`pack`, when it is that of the handle and has no damage."""
-        if self.handle(pack.text, pack.namespace) != handle:
-            raise PackCorruptError(f"The file holds another text than that of {handle}, or comes from another store.")
+        if not self._is_of(handle, pack.text, pack.namespace):
+            kind = _OtherSecretError if self._are_configured else PackCorruptError
+            raise kind(f"The file holds another text than that of {handle}, or comes from another store.")
         if damage is not None:
             raise PackCorruptError(damage)
         return pack
@@ -85,8 +94,16 @@ class PackFiles:
         """The text beside the pack, when there is one and it is that of the handle."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             text = str(self.blobs.read(text_key(handle)), "utf-8")
-            return text if self.handle(text, handle.namespace) == handle else None
+            return text if self._is_of(handle, text, handle.namespace) else None
         return None
+
+    def note_change(self) -> None:
+        """Let everybody know that a pack was added or removed."""
+        self.blobs.write("changes", [os.urandom(8)])
+
+    def _is_of(self, handle: Handle, text: str, namespace: str) -> bool:
+        """Whether `handle` is that of `text`, under the present secret or an earlier one."""
+        return any(mint(each, namespace, text) == handle for each in self.secrets)
 
     def write_text(self, handle: Handle, text: str) -> bool:
         """Write the text unless it is there; returns whether there was none."""
@@ -101,7 +118,7 @@ class PackFiles:
         try:
             data = self.blobs.read(pack_key(handle, slot))
             return self.own(handle, read_pack(data))
-        except FileNotFoundError:
+        except (FileNotFoundError, _OtherSecretError):
             return None
         except PackCorruptError as error:
             aside = self._set_aside(handle, "safetensors", data)
@@ -115,6 +132,8 @@ class PackFiles:
         try:
             data = self.blobs.read(pack_key(handle))
             return self.own(handle, read_pack(data))
+        except _OtherSecretError:
+            return None
         except FileNotFoundError:
             damage = "The file is missing."
         except PackCorruptError as error:
@@ -128,7 +147,7 @@ class PackFiles:
                 return None
             for key in (text_key(handle), pack_key(handle)):
                 self.blobs.delete(key)
-            self.blobs.write("changes", [])
+            self.note_change()
             raise PackCorruptError(
                 f"The pack {handle} is damaged, and so is its text: {damage} Set aside: {', '.join(aside)}. "
                 "Store it anew from its source; the handle stays the same."

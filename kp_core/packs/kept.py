@@ -117,7 +117,7 @@ class KeptEntries:
         if not key.namespaces <= set(namespaces):
             return False
         handle = self._files.handle(key.text, key.home)
-        found = self._blobs.stat(_path(handle))
+        found = self._files.recent(_path(handle))
         return found is not None and not self._is_old(handle, found)
 
     def read(self, key: EntryKey, namespaces: Collection[str]) -> KVTensors | None:
@@ -127,7 +127,7 @@ class KeptEntries:
         handle = self._files.handle(key.text, key.home)
         try:
             pack = self._files.own(handle, read_pack(self._blobs.read(_path(handle))))
-        except FileNotFoundError:
+        except OSError:  # Absent, or out of reach: it is computed.
             return None
         except PackError as error:
             logger.warning("An entry kept behind %s is dropped: %s", ", ".join(key.packs), error)

@@ -1,24 +1,21 @@
-"""The rules of a store that `docs/format.md` sets: its keys, its secret, and what displaces what."""
+"""The rules of a store that `docs/format.md` sets: its keys, and what displaces what."""
 
 from __future__ import annotations
 
 import re
-import secrets
 import struct
 from contextlib import suppress
 from hashlib import blake2b
 
-from kp_core.errors import HandleError, PackError
-from kp_core.packs.blobs import Blobs
+from kp_core.errors import HandleError
 from kp_core.packs.file import EncodedPack, PackHeader
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 
-__all__ = ["displaces", "handle_of", "is_spare", "load_secret", "pack_key", "slots", "text_key"]
+__all__ = ["displaces", "handle_of", "is_spare", "pack_key", "slots", "text_key"]
 
 _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
-_SECRET_BYTES = 32
 
 
 def pack_key(handle: Handle, slot: str = "", root: str = "packs") -> str:
@@ -46,26 +43,6 @@ def handle_of(key: str) -> tuple[Handle, str] | None:
     with suppress(HandleError):
         return (Handle(match[1], match[2]), match[3]) if match else None
     return None
-
-
-def load_secret(blobs: Blobs) -> bytes:
-    """The secret of the store, made where there is nothing; raises `PackError` where there are other things."""
-    # It comes before any pack: what holds something but no secret was not made here, or has lost it.
-    if blobs.stat("secret") is None:
-        found = next((key for key, _ in blobs.list() if key != "lock"), None)
-        if found and blobs.stat("secret") is None:
-            raise PackError(
-                f"{blobs} is not empty (it holds {found}), and is no store of packs: it has no `secret`. Name a new "
-                "folder; if this was a store, restore its secret from a backup: without it the handles mean nothing."
-            )
-        blobs.write("secret", [secrets.token_bytes(_SECRET_BYTES)], if_absent=True)
-    secret = bytes(blobs.read("secret"))
-    if len(secret) != _SECRET_BYTES:
-        raise PackError(
-            f"{blobs}/secret has {len(secret)} bytes; expected {_SECRET_BYTES}. Restore it from a backup: "
-            "without it the handles of this store mean nothing."
-        )
-    return secret
 
 
 def displaces(pack: KnowledgePack, encoded: EncodedPack, stored: PackHeader | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -19,17 +20,22 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.kept import KeptEntries
 from kp_core.packs.layout import displaces, handle_of, is_spare, pack_key, slots, text_key
+from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.room import make_room
+from kp_core.packs.secret import forget_secrets, load_secrets
 from kp_core.packs.uses import LastUse
 from kp_core.packs.view import TRUSTED_ROLES, PackView
 
 __all__ = ["PackCorruptWarning", "PackStore"]
 
+logger = logging.getLogger(__name__)
+
 
 class PackStore:
-    """Packs in a folder, or in other `Blobs`: a text each, and a file for each entry of its KV. Keeps `Packs`.
+    """Packs in a folder, under a URL (`s3://bucket/prefix`, `gs://`, `memory://`), or in other `Blobs`. Keeps `Packs`.
 
+    Each is a text, and a file for each entry of its KV.
     A pack has one entry for each model and prefix that it was compiled for; they do not displace one another.
 
     Safe for any number of threads and processes: a reader sees a pack whole or not at all. A damaged file is kept in
@@ -39,14 +45,18 @@ class PackStore:
 
     `max_bytes` bounds the files under `packs/`: a `put` that needs room drops the KV of packs that nobody has `get` for
     longest. Texts and token ids are never dropped. Processes that put at one moment may pass the bound by what they
-    put, until the next `put`. `keep_bytes` and `keep_seconds` bound `kept`. Raises `PackError` for a place that holds
-    other things and no packs.
+    put, until the next `put`. `keep_bytes` and `keep_seconds` bound `kept`.
+
+    `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, while it is rotated. A folder
+    has one of its own by default; object storage never holds it (default: the variable `KP_SECRET`). Raises `PackError`
+    for a place that holds other things and no packs, that was made with another secret, or that cannot be reached.
     """
 
     def __init__(
         self,
         place: str | os.PathLike[str] | Blobs,
         *,
+        secret: str | None = None,
         max_bytes: int | None = None,
         keep_bytes: int = 2**31,
         keep_seconds: float | None = None,
@@ -56,9 +66,17 @@ class PackStore:
                 raise QuotaError(f"Got {name}={bound}; expected a positive number, or None for no bound.")
         if keep_bytes < 0:
             raise QuotaError(f"Got keep_bytes={keep_bytes}; expected a number of bytes, or 0 to keep nothing.")
-        self.blobs: Blobs = FolderBlobs(place) if isinstance(place, str | os.PathLike) else place
+        self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
         self.max_bytes = max_bytes
-        self._files, self._uses = PackFiles(self.blobs), LastUse(self.blobs)
+        is_far = isinstance(self.blobs, ObjectBlobs) and self.blobs.is_shared
+        try:
+            secrets = load_secrets(self.blobs, secret, is_far=is_far)
+        except OSError as error:
+            if isinstance(self.blobs, ObjectBlobs):
+                raise PackError(str(error)) from error
+            raise
+        self._files = PackFiles(self.blobs, secrets, are_configured=bool(secret) or is_far)
+        self._uses = LastUse(self.blobs)
         self.kept = KeptEntries(self._files, self._uses, keep_bytes, keep_seconds)
         """What was computed behind other packs and is kept (see the option `keep` of a request)."""
         # Threads that make room take turns, so that together they keep to the bound.
@@ -78,7 +96,7 @@ class PackStore:
     @property
     def changes(self) -> str:
         """A token that is another one whenever anybody has added or removed a pack; costs one `stat`."""
-        found = self.blobs.stat("changes")
+        found = self._files.recent("changes")
         return "" if found is None else found.version
 
     @property
@@ -127,7 +145,7 @@ class PackStore:
         if self._files.write_text(handle, pack.text):
             if self.blobs.stat(pack_key(handle)) is None:  # Somebody removed the pack in between.
                 self.blobs.delete(text_key(handle))
-            self.blobs.write("changes", [])
+            self._files.note_change()
         self._uses.note(f"{handle}{slot}")
         return handle
 
@@ -149,14 +167,50 @@ class PackStore:
         Raises `PackNotFoundError` when there is none, `PackCorruptError` when neither file nor text can be trusted
         (both are then in quarantine, and the pack is gone), `PackVersionError` when a later release wrote the file.
         """
-        slot = "" if key is None else self._find(handle, key)[0]
-        pack = self._files.read_beside(handle, slot) if slot else None
-        if pack is None:
-            slot, pack = "", self._files.read(handle)
+        slot, known = ("", None) if key is None else self._find(handle, key)
+        try:
+            pack = self._files.read_beside(handle, slot) if slot else None
+            if pack is None:
+                slot, pack = "", self._files.read(handle)
+        except OSError as error:
+            if known is None or isinstance(self.blobs, FolderBlobs):
+                raise
+            logger.warning("The KV of %s is out of reach, and is computed from its text: %s", handle, error)
+            return known
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
         self._uses.note(f"{handle}{slot}", hit=True)
         return pack
+
+    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
+        """Look at several entries at once, and bring their KV near, where each look takes a way; else nothing."""
+        if isinstance(self.blobs, ObjectBlobs):
+            self.blobs.look_at([pack_key(handle) for handle, _ in wanted])
+            if kv:
+                slots = {pack_key(handle, self._find(handle, key)[0]) for handle, key in wanted}
+                self.blobs.look_at(slots, bytes_too=True)
+
+    def rotate(self) -> int:
+        """Give each pack whose handle was made under an earlier secret one under the first; returns how many.
+
+        Old handles mean nothing afterwards, and what was kept behind them is dropped. Interrupted, it is begun again.
+        """
+        moved = 0
+        for handle in list(self.handles()):
+            pack = self.peek(handle)
+            new = self.handle(pack.text, pack.namespace) if pack else handle
+            if pack and new != handle:
+                stem = pack_key(handle).removesuffix(".safetensors")
+                for key, _ in list(self.blobs.list(f"{stem}.")):
+                    if key != text_key(handle):
+                        target = pack_key(new).removesuffix(".safetensors") + key.removeprefix(stem)
+                        self.blobs.write(target, [self.blobs.read(key)], if_absent=True)
+                self._files.write_text(new, pack.text)
+                self._files.note_change()
+                self.remove(handle)
+                moved += 1
+        forget_secrets(self.blobs, self._files.secrets[1:])
+        return moved
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """The pack as it was made for each model and prefix, the first one first, without KV."""
@@ -181,7 +235,7 @@ class PackStore:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
         self.kept.unpin(handle)
         self.kept.drop(pack=handle)  # What was kept since.
-        self.blobs.write("changes", [])
+        self._files.note_change()
 
     def forget(self, namespace: str) -> int:
         """Delete all KV that was kept in `namespace` or behind it; returns how many entries. Packs stay."""
@@ -202,10 +256,11 @@ class PackStore:
     def verify(self) -> Iterator[tuple[Handle, str]]:
         """Each pack that is damaged, and how; checks every digest and changes nothing."""
         for handle in self:
-            found = [key for key, _ in self.blobs.list(text_key(handle).removesuffix("txt")) if key != text_key(handle)]
-            for key in sorted({pack_key(handle), *found}):
+            found = dict(self.blobs.list(text_key(handle).removesuffix("txt")))
+            for key in sorted({pack_key(handle), *found} - {text_key(handle)}):
                 try:
-                    self._files.own(handle, read_pack(self.blobs.read(key)))
+                    # As a range, which no local cache has.
+                    self._files.own(handle, read_pack(self.blobs.read(key, 0, found[key].size if key in found else 0)))
                 except FileNotFoundError:
                     yield handle, "The file is missing."
                 except PackError as error:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from kp_core.errors import PackCorruptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.content import from_json, mapping, to_json
+from kp_core.packs.secret import is_made
 
 __all__ = ["LastUse"]
 
@@ -65,7 +66,7 @@ class LastUse:
         """Write what was noted; nothing where nobody can write, or where the store is gone."""
         self._flushed = time.monotonic()
         with suppress(OSError):
-            if self._noted and self._blobs.stat("secret"):
+            if self._noted and is_made(self._blobs):
                 self._noted = False
                 self._blobs.write("used", [to_json(self.times()).encode()])
                 with self._lock:

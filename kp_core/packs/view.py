@@ -119,7 +119,10 @@ class PackView:
 
     def split(self, text: str, role: str) -> tuple[Segment, ...]:
         """`text` cut into plain text, the packs its handles stand for, and those whose texts are recognised in it."""
-        found: list[tuple[int, int, Handle | PackRef]] = [*find_handles(text), *self._recognised(text, role)]
+        handles = find_handles(text)
+        if handles and role in self.trusted_roles and (fetch := getattr(self.source, "prefetch", None)):
+            fetch({(handle, None) for *_, handle in handles if handle.namespace in self.namespaces})
+        found: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
         segments: list[Segment] = []
         done = 0
         # Of two that begin together, the longer first: the handle is then inside the text.

@@ -19,6 +19,7 @@ from benchmarks import (
     editing,
     equivalence,
     kills,
+    objects,
     packets,
     recognition,
     routing,
@@ -203,6 +204,16 @@ def test_recognition(tmp_path: Path) -> None:
 def test_kills(tmp_path: Path) -> None:
     figures = run(kills, tmp_path, "--kills", "1")
     assert (figures["kills"], figures["lost"], figures["unclean"], figures["foreign"]) == (1, 0, 0, 0)
+
+
+@pytest.mark.slow
+def test_objects(tmp_path: Path) -> None:
+    arguments = ("--data", data("wiki_passages.jsonl"), "--tokens", "256", "--repeats", "1", "--faults", "2")
+    figures = run(objects, tmp_path, *arguments)
+    assert (figures["faults"]["wrong"], figures["faults"]["lost"]) == (0, 0)
+    (row,) = figures["rows"]
+    assert list(row) == ["tokens", "bytes", "computed_s", "folder_s", "near_s", "far_s"]
+    assert all(value > 0 for value in row.values())
 
 
 def test_a_hundred_edits_of_four_kinds() -> None:

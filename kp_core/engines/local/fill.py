@@ -143,6 +143,7 @@ class Filler:
     def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
         run = self._at(self.match(plan, tree, logits=logits), plan.prompt, capacity)
         try:
+            self._prefetch(plan, run.buffer.length)
             for region in plan.regions:
                 is_composed, is_there = region.composer is not None, region.stop <= run.buffer.length
                 kv = None if is_there else self._load(region, plan, run)
@@ -280,6 +281,14 @@ class Filler:
                 f"expected {len(region)}, as the pack {region.span.handle} has at its position."
             )
         return self._placed(kv)
+
+    def _prefetch(self, plan: Plan, length: int) -> None:
+        """Have a store that is far away bring all packs near at once that are read behind the first `length` tokens."""
+        if plan.reuse and (fetch := getattr(plan.packs, "prefetch", None)):
+            regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
+            spans = [span for region in regions for span in region.spans or (region.span,) if span is not None]
+            wanted = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
+            fetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
 
     def _placed(self, kv: KVTensors) -> KVTensors:
         """`kv` on the device and in the dtype of the cache."""

@@ -9,9 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.objects import blobs_at
 from kp_core.errors import PackError
 from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs
 from kp_core.packs.file import Buffer
+from kp_core.packs.objects import ObjectBlobs
 from kp_core.packs.store import PackCorruptWarning, PackStore
 from tests.core.packs.made import make_pack, same
 
@@ -47,8 +49,14 @@ class MemoryBlobs:
         return self.held.pop(key, None) is not None
 
 
-@pytest.fixture(params=["folder", "memory"])
-def blobs(request, tmp_path) -> Blobs:
+@pytest.fixture(params=["folder", "memory", "fsspec", pytest.param("s3", marks=pytest.mark.slow)])
+def blobs(request, tmp_path, monkeypatch) -> Blobs:
+    monkeypatch.setenv("KP_CACHE", str(tmp_path / "cache"))
+    if request.param == "s3":
+        address = request.getfixturevalue("s3_server")
+        return blobs_at(address, f"s3://packs/{tmp_path.name.replace('[', '-').replace(']', '-')}")
+    if request.param == "fsspec":
+        return ObjectBlobs(f"memory://{tmp_path.name}")
     return FolderBlobs(tmp_path / "deep" / "blobs") if request.param == "folder" else MemoryBlobs()
 
 
@@ -75,8 +83,8 @@ def test_what_is_absent(blobs):
 
 def test_every_write_is_another_version(blobs):
     seen = set()
-    for _ in range(50):
-        blobs.write("a", [b"same size"])
+    for number in range(50):
+        blobs.write("a", [b"same %4d" % number])
         found = blobs.stat("a")
         assert (found.size, blobs.stat("a")) == (9, found)
         assert abs(found.modified - time.time()) < 60

@@ -1,0 +1,103 @@
+"""What will work with a model, from its configuration alone: no weights are downloaded or read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from kp_core.engines.hf.kinds import CacheKind, kind_of, rope_parameters
+from kp_core.engines.hf.loading import _best_device, _best_dtype, _unreadable, memory_bytes
+
+__all__ = ["Foresight", "foresee"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE = 8
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """A model as it would run here, in `dtype`.
+
+    `weight_bytes` in that dtype, `None` where the checkpoint is quantised; `bytes_per_token` of KV, `state_bytes` once
+    for each end of a pack; `memory` of the device in bytes; `positions` that the model has.
+    """
+
+    kind: CacheKind
+    dtype: str
+    weight_bytes: int | None
+    bytes_per_token: int
+    state_bytes: int
+    memory: int
+    positions: int
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt whose KV fits into memory beside the weights; 0 where these do not fit."""
+        left = self.memory - (self.weight_bytes or 0)
+        return max(0, min(self.positions, left // max(1, self.bytes_per_token)))
+
+
+def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
+    """What `load_engine(model, dtype=dtype)` would find; of an id on the hub only `config.json` is downloaded.
+
+    Raises `UnsupportedModelError`, with the reason, where packs cannot serve it, `ModelError` where there is no such
+    model.
+    """
+    device = _best_device()
+    wanted: torch.dtype = getattr(torch, dtype) if dtype else _best_dtype(device)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        kind = kind_of(config)
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise _unreadable(model, error) from error
+    text = config.get_text_config(decoder=True)
+    per_token, states = _cache_numbers(empty, config)
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    weights = None if is_quantised else sum(each.numel() * each.element_size() for each in set(empty.parameters()))
+    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2**31 - 1
+    rope = rope_parameters(text)
+    if rope.get("rope_type") == "longrope":
+        positions = rope.get("original_max_position_embeddings") or positions
+    name, size = str(wanted).removeprefix("torch."), wanted.itemsize
+    return Foresight(kind, name, weights, per_token * size, states, memory_bytes(device), int(positions))
+
+
+def _cache_numbers(empty: Any, config: Any) -> tuple[int, int]:  # noqa: ANN401
+    """Numbers that a token leaves in the cache, and bytes of states: by a pass of shapes, else by the configuration."""
+    cache = DynamicCache(config=config)
+    try:
+        with torch.inference_mode():
+            ids = torch.zeros(1, _PROBE, dtype=torch.long, device="meta")
+            empty(input_ids=ids, past_key_values=cache, use_cache=True)
+    except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
+        # Experts are chosen by what the numbers are, and here are none.
+        logger.debug("%s gives no shapes: %s", config.model_type, error)
+        return _by_config(config, sum(type(layer).__name__ != "DummyLayer" for layer in cache.layers)), 0
+    per_token = states = 0
+    for layer in cache.layers:
+        for name, tensor in vars(layer).items():
+            if not isinstance(tensor, Tensor):
+                continue
+            if name in ("keys", "values"):
+                per_token += tensor.numel() // max(1, tensor.shape[2]) if tensor.dim() == 4 else 0
+            else:
+                states += tensor.numel() * tensor.element_size()
+    return per_token, states
+
+
+def _by_config(config: Any, layers: int) -> int:  # noqa: ANN401
+    text = config.get_text_config(decoder=True)
+    if rank := getattr(text, "kv_lora_rank", None):
+        return int(layers * (rank + text.qk_rope_head_dim))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return int(layers * heads * width * 2)

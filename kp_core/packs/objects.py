@@ -1,0 +1,261 @@
+"""Packs in object storage (S3, GCS ...) or in any other place that `fsspec` reaches. See `docs/object-storage.md`."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import datetime
+from typing import Any
+
+from kp_core.errors import MissingDependencyError, PackError
+from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs, check_key
+from kp_core.packs.codec import Buffer
+from kp_core.packs.near import NearBlobs
+
+__all__ = ["ObjectBlobs", "is_far", "open_blobs"]
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
+_CACHE_BYTES = 8 * 2**30
+_FRESH_SECONDS = 1.0
+_LARGE = 32 * 2**20  # Bytes from which a blob is read in parallel parts.
+_AT_ONCE = 8
+_TRIES = 5
+_BUCKETS = {"s3", "s3a", "gs", "gcs"}
+# On top of these attempts s3fs makes five of its own, with backoff, where connections break.
+_S3: Mapping[str, Any] = {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 4}}}
+_PACKAGES = {"s3": 'pip install "knowledge-packs[s3]"', "gs": "pip install gcsfs", "gcs": "pip install gcsfs"}
+_IN_MEMORY = threading.Lock()
+_KEYS = "Check the keys (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile) and their rights: packs have to be "
+_KEYS += "listed, read, written and deleted there."
+_ADDRESS = "Check the network and the address (AWS_ENDPOINT_URL for servers that are not Amazon's)."
+
+
+class ObjectBlobs:
+    """Blobs as the objects under a URL, e.g. `s3://bucket/prefix`, `gs://bucket/prefix` or `memory://name`.
+
+    `options` go to the fsspec file system; what they leave open comes from where its library looks (environment,
+    profiles, fsspec's own configuration), and retries with backoff are its own. Packs that were read stay in a local
+    cache of `cache_bytes` (0: none); another's change of a blob that was just looked at is seen within a second.
+
+    The version of a blob is that of its bytes: writing the same bytes again is no change. `if_absent` asks the server
+    to refuse; where it knows no conditional writes, a look before the write has to do. Forked processes connect anew.
+
+    Raises `PackError` for a URL that leads nowhere, `MissingDependencyError` without the package for it.
+    """
+
+    def __init__(self, url: str, *, cache_bytes: int = _CACHE_BYTES, **options: Any) -> None:  # noqa: ANN401
+        match = _URL.fullmatch(url.rstrip("/"))
+        self.protocol, self._url = (match[1] if match else ""), url.rstrip("/")
+        if match is None or not match[2] or self.protocol in {"http", "https", "file", "local"}:
+            raise PackError(
+                f"Got {url!r} as a place for packs; expected a folder, or a URL such as s3://bucket/prefix."
+            )
+        self._options = {**(_S3 if self.protocol in {"s3", "s3a"} else {}), **options}
+        self._connected = dict[int, Any]()
+        self.root = str(self._system._strip_protocol(self._url)).rstrip("/")  # noqa: SLF001 - fsspec's name for it
+        self._near = NearBlobs(self._url, cache_bytes) if cache_bytes and self.is_shared else None
+        self._seen = dict[str, tuple[float, BlobStat]]()
+        # Others make conditional writes one step themselves.
+        self._turn: AbstractContextManager[object] = nullcontext() if self.is_shared else _IN_MEMORY
+
+    def __str__(self) -> str:
+        return self._url
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others can read it: all but the memory of this process."""
+        return self.protocol != "memory"
+
+    def read(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
+        """As `Blobs.read`; whole packs come from the local cache where it has them. A range never does."""
+        if start or stop is not None or not key.endswith(".safetensors"):
+            return self._get(key, start, stop)
+        for _ in range(_TRIES):
+            found = self.recent(key)
+            if found is None:
+                if self._near:
+                    self._near.drop(key)
+                raise FileNotFoundError(key)
+            data: Buffer | None = self._near.read(key, found.version) if self._near else None
+            if data is not None:
+                return data
+            data = self._get(key) if found.size < _LARGE else self._call("cat_file", self._path(key))
+            # Parts must not be of two versions, nor a copy bear the name of another.
+            if self.stat(key) == found and len(data) == found.size:
+                if self._near:
+                    self._near.write(key, found.version, data)
+                return data
+        raise OSError(f"{self}/{key} changed, or came in another length, each of the {_TRIES} times that it was read.")
+
+    def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
+        """As `Blobs.write`; may also be `False` where an earlier attempt of this very call arrived unconfirmed."""
+        path, data = self._path(key), b"".join(chunks)
+        with self._turn:
+            if if_absent and self.stat(key) is not None:
+                return False
+            try:
+                self._call("pipe_file", path, data, **({"mode": "create"} if if_absent else {}))
+            except FileExistsError:
+                return False
+            except FileNotFoundError as error:
+                raise self._no_bucket() from error
+            except OSError as error:
+                if not if_absent or _code(error.__cause__) not in {"NotImplemented", "501"}:
+                    raise
+                self._call("pipe_file", path, data)
+            finally:
+                self._seen.pop(key, None)
+        return True
+
+    def stat(self, key: str) -> BlobStat | None:
+        """As `Blobs.stat`."""
+        found = None
+        with suppress(FileNotFoundError, NotADirectoryError):
+            info = self._call("info", self._path(key))
+            found = _stat(info) if info["type"] == "file" else None
+        self._seen.pop(key, None)
+        if found is not None:
+            if len(self._seen) > 1 << 16:
+                self._seen.clear()
+            self._seen[key] = time.monotonic(), found
+        return found
+
+    def recent(self, key: str) -> BlobStat | None:
+        """As `stat`, as it was at most a second ago; what is absent is always looked for."""
+        when, found = self._seen.get(key, (float("-inf"), None))
+        return found if time.monotonic() - when < _FRESH_SECONDS else self.stat(key)
+
+    def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
+        """As `Blobs.list`; names that no key has are listed too."""
+        if prefix:
+            check_key(prefix.rstrip("/"))
+        folder = f"{self.root}/{prefix}".rpartition("/")[0]
+        options: dict[str, Any] = {}
+        if self.protocol in _BUCKETS:
+            folder, _, options["prefix"] = f"{self.root}/{prefix}".partition("/")
+        try:
+            listed = self._call("find", folder, detail=True, **options)
+        except FileNotFoundError as error:
+            if self.protocol in _BUCKETS:
+                raise self._no_bucket() from error
+            return
+        for name, info in listed.items():
+            key = name.removeprefix(f"{self.root}/")
+            if key != name and key.startswith(prefix) and info["type"] == "file":
+                yield key, _stat(info)
+
+    def delete(self, key: str) -> bool:
+        """As `Blobs.delete`; of two that delete at one moment both may hear that there was one."""
+        if self._near:
+            self._near.drop(key)
+        if self.stat(key) is None:
+            return False
+        try:
+            self._call("rm_file", self._path(key))
+        except FileNotFoundError:
+            return False
+        finally:
+            self._seen.pop(key, None)
+        return True
+
+    def look_at(self, keys: Collection[str], *, bytes_too: bool = False) -> None:
+        """Ask for several blobs at once, so that `recent` knows them, or `read` has them near; those tell errors."""
+
+        def fetch(key: str) -> None:
+            with suppress(OSError):
+                found = self.recent(key)
+                if bytes_too and self._near and found and not self._near.has(key, found.version):
+                    self.read(key)
+
+        if len(keys) > 1:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(keys))) as pool:
+                list(pool.map(fetch, keys))
+
+    def _get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
+        try:
+            # Without a start s3fs would ask for the size first.
+            data: bytes = self._call("cat_file", self._path(key), start=start, end=stop)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            # What begins behind the end is refused.
+            if (found := self.stat(key)) is None or start < found.size:
+                raise
+            return b""
+        return data
+
+    def _no_bucket(self) -> OSError:
+        return OSError(f"{self}: there is no bucket {self.root.partition('/')[0]!r}. Create it, or correct the name.")
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{check_key(key)}"
+
+    @property
+    def _system(self) -> Any:  # noqa: ANN401 - fsspec ships no types
+        """The fsspec file system, one for each process: connections and threads do not survive a fork."""
+        process = os.getpid()
+        if process not in self._connected:
+            import fsspec
+
+            try:
+                # No memory of what is where: others write, too.
+                made, _ = fsspec.url_to_fs(
+                    self._url, skip_instance_cache=True, use_listings_cache=False, **self._options
+                )
+            except ImportError as error:
+                how = _PACKAGES.get(self.protocol, str(error))
+                raise MissingDependencyError(f"{self._url} needs a package that is not installed: `{how}`.") from error
+            except ValueError as error:
+                raise PackError(f"Got {self._url!r} as a place for packs: {error}.") from error
+            self._connected[process] = made
+        return self._connected[process]
+
+    def _call(self, name: str, path: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Ask the file system; all its errors are `OSError`, and say what to do."""
+        try:
+            return getattr(self._system, name)(path, *args, **options)
+        except (FileNotFoundError, FileExistsError):
+            raise
+        except Exception as error:
+            code = _code(error.__cause__ or error)
+            if code in {"PreconditionFailed", "412", "ConditionalRequestConflict"}:
+                raise FileExistsError(path) from error
+            denied = isinstance(error, PermissionError) or "credentials" in str(error).lower()
+            kind, advice = (PermissionError, _KEYS) if denied else (OSError, _ADDRESS)
+            said = f"{type(error).__name__}: {error}".rstrip(". ")
+            raise kind(f"{self._url} cannot be reached, or refuses ({name}): {said}. {advice}") from (
+                error.__cause__ or error
+            )
+
+
+def is_far(place: str | os.PathLike[str]) -> bool:
+    """Whether `place` is a URL and no folder."""
+    return isinstance(place, str) and _URL.fullmatch(place) is not None and not place.startswith("file://")
+
+
+def open_blobs(place: str | os.PathLike[str]) -> Blobs:
+    """The blobs in a folder, `file://` and its path included, or under a URL."""
+    if is_far(place):
+        return ObjectBlobs(str(place))
+    return FolderBlobs(str(place).removeprefix("file://"))
+
+
+def _code(error: BaseException | None) -> str:
+    """S3's word for what went wrong."""
+    return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
+
+
+def _stat(info: Mapping[str, Any]) -> BlobStat:
+    """What a file system says of a file, under whichever names."""
+    when = next((info[name] for name in ("LastModified", "mtime", "updated", "created") if info.get(name)), 0.0)
+    if isinstance(when, str):
+        when = datetime.fromisoformat(when)
+    modified = when.timestamp() if isinstance(when, datetime) else float(when)
+    token = next((info[name] for name in ("ETag", "etag", "generation", "md5Hash") if info.get(name)), modified)
+    # Listings tell the time to a millisecond, looks at one object to a second.
+    return BlobStat(int(info["size"]), f"{token}.{info['size']}".replace('"', ""), float(int(modified)))

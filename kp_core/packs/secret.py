@@ -1,0 +1,101 @@
+"""The secrets of a store, under which its handles are made. The rules are in `docs/format.md`."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from kp_core.errors import PackError
+from kp_core.packs.blobs import Blobs
+
+__all__ = ["forget_secrets", "is_made", "load_secrets"]
+
+_VARIABLE = "KP_SECRET"
+_SECRET_BYTES = 32
+_FOLDER = "secrets"
+_NAMED = re.compile(rf"{_FOLDER}/[0-9a-f]{{32}}")
+_HOW = "a secret of 64 hexadecimal digits, e.g. of `openssl rand -hex 32`, or several, newest first, with commas"
+
+
+def load_secrets(blobs: Blobs, configured: str | None, *, is_far: bool) -> tuple[bytes, ...]:
+    """The secrets of the store, the one that makes handles first; made where there is nothing.
+
+    In a folder the secret is a file of the store, unless one is `configured`. Where `is_far` it always is, by default
+    in `KP_SECRET`, and the store holds its name alone. Raises `PackError` where there are other things, for a secret
+    that the store was not made with, and without one that it was made with.
+    """
+    given = configured or (os.environ.get(_VARIABLE) if is_far else None)
+    if not given:
+        if is_far:
+            raise PackError(
+                f"The handles of {blobs} need a secret that is not kept there: set {_VARIABLE}, or pass "
+                f"`PackStore(..., secret=...)`: {_HOW}. Keep it: without it the handles mean nothing."
+            )
+        return (_stored_secret(blobs),)
+    parts = re.split(r"[\s,]+", given.strip())
+    if not all(re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", each) for each in parts):
+        raise PackError(f"Got something else as the secret of {blobs}; expected {_HOW}.")
+    found = tuple(map(bytes.fromhex, parts))
+    _check(blobs, found)
+    return found
+
+
+def is_made(blobs: Blobs) -> bool:
+    """Whether there is a store of packs."""
+    return any(key == "secret" or _NAMED.fullmatch(key) for key, _ in blobs.list("secret"))
+
+
+def forget_secrets(blobs: Blobs, old: Sequence[bytes]) -> None:
+    """Say that no handle of the store is under one of the `old` secrets any more."""
+    for each in old:
+        blobs.delete(_name(each))
+
+
+def _check(blobs: Blobs, given: Sequence[bytes]) -> None:
+    """Compare what is `given` with the names of the store's secrets; the first one's is written before any pack."""
+    names = {key for key, _ in blobs.list(f"{_FOLDER}/") if _NAMED.fullmatch(key)}
+    if unknown := names - {_name(each) for each in given}:
+        raise PackError(
+            f"{blobs} was made with {'another secret' if len(names) == len(unknown) else 'one secret more'} "
+            f"({', '.join(sorted(unknown))}). Give the one it was made with, behind the new one while it is rotated."
+        )
+    if _name(given[0]) in names:
+        return
+    if not names:
+        _check_empty(blobs)
+        if blobs.stat("secret"):
+            raise PackError(f"{blobs} has a secret of its own, in the file `secret`; open it without one.")
+    blobs.write(_name(given[0]), [], if_absent=True)
+
+
+def _stored_secret(blobs: Blobs) -> bytes:
+    # It comes before any pack: what holds something but no secret was not made here, or has lost it.
+    if blobs.stat("secret") is None:
+        _check_empty(blobs)
+        blobs.write("secret", [secrets.token_bytes(_SECRET_BYTES)], if_absent=True)
+    secret = bytes(blobs.read("secret"))
+    if len(secret) != _SECRET_BYTES:
+        raise PackError(
+            f"{blobs}/secret has {len(secret)} bytes; expected {_SECRET_BYTES}. Restore it from a backup: "
+            "without it the handles of this store mean nothing."
+        )
+    return secret
+
+
+def _check_empty(blobs: Blobs) -> None:
+    found = next((key for key, _ in blobs.list() if key != "lock"), None)
+    if found is None or blobs.stat("secret"):
+        return
+    if is_made(blobs):
+        raise PackError(f"{blobs} was made with a secret that is not kept there; pass `PackStore(..., secret=...)`.")
+    raise PackError(
+        f"{blobs} is not empty (it holds {found}), and is no store of packs: it has no `secret`. Name a new "
+        "folder; if this was a store, restore its secret from a backup: without it the handles mean nothing."
+    )
+
+
+def _name(secret: bytes) -> str:
+    return f"{_FOLDER}/{blake2b(digest_size=16, key=secret, person=b'kp-secret-v1').hexdigest()}"
