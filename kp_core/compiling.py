@@ -60,7 +60,9 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
                 wanted.setdefault(fact.text, fact)
 
         def short(text: str, error: ShortTextError, wanted: dict[str, Fact] = wanted) -> None:
-            logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
+            # A template that carries none has said so, once.
+            level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
+            logger.log(level, "The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
         stands = partial(_is_stored, store, lazy=lazy, accept=accept)
         build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
