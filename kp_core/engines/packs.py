@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from kp_core.engines.request import Mismatch
-from kp_core.errors import PackNotFoundError
+from kp_core.errors import PackNotFoundError, PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
@@ -70,7 +70,10 @@ def explicit_packs(
     # The list of an agent's memory grows by one pack after the other, so each is a batch of its own.
     for number, pack in enumerate(packs, 1):
         if isinstance(pack, KnowledgePack):
-            name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
+            try:
+                name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
+            except UnicodeEncodeError as error:
+                raise PromptError("Got a pack of text that is not Unicode. Decode it with errors='replace'.") from error
             references.append(PackRef(name, checked.check(pack, name), batch=-number))
             continue
         handle = Handle.parse(pack)

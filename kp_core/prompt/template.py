@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
-from kp_core.errors import PromptError, ShortTextError, TemplateError
+from kp_core.errors import ContextOverflowError, PromptError, ShortTextError, TemplateError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -159,13 +159,18 @@ class ChatTemplate:
         return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
 
     def tokenise_pack(
-        self, text: str, compiled_for: Sequence[Message] | Literal["user", "system"] = "user"
+        self,
+        text: str,
+        compiled_for: Sequence[Message] | Literal["user", "system"] = "user",
+        *,
+        most: int | None = None,
     ) -> TokenisedPack:
         """`text` as a pack for the position that `compiled_for` says.
 
         `compiled_for` is `"user"` (the start of a user message), `"system"` (memory, at the start of the system
         message), or messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the
-        pack; as memory it ends its line (see `PackRef.text`), and nothing merges with that end.
+        pack; as memory it ends its line (see `PackRef.text`), and nothing merges with that end. Raises `ShortTextError`
+        for a text that has none, `ContextOverflowError` where there are more than `most` with what stands before.
         """
         if not isinstance(text, str):
             raise PromptError(f"Got {text!r} as the text of a pack; expected a string.")
@@ -185,6 +190,8 @@ class ChatTemplate:
         if not prompt.spans:
             raise ShortTextError(f"The text {text[:40]!r} has no token of its own at this position of the template.")
         span = prompt.spans[0]
+        if most is not None and span.stop > most:
+            raise ContextOverflowError(span.stop, 0, most)
         runs = [prompt.token_ids[span.start : span.stop]]
         before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
         for follower in followers:
