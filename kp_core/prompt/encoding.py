@@ -52,7 +52,7 @@ class Encoded:
 
 
 class _Twin:
-    """A tokenizer, given as its JSON, in which the tokens `names` have secret names; `ids` are those of the tokenizer."""
+    """A tokenizer, given as its JSON, in which the tokens `names` have secret names; `ids` gives the ids they had."""
 
     def __init__(self, state: dict[str, Any], names: Sequence[str]) -> None:
         from tokenizers import Tokenizer
@@ -124,8 +124,8 @@ class PromptEncoder:
 
     The twin knows each control token under a secret name instead of its own, in its model's vocabulary too. `escape`
     puts a guard, which stands for nothing, into control-token strings in data; `encode` gives the remaining ones, which
-    the template wrote, their secret names, and takes the guards out. The whole prompt then passes the unchanged pipeline
-    once, and `<|im_end|>` inside a fact is as ordinary as any other text.
+    the template wrote, their secret names, and takes the guards out. The whole prompt then passes the unchanged
+    pipeline once, and `<|im_end|>` inside a fact is as ordinary as any other text.
 
     Control tokens are the special ones, and those added ones that are in `written`, the template's own text (`<think>`,
     `<tool_call>`); words and blanks are not, as they are the same in anybody's mouth.

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError  # noqa: S403 - the error alone
+from pickle import UnpicklingError
 from typing import Any
 
 import torch

@@ -24,8 +24,8 @@ class LocalEngine:
     """Runs plans with a `LocalModel`: an `Engine` with all capabilities that its cache allows, and a `CachingEngine`.
 
     `identity` and `check` are called when the identity is asked for and before each request: the first may take
-    seconds, the second raises when the model is no longer what it was; after `renew` both go by what it is then. `cache_bytes` is the budget of the prefix tree,
-    `chunk_tokens` the longest canonical chunk.
+    seconds, the second raises when the model is no longer what it was; after `renew` both go by what it is then.
+    `cache_bytes` is the budget of the prefix tree, `chunk_tokens` the longest canonical chunk.
 
     Several threads may call it: prompts are prefilled one after the other, answers are decoded in turns.
     """

@@ -155,7 +155,7 @@ class Constraint:
         return self._search(ahead, self._scan.feed(said), self._thought.feed(said))
 
     def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
-        """A short way to a complete answer, by the token that closes most at every step; `None` if none is in the room."""
+        """A short way to a complete answer, by the token that closes most at every step; else `None`."""
         ahead, way = matcher.deep_copy(), list[int]()
         taken: Counter[int] = Counter()
         while not ahead.is_accepting():
