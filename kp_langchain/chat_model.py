@@ -91,9 +91,14 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     def _generate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:  # noqa: ANN401
         return super(ChatKnowledgePacks, self._remembering(messages))._generate_with_cache(messages, *args, **kwargs)
 
-    async def _agenerate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:  # noqa: ANN401
-        model = super(ChatKnowledgePacks, self._remembering(messages))
-        return await model._agenerate_with_cache(messages, *args, **kwargs)
+    async def _agenerate_with_cache(
+        self,
+        messages: list[BaseMessage],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> ChatResult:
+        model = self._remembering(messages)
+        return await super(ChatKnowledgePacks, model)._agenerate_with_cache(messages, *args, **kwargs)
 
     def _remembering(self, messages: list[BaseMessage]) -> ChatKnowledgePacks:
         """This model, without LangChain's cache of answers where a handle is text now: it may resolve next time."""

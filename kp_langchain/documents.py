@@ -23,10 +23,10 @@ class PackRetriever(DocumentIndex):
     """A retriever whose documents have packs in `store`, and which `langchain_core.indexing.index` can fill.
 
     A document's `page_content` is its text, which everyone reads (with a blank in what looks like a handle, so that it
-    is not followed); with `content="handle"` it is the handle alone, for models that resolve it. `engine` compiles what has no pack yet, for the position `compiled_for` (of a prompt:
-    `pack_place(prompt)`): when it is found, or with `precompile="background"` when the engine is idle, and until then
-    it comes as text, as it does without an engine, with a logged warning. `kv` says whether KV is kept (see
-    `kp_core.delivery`).
+    is not followed); with `content="handle"` it is the handle alone, for models that resolve it. `engine` compiles what
+    has no pack yet, for the position `compiled_for` (of a prompt: `pack_place(prompt)`): when it is found, or with
+    `precompile="background"` when the engine is idle, and until then it comes as text, as it does without an engine,
+    with a logged warning. `kv` says whether KV is kept (see `kp_core.delivery`).
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)

@@ -78,8 +78,8 @@ def explicit_packs(
             continue
         handle = Handle.parse(pack)
         # The caller named it, no message did; so which roles are trusted does not matter.
-        named = view and replace(checked_view(view, checked), trusted_roles={"system"})
-        found = named and named.resolve(handle, "system")
+        named = None if view is None else replace(checked_view(view, checked), trusted_roles={"system"})
+        found = None if named is None else named.resolve(handle, "system")
         if found is None:
             raise PackNotFoundError(
                 f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."

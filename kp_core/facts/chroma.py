@@ -35,8 +35,8 @@ class ChromaFactStore(LivingFacts):
 
     `path` is a folder, for one process at a time and readable by its owner alone, or the URL of a Chroma server, for
     any number; or hand in a `client` (e.g. a `CloudClient`). `tenant`, `database`, `headers` go to the server;
-    `timeout_s` is how long it may take for a call. What a call has returned for is kept, whatever happens to the process. Collections and folders that we did
-    not make are never changed; to read them, see `from_collection`.
+    `timeout_s` is how long it may take for a call. What a call has returned for is kept, whatever happens to the
+    process. Collections and folders that we did not make are never changed; to read them, see `from_collection`.
 
     Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
     LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for

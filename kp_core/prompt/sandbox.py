@@ -18,10 +18,11 @@ from typing import Any
 
 from jinja2 import TemplateError as JinjaError
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 __all__ = ["LimitError", "literals", "render"]
@@ -68,7 +69,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     template = _compiled(source)
     token = _BUDGET.set(_Budget(_size(variables)))
     try:
-        return template.render(variables)
+        return str(template.render(variables))
     finally:
         _BUDGET.reset(token)
 
@@ -115,9 +116,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         for loop in list(tree.find_all(nodes.For)):
             loop.iter = _filtered(loop.iter, "kp each", _weight(loop))
         for output in list(tree.find_all(nodes.Output)):
-            output.nodes = [
-                each if isinstance(each, nodes.TemplateData) else _filtered(each, "kp said") for each in output.nodes
-            ]
+            said = output.nodes
+            output.nodes = [e if isinstance(e, nodes.TemplateData) else _filtered(e, "kp said") for e in said]
         for joined in list(tree.find_all(nodes.Concat)):
             parts = nodes.List(joined.nodes, lineno=joined.lineno)
             joined.nodes = [_filtered(parts, "kp joined")]
@@ -214,7 +214,7 @@ def _weight(node: nodes.Node) -> int:
     return sum(len(each.data) for each in node.find_all(nodes.TemplateData))
 
 
-def _filtered(node: nodes.Expr, name: str, *args: int) -> nodes.Filter:
+def _filtered(node: Any, name: str, *args: int) -> nodes.Filter:  # noqa: ANN401 - a nodes.Expr
     given = [nodes.Const(each, lineno=node.lineno) for each in args]
     return nodes.Filter(node, name, given, [], None, None, lineno=node.lineno)
 

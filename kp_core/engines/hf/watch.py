@@ -62,8 +62,8 @@ class ModelWatch:
         raise ModelChangedError(
             f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
             "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
-            "takes it as it is now; or make a new engine with `load_engine(model, tokenizer=...)`, or undo the change (a "
-            "disabled adapter can be enabled again)."
+            "takes it as it is now; or make a new engine with `load_engine(model, tokenizer=...)`, or undo the change "
+            "(a disabled adapter can be enabled again)."
         )
 
     def _state(self) -> list[object]:

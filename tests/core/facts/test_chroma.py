@@ -542,7 +542,7 @@ sys.stdin.read()
 @contextmanager
 def locked(folder, how):
     command = [sys.executable, "-c", _HOLD, str(folder / "chroma.sqlite3"), how]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own words
         assert process.stdout.readline() == b"held\n"
         yield
         process.stdin.close()

@@ -206,7 +206,7 @@ FolderBlobs(where).write("a", chunks()) if sys.argv[2] == "blob" else replace_fi
 @pytest.mark.parametrize("kind", ["blob", "file"])
 def test_what_a_killed_writer_left_goes_at_the_next_open_and_what_is_written_stays(kind, tmp_path):
     command = [sys.executable, "-c", _KILLED, str(tmp_path), kind]
-    writers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    writers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]  # noqa: S603 - our own words
     folder = tmp_path / "staging" if kind == "blob" else tmp_path
     try:
         for writer in writers:
