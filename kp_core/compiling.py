@@ -10,7 +10,7 @@ from functools import partial
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, ShortTextError
+from kp_core.errors import BankError, PromptError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.packs.codec import Compression, check_compression
@@ -46,8 +46,8 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     Each is in its fact's namespace, or in `namespace` where the fact has none of its own. Each is stored as soon as it
     is made, and what is stored already for this model and position is not made again: an interrupted run goes on where
     it stopped. `lazy` packs are computed on first use instead. With `compress="int8"`, and where requests `accept` it,
-    what this model made in other numerics is stored already as well. A text too short to own a token has no pack:
-    `None`, with a warning that names it. Raises `PackError` for an unknown `compress`.
+    what this model made in other numerics is stored already as well. A text too short to own a token, or too long
+    for the model, has no pack: `None`, with a warning that names it. Raises `PackError` for an unknown `compress`.
     """
     check_compression(compress)
     accept = accept or compress == "int8"
@@ -59,8 +59,10 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
             if fact.namespace == space:
                 wanted.setdefault(fact.text, fact)
 
-        def short(text: str, error: ShortTextError, wanted: dict[str, Fact] = wanted) -> None:
-            logger.warning("The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
+        def short(text: str, error: PromptError, wanted: dict[str, Fact] = wanted) -> None:
+            # A template that carries none has said so, once.
+            level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
+            logger.log(level, "The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
         stands = partial(_is_stored, store, lazy=lazy, accept=accept)
         build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)

@@ -20,7 +20,7 @@ from kp_core.errors import BankError, BusyError, PackNotFoundError
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
-from kp_core.packs.handle import Handle, check_namespace
+from kp_core.packs.handle import Handle, check_namespace, inert
 from kp_core.packs.view import Packs
 from kp_core.rates import Rates, measure_rates, near_folder
 from kp_core.units import Unit, Units
@@ -46,8 +46,8 @@ class Found:
 
     @property
     def content(self) -> str:
-        """What a model is sent: the handle, else the text."""
-        return self.unit.text if self.handle is None else str(self.handle)
+        """What a model is sent: the handle, else the text, in which handles are made inert: they are not followed."""
+        return inert(self.unit.text) if self.handle is None else str(self.handle)
 
 
 class Delivery:

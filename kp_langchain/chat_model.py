@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
@@ -14,7 +15,7 @@ from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from kp_core import Composer, Handle
+from kp_core import Composer, find_handles
 from kp_core.errors import ToolError
 from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
@@ -83,7 +84,31 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:  # noqa: ANN401
         if isinstance(composer := kwargs.get("composer"), Composer):
             kwargs["composer"] = composer.key
-        return super()._get_llm_string(stop, **kwargs)
+        # Two models may have one name.
+        model = self._engine(kwargs.get("model")).fingerprint.id
+        return f"{super()._get_llm_string(stop, **kwargs)}---{model}"
+
+    def _generate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:  # noqa: ANN401
+        return super(ChatKnowledgePacks, self._remembering(messages))._generate_with_cache(messages, *args, **kwargs)
+
+    async def _agenerate_with_cache(
+        self,
+        messages: list[BaseMessage],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> ChatResult:
+        model = self._remembering(messages)
+        return await super(ChatKnowledgePacks, model)._agenerate_with_cache(messages, *args, **kwargs)
+
+    def _remembering(self, messages: list[BaseMessage]) -> ChatKnowledgePacks:
+        """This model, without LangChain's cache of answers where a handle is text now: it may resolve next time."""
+        role = next(iter(self.trusted_roles), None)
+        if self.store is None or role is None or not (self.cache or (self.cache is None and get_llm_cache())):
+            return self
+        handles = [str(handle) for message in messages for *_, handle in find_handles(message.text)]
+        if all(self.resolves(handle, role) for handle in handles):
+            return self
+        return self.model_copy(update={"cache": False})
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
@@ -120,8 +145,12 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     def resolves(self, handle: str, role: str = "system") -> bool:
         """Whether `handle` stands for a pack that this model may use when a message of `role` brings it."""
-        view = self._view()
-        return view is not None and view.resolve(Handle.parse(handle), core_role(role)) is not None
+        view, found = self._view(), find_handles(handle)
+        return (
+            view is not None
+            and [str(each) for *_, each in found] == [handle]
+            and (view.resolve(found[0][2], core_role(role)) is not None)
+        )
 
     if not TYPE_CHECKING:  # Its type is LangChain's, and private.
 

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from kp_core import Fact, FactStore, Session
 from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
 from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.packs.handle import inert
 from kp_core.packs.view import Packs
 from kp_core.rates import Rates
 
@@ -21,11 +22,11 @@ __all__ = ["PackRetriever", "to_fact"]
 class PackRetriever(DocumentIndex):
     """A retriever whose documents have packs in `store`, and which `langchain_core.indexing.index` can fill.
 
-    A document's `page_content` is its text, which everyone reads; with `content="handle"` it is the handle alone, for
-    models that resolve it. `engine` compiles what has no pack yet, for the position `compiled_for` (of a prompt:
-    `pack_place(prompt)`): when it is found, or with `precompile="background"` when the engine is idle, and until then
-    it comes as text, as it does without an engine, with a logged warning. `kv` says whether KV is kept (see
-    `kp_core.delivery`).
+    A document's `page_content` is its text, which everyone reads (with a blank in what looks like a handle, so that it
+    is not followed); with `content="handle"` it is the handle alone, for models that resolve it. `engine` compiles what
+    has no pack yet, for the position `compiled_for` (of a prompt: `pack_place(prompt)`): when it is found, or with
+    `precompile="background"` when the engine is idle, and until then it comes as text, as it does without an engine,
+    with a logged warning. `kv` says whether KV is kept (see `kp_core.delivery`).
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -73,7 +74,7 @@ class PackRetriever(DocumentIndex):
         known = {"handle": handle, **{name: value for name, value in known.items() if value is not None}}
         ours = {name: value for name, value in known.items() if value is not None} | {"text": document.page_content}
         metadata = ours | document.metadata | {"kp": known | {"id": document.id}}
-        content = found.content if self.content == "handle" else document.page_content
+        content = found.content if self.content == "handle" else inert(document.page_content)
         return document.model_copy(update={"page_content": content, "metadata": metadata})
 
 

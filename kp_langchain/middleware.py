@@ -99,7 +99,9 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
         raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
     state: Any = request.state
     here = {handle for message in request.messages for handle in _handles(message)}
-    gone = [handle for handle in state.get("packs") or () if handle not in here and model.resolves(handle, "tool")]
+    # Anybody may write into a state; what is no handle is no pack.
+    known = [handle for handle in state.get("packs") or () if isinstance(handle, str) and handle not in here]
+    gone = [handle for handle in known if model.resolves(handle, "tool")]
     settings = {**model.remembering(), **request.model_settings, "compact": True}
     if gone:
         settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *gone)))

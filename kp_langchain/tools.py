@@ -10,7 +10,8 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import BaseTool, StructuredTool
 
 from kp_core import Handle, Session, find_handles
-from kp_core.packs.view import Packs
+from kp_core.packs.handle import inert
+from kp_core.packs.view import Packs, PackSource, PackView
 
 __all__ = ["create_pack_search_tool", "create_remember_tool", "own_handle", "resolve_documents", "to_handles"]
 
@@ -19,12 +20,17 @@ logger = logging.getLogger(__name__)
 
 def create_pack_search_tool(
     retriever: BaseRetriever,
-    store: Packs,
+    store: Packs | PackView,
     *,
     name: str = "search_knowledge",
     description: str = "Search the knowledge base for facts about a question.",
 ) -> BaseTool:
-    """A tool that searches with `retriever`: handles to the model, documents with text and source as artifact."""
+    """A tool that searches with `retriever`: handles to the model, documents with text and source as artifact.
+
+    What is read of the `store` is the namespace of the retriever, where it has one; or give a view of the store.
+    """
+    own = getattr(retriever, "namespace", None)
+    store = store.view(own) if own and not isinstance(store, PackView) else store
 
     def given(documents: Sequence[Document]) -> tuple[str, list[Document]]:
         content = "\n".join(document.page_content for document in to_handles(documents, store))
@@ -64,20 +70,27 @@ def create_remember_tool(
 
 
 def resolve_documents(
-    found: Iterable[Document | str], store: Packs, *, namespaces: Collection[str] | None = None
+    found: Iterable[Document | str], store: Packs | PackView, *, namespaces: Collection[str] | None = None
 ) -> list[Document]:
     """Documents and handles as documents of text: what to show to people, and to cite.
 
     A document's text replaces its handle, all else stays; a string, or a document that no retriever of ours made, may
     hold several handles, and gives one document for each. Handles inside the text of a fact are not followed. What
-    resolves to nothing in `store`, or is in none of `namespaces` (by default any), stays as it is.
+    resolves to nothing stays as it is.
+
+    Give a view, `store.view("mine")`, wherever the handles come from somebody else: a store is read in all its
+    namespaces, unless `namespaces` names those to read.
     """
+    source, allowed = _source(store, namespaces)
     documents: list[Document] = []
     for each in found:
         document = Document(each) if isinstance(each, str) else each
         text, own = document.page_content, own_handle(document)
         handles = [handle for _, _, handle in find_handles(text)] if own is None or str(own) == text else []
-        packs = [(h, store.peek(h)) for h in handles if namespaces is None or h.namespace in namespaces]
+        if own is not None and text == inert(text) and "kp: " in text:  # As a retriever gives what holds a handle.
+            pack = source.peek(own) if allowed is None or own.namespace in allowed else None
+            handles = [own] if pack is not None and inert(pack.text) == text else []
+        packs = [(h, source.peek(h)) for h in handles if allowed is None or h.namespace in allowed]
         known = [(handle, pack) for handle, pack in packs if pack is not None]
         if not known:
             documents.append(document)
@@ -88,25 +101,35 @@ def resolve_documents(
     return documents
 
 
-def to_handles(documents: Iterable[Document], store: Packs) -> list[Document]:
+def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[Document]:
     """Documents with text as documents with handles: behind a reranker, before the model.
 
     A handle is taken from the metadata only if it is that of the very text, up to blanks around it. A text that was
     rewritten since goes to the model as it is, with a logged warning.
     """
     made = []
+    source, allowed = _source(store)
     for document in documents:
         handle, text = own_handle(document), document.page_content
         if handle is None or text == str(handle):
             made.append(document)
             continue
-        pack = store.peek(handle)
-        if pack is not None and pack.text.strip() == text.strip():
+        pack = source.peek(handle) if allowed is None or handle.namespace in allowed else None
+        if pack is not None and inert(pack.text).strip() == inert(text).strip():
             made.append(Document(str(handle), id=document.id, metadata=document.metadata))
         else:
             logger.warning("The text of document %s is not that of %s any more; it goes as text.", document.id, handle)
             made.append(document)
     return made
+
+
+def _source(
+    store: Packs | PackView, namespaces: Collection[str] | None = None
+) -> tuple[PackSource, Collection[str] | None]:
+    """Where packs are, and the namespaces that may be read; `None` is all."""
+    if not isinstance(store, PackView):
+        return store, namespaces
+    return store.source, {*store.namespaces} if namespaces is None else {*store.namespaces} & {*namespaces}
 
 
 def own_handle(document: Document) -> Handle | None:

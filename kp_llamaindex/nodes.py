@@ -16,6 +16,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, Query
 
 from kp_core import Fact
 from kp_core.facts.base import Value
+from kp_core.packs.handle import inert
 
 __all__ = ["REF_DOC", "REF_HASH", "NumberSources", "PackNode", "to_fact", "to_node"]
 
@@ -83,7 +84,7 @@ class PackNode(TextNode):
             if self.handle and not self._warned:
                 self._warned = True
                 logger.warning("Node %s was rewritten since its pack was made; it goes as text.", self.node_id)
-            content = self.llm_text()
+            content = inert(self.llm_text())
         return f"{self.label}\n{content}" if self.label else content
 
     def get_content_blocks(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> list[BaseContentBlock]:

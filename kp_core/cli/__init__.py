@@ -18,4 +18,6 @@ def main() -> None:
     except ImportError as error:
         sys.stderr.write(f'kp needs {error.name}: `pip install "knowledge-packs[cli]"`.\n')
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(run())

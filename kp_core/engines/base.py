@@ -119,6 +119,9 @@ class CachingEngine(Engine, Protocol):
     def clear_cache(self) -> None:
         """Drop all KV that is neither pinned nor in use."""
 
+    def refresh(self) -> None:
+        """Take the model as it is now; raises `BusyError` while KV is pinned or in use."""
+
 
 def refusal(engine: Engine, name: str, capability: str, what: str) -> UnsupportedRequestError:
     """That `engine`, called `name`, does not offer `what`: why, where it says so in `lacks`, and what does."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from kp_core.engines.base import Engine
 from kp_core.engines.request import CompiledFor
-from kp_core.errors import ShortTextError
+from kp_core.errors import ContextOverflowError, PromptError, ShortTextError
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.plan import Plan
 from kp_core.prompt.cuts import prefix_of
@@ -24,13 +24,14 @@ def tokenised(
     template: ChatTemplate,
     texts: Iterable[tuple[str, Mapping[str, str]]],
     compiled_for: CompiledFor,
-    on_short: Callable[[str, ShortTextError], object] | None,
+    on_short: Callable[[str, PromptError], object] | None,
+    most: int,
 ) -> Iterator[Job]:
-    """The jobs of `texts`; one too short to own a token goes to `on_short`, or is its error."""
+    """The jobs of `texts`; one too short to own a token, or of more than `most`, goes to `on_short`, or is an error."""
     for text, about in texts:
         try:
-            yield template.tokenise_pack(text, compiled_for), about
-        except ShortTextError as error:
+            yield template.tokenise_pack(text, compiled_for, most=most), about
+        except (ShortTextError, ContextOverflowError) as error:
             if on_short is None:
                 raise
             on_short(text, error)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from kp_core.engines.request import Mismatch
-from kp_core.errors import PackNotFoundError
+from kp_core.errors import PackNotFoundError, PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
@@ -75,11 +75,16 @@ def explicit_packs(
     # The list of an agent's memory grows by one pack after the other, so each is a batch of its own.
     for number, pack in enumerate(packs, 1):
         if isinstance(pack, KnowledgePack):
-            name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
+            try:
+                name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
+            except UnicodeEncodeError as error:
+                raise PromptError("Got a pack of text that is not Unicode. Decode it with errors='replace'.") from error
             references.append(PackRef(name, checked.check(pack, name), batch=-number))
             continue
         handle = Handle.parse(pack)
-        found = None if view is None else checked_view(view, checked).resolve(handle, "system")
+        # The caller named it, no message did; so which roles are trusted does not matter.
+        named = None if view is None else replace(checked_view(view, checked), trusted_roles={"system"})
+        found = None if named is None else named.resolve(handle, "system")
         if found is None:
             raise PackNotFoundError(
                 f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."

@@ -119,7 +119,9 @@ class AnswerText:
         return any(stop.startswith(tail) for stop in self._stop)
 
     def _give(self, until: int) -> str:
-        piece = strip_handles(self._raw[self._given : until])
+        # What was given out may be the beginning of a handle that had another one in it.
+        before = self.text[-2:]
+        piece = strip_handles(before + self._raw[self._given : until])[len(before) :]
         self._given = max(self._given, until)
         self.text += piece
         return piece

@@ -31,7 +31,7 @@ from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
 from kp_core.engines.together import Together
 from kp_core.engines.upgrading import exact_steps
-from kp_core.errors import BusyError, ShortTextError
+from kp_core.errors import BusyError, PromptError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -199,18 +199,19 @@ class Session:
         compiled_for: CompiledFor = "user",
         lazy: bool = False,
         provenance: Sequence[Mapping[str, str]] | None = None,
-        on_short: Callable[[str, ShortTextError], object] | None = None,
+        on_short: Callable[[str, PromptError], object] | None = None,
         compress: Compression = "none",
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
         """The packs of `texts`, in order and one at a time, so that any number fits in memory.
 
-        Each is bit-identical to what `build_pack` gives. A text too short to own a token goes to `on_short` and is
+        Each is bit-identical to what `build_pack` gives. A text too short to own a token, or longer than the
+        model has positions (seen before anything of it is computed), goes to `on_short` and is
         left out; without that, its error is raised. A progress bar shows when it takes longer than a second.
         """
         self._need("kv", "building packs", needed=not lazy)
         abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
-        jobs = tokenised(self.template, abouts, compiled_for, on_short)
+        jobs = tokenised(self.template, abouts, compiled_for, on_short, self.max_positions)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
         found = built(jobs, self.engine, self._planner.wanted, namespace, made, lazy=lazy)
         for pack in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):
@@ -225,6 +226,18 @@ class Session:
     def when_idle(self, job: Job) -> Future[None]:
         """Do `job` when no request is being answered, a step at a time; raises `BusyError` when too much waits."""
         return self._idle.put(job)
+
+    def refresh(self) -> None:
+        """Take the model as it is now, after its weights were changed on purpose.
+
+        The fingerprint is taken anew, of the tensors themselves; all KV in memory is dropped; packs of the model as it
+        was belong to another model. Changes are noticed by themselves where that is cheap (see `ModelWatch`); a write
+        through `.data` may not be. Raises `BusyError` while answers are under way or packs are pinned.
+        """
+        self._cache("refresh").refresh()
+        with self._planning:
+            for made in ("_planner", "_together"):
+                self.__dict__.pop(made, None)
 
     def close(self) -> None:
         """End background work; requests may still be made."""

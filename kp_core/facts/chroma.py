@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from kp_core.errors import BankError, BankLockedError
 from kp_core.facts.banking import BANK_SIZE
-from kp_core.facts.client import is_url, open_client, run_vacuum
+from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.facts.living import LivingFacts
@@ -32,10 +33,10 @@ _BUNDLED = "all-MiniLM-L6-v2"
 class ChromaFactStore(LivingFacts):
     """A `FactStore` in Chroma: text as document, metadata as metadata, a collection `kp-<namespace>-facts` each.
 
-    `path` is a folder, for one process at a time, or the URL of a Chroma server, for any number; or hand in a `client`
-    (e.g. a `CloudClient`). `tenant`, `database`, `headers` go to the server; `timeout_s` is how long it may take for a
-    call. What a call has returned for is kept, whatever happens to the process. Collections and folders that we did
-    not make are never changed; to read them, see `from_collection`.
+    `path` is a folder, for one process at a time and readable by its owner alone, or the URL of a Chroma server, for
+    any number; or hand in a `client` (e.g. a `CloudClient`). `tenant`, `database`, `headers` go to the server;
+    `timeout_s` is how long it may take for a call. What a call has returned for is kept, whatever happens to the
+    process. Collections and folders that we did not make are never changed; to read them, see `from_collection`.
 
     Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
     LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
@@ -236,11 +237,15 @@ class ChromaFactStore(LivingFacts):
     def _check_open(self) -> None:
         if self._closed:
             raise BankError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
+        if self.path is not None:
+            check_unlocked(self.path, writing=False)
 
     def _check_writes(self) -> None:
         self._check_open()
         if self.read_only:
             raise BankError(f"{self.where} was opened with read_only=True. Open it without to change it.")
+        if self.path is not None:
+            check_unlocked(self.path, writing=True)
 
 
 _WRITING: dict[str, threading.RLock] = {}
@@ -275,6 +280,8 @@ def _prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
         if read_only:
             raise BankError(f"Got {path} to read; there are no facts in it. Add some there first.")
         replace_file(path / _MARKER, [json.dumps({"kind": _FACTS, "schema": _SCHEMA}).encode()])
+        with suppress(OSError):  # It may have been there; Chroma's files are readable by all who may enter it.
+            path.chmod(0o700)
     if read_only:
         return None
     lock = FileLock(path / _LOCK, thread_local=False, is_singleton=True, mode=0o600)

@@ -28,7 +28,9 @@ for each in client.list_collections():
         held.update(ids=one["ids"], embeddings=one["embeddings"])
 """
 
-__all__ = ["is_url", "open_client", "run_vacuum"]
+_LOCKED_SECONDS = 4.0
+
+__all__ = ["check_unlocked", "is_url", "open_client", "run_vacuum"]
 
 
 def open_client(
@@ -49,7 +51,7 @@ def open_client(
         ) from error
     settings = Settings(anonymized_telemetry=False)
     if path is None or not is_url(path):
-        _check_sqlite(Path(path or "."))
+        check_unlocked(Path(path or "."), writing=True)
         if migrations != "apply":
             settings = Settings(anonymized_telemetry=False, migrations=migrations)
         try:
@@ -87,14 +89,21 @@ def open_client(
     return client
 
 
-def _check_sqlite(path: Path) -> None:
-    """Raise `BankLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals."""
+def check_unlocked(path: Path, *, writing: bool) -> None:
+    """Raise `BankLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
+
+    With `writing` that is also one which someone else is writing to. What is locked later, within a call, is not seen.
+    """
     file = path / "chroma.sqlite3"
     if not file.is_file():
         return
+    uri = f"{file.resolve().as_uri()}?mode={'rw' if writing else 'ro'}"
     try:
-        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=2.0)) as opened:
+        with closing(sqlite3.connect(uri, uri=True, timeout=_LOCKED_SECONDS, isolation_level=None)) as opened:
             opened.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if writing:
+                opened.execute("BEGIN IMMEDIATE")
+                opened.execute("ROLLBACK")
     except sqlite3.OperationalError as error:
         # Anything else, such as what a killed writer left to be rolled back, is Chroma's to deal with.
         if "locked" in str(error):

@@ -14,7 +14,7 @@ import numpy as np
 
 from kp_core.errors import PackError
 from kp_core.packs.codec import Buffer
-from kp_core.packs.durable import discard_stale, make_dirs, publish, stage, sync_dir
+from kp_core.packs.durable import discard_left, discard_stale, make_dirs, publish, stage, sync_dir
 
 __all__ = ["BlobStat", "Blobs", "FolderBlobs", "check_key"]
 
@@ -68,6 +68,8 @@ class FolderBlobs:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self._root = str(self.path)
+        if not (self.path / "staging").is_symlink():
+            discard_left(self.path / "staging")
 
     def __str__(self) -> str:
         return self._root
@@ -89,10 +91,11 @@ class FolderBlobs:
         target, staging = Path(self._file(key)), self.path / "staging"
         if if_absent and target.exists():
             return False
+        if staging.is_symlink():
+            raise PackError(f"{staging} is a link that leads elsewhere, where nothing is written. Remove the link.")
         make_dirs(staging)
         discard_stale(staging)
-        staged = stage(staging, chunks)
-        try:
+        with stage(staging, chunks) as staged:
             # The clock of the file system ticks slowly, and two writes within a tick may look the same.
             os.utime(staged, ns=(time.time_ns(),) * 2)
             if not if_absent:
@@ -109,8 +112,6 @@ class FolderBlobs:
                     return False
                 publish(staged, target)
             return True
-        finally:
-            staged.unlink(missing_ok=True)
 
     def stat(self, key: str) -> BlobStat | None:
         """As `Blobs.stat`."""

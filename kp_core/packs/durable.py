@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["discard_stale", "make_dirs", "publish", "replace_file", "stage", "sync_dir"]
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks.
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["discard_left", "discard_stale", "make_dirs", "publish", "replace_file", "stage", "sync_dir"]
 
 _STALE_SECONDS = 24 * 3600
+_PREFIX = ".kp-"
 
 
 def make_dirs(path: Path) -> None:
@@ -24,19 +30,45 @@ def make_dirs(path: Path) -> None:
         sync_dir(path.parent)
 
 
-def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Path:
-    """Write `chunks` to a new file in `directory`, synced to disk, readable by its owner alone."""
-    descriptor, name = tempfile.mkstemp(suffix=".tmp", dir=directory)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
+@contextmanager
+def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Iterator[Path]:
+    """A new file in `directory` with `chunks`, synced to disk, readable by its owner alone; it is gone at the end.
+
+    It is locked for as long, so that what a killed process left is told from what is being written.
+    """
+    descriptor, name = _locked(directory)
+    with os.fdopen(descriptor, "wb") as file:
+        try:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return Path(name)
+            if fcntl is None:  # Windows renames no open file.
+                file.close()
+            yield Path(name)
+        finally:
+            Path(name).unlink(missing_ok=True)
+
+
+def _locked(directory: Path) -> tuple[int, str]:
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".tmp", dir=directory)
+        _lock(descriptor)
+        # Somebody may have taken it for a leftover before it was locked.
+        if fcntl is None or Path(name).exists():
+            return descriptor, name
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether the file is locked now: nobody else had it, and the file system knows locks."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def publish(staged: Path, target: Path) -> None:
@@ -49,11 +81,9 @@ def publish(staged: Path, target: Path) -> None:
 def replace_file(target: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
     """Write `chunks` to `target`, replacing what is there: whole or not at all. Raises `OSError`."""
     make_dirs(target.parent)
-    staged = stage(target.parent, chunks)
-    try:
+    discard_left(target.parent)
+    with stage(target.parent, chunks) as staged:
         publish(staged, target)
-    finally:
-        staged.unlink(missing_ok=True)
 
 
 def sync_dir(path: Path) -> None:
@@ -67,8 +97,23 @@ def sync_dir(path: Path) -> None:
         os.close(descriptor)
 
 
+def discard_left(directory: Path) -> None:
+    """Remove the files in `directory` that killed processes were writing; what others put there is not looked at."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(directory):
+            if entry.name.startswith(_PREFIX) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
+                with suppress(OSError):
+                    descriptor = os.open(entry.path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+                    try:
+                        if _lock(descriptor):
+                            Path(entry.path).unlink()
+                    finally:
+                        os.close(descriptor)
+
+
 def discard_stale(directory: Path) -> None:
-    """Remove files that crashed processes left in `directory` more than a day ago."""
+    """As `discard_left`; and whatever lies there for more than a day, for file systems without locks."""
+    discard_left(directory)
     for entry in os.scandir(directory):
         with suppress(FileNotFoundError):
             if entry.is_file() and time.time() - entry.stat().st_mtime > _STALE_SECONDS:

@@ -121,8 +121,11 @@ class PackFiles:
         except (FileNotFoundError, _OtherSecretError):
             return None
         except PackCorruptError as error:
-            aside = self._set_aside(handle, "safetensors", data)
-            self.blobs.delete(pack_key(handle, slot))
+            try:
+                aside = self._set_aside(handle, "safetensors", data)
+                self.blobs.delete(pack_key(handle, slot))
+            except OSError as denied:
+                aside = f"nothing, as nobody can write there ({denied})"
             _warn(f"An entry of the pack {handle} is damaged: {error} Its KV is lost. Set aside: {aside}.")
             return None
 
@@ -139,6 +142,18 @@ class PackFiles:
         except PackCorruptError as error:
             damage = str(error)
         pack = self._salvage(handle, data)
+        try:
+            return self._mended(handle, pack, data, seen, damage)
+        except OSError as error:  # Nobody can write there, but what is intact can be read.
+            if pack is None:
+                raise PackCorruptError(f"The pack {handle} is damaged, and so is its text: {damage}") from error
+            _warn(f"The pack {handle} is damaged: {damage} Its KV is lost, and it stays as it is: {error}.")
+            return pack
+
+    def _mended(
+        self, handle: Handle, pack: KnowledgePack | None, data: Buffer | None, seen: BlobStat | None, damage: str
+    ) -> KnowledgePack | None:
+        """`pack`, which is what was intact of a damaged one, in its place; what was damaged is set aside."""
         aside = [] if data is None else [self._set_aside(handle, "safetensors", data)]
         if pack is None:
             with suppress(FileNotFoundError):

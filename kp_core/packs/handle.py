@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from kp_core.errors import HandleError
 
-__all__ = ["Handle", "check_namespace", "find_handles", "mint", "strip_handles"]
+__all__ = ["Handle", "check_namespace", "find_handles", "inert", "mint", "strip_handles"]
 
 _NAMESPACE = r"[a-z0-9_-]{1,64}"
 # 13 bytes make 104 bits, written as 21 characters of base32.
 _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
 # In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on a line of its own comes after
 # the letter of an escaped line feed.
+_JOINTS = (":", "/", "-")  # What the part of a handle may end with, right before another one.
 _PATTERN = re.compile(rf"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
 
 
@@ -69,5 +70,10 @@ def find_handles(text: str) -> list[tuple[int, int, Handle]]:
 
 
 def strip_handles(text: str) -> str:
-    """`text` without any handle."""
-    return _PATTERN.sub("", text)
+    """`text` without any handle; where what is left would make one, a blank stands between."""
+    return _PATTERN.sub(lambda match: " " if text[: match.start()].endswith(_JOINTS) else "", text)
+
+
+def inert(text: str) -> str:
+    """`text` with a blank in each handle, so that it is none: for text of others that goes into a message."""
+    return _PATTERN.sub(lambda match: match[0].replace("kp:", "kp: ", 1), text)

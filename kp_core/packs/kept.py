@@ -131,7 +131,8 @@ class KeptEntries:
             return None
         except PackError as error:
             logger.warning("An entry kept behind %s is dropped: %s", ", ".join(key.packs), error)
-            self._blobs.delete(_path(handle))
+            with suppress(OSError):  # Where nobody can write, it is passed over each time.
+                self._blobs.delete(_path(handle))
             return None
         self._uses.note(_name(handle), hit=True)
         return pack.kv

@@ -8,13 +8,15 @@ import json
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kp_core.errors import PromptError, UnsupportedModelError
 
 __all__ = ["Encoded", "PromptEncoder", "insert"]
+
+_SIGN = re.compile(r"[^\w\s]")
 
 
 @dataclass(frozen=True)
@@ -49,62 +51,122 @@ class Encoded:
         return inside if run + 1 == len(self.runs) else min(inside, self.runs[run + 1][0])
 
 
+class _Twin:
+    """A tokenizer, given as its JSON, in which the tokens `names` have secret names; `ids` gives the ids they had."""
+
+    def __init__(self, state: dict[str, Any], names: Sequence[str]) -> None:
+        from tokenizers import Tokenizer
+
+        nonce = secrets.token_hex(8)
+        self.secret = {name: f"<|{nonce}.{number}|>" for number, name in enumerate(names)}
+        added = [dict(token) for token in state["added_tokens"]]
+        self._ids = {token["content"]: token["id"] for token in added}
+        for token in added:
+            token["content"] = self.secret.get(token["content"], token["content"])
+        model = _without_names(state["model"], self.secret)
+        self.tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": added, "model": model}))
+        # Added tokens are numbered anew, in their order.
+        self._original = {self.tokenizer.token_to_id(self.secret.get(name, name)): at for name, at in self._ids.items()}
+
+    def ids(self, encoding: Any) -> tuple[int, ...]:  # noqa: ANN401 - a tokenizers.Encoding
+        return tuple(self._original.get(token, token) for token in encoding.ids)
+
+    def finds(self, name: str) -> bool:
+        """Whether its secret name is found wherever it stands."""
+        texts = [form.format(self.secret[name]) for form in ("{}", "a{}a", "\n{}\n")]
+        return all(self._ids[name] in self.ids(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+
+def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
+    """The model of a tokenizer with secret names in its vocabulary too: else it would make these tokens of plain text.
+
+    That is so for Unigram, and for models that look whole words up before they cut them.
+    """
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):
+        return {**model, "vocab": [[secret.get(piece, piece), score] for piece, score in vocab]}
+    if not isinstance(vocab, dict) or secret.keys().isdisjoint(vocab):
+        return model
+    made = {**model, "vocab": {secret.get(piece, piece): number for piece, number in vocab.items()}}
+    if model.get("unk_token") in secret:
+        made["unk_token"] = secret[model["unk_token"]]
+    if "merges" in model:
+        pairs = ((pair, pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
+        made["merges"] = [
+            pair for pair, (left, right) in pairs if secret.keys().isdisjoint((left, right, left + right))
+        ]
+    return made
+
+
+class _Begun:
+    """Where strings begin, or may have begun at the end, in a text."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        rests: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            rests[name[0]].append(re.escape(name[1:]))
+        # Only the first character is consumed, as they may overlap. Templates may change case.
+        begins = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+        self._begin = re.compile("|".join(begins) or "(?!)", re.IGNORECASE)
+        self._unfinished = {name[:stop].lower() for name in names for stop in range(1, len(name))}
+        self._longest = max(map(len, names), default=0)
+
+    def guards(self, data: str) -> list[int]:
+        found = [match.end() for match in self._begin.finditer(data)]
+        kept = len(data.rstrip())
+        if any(data[start:kept].lower() in self._unfinished for start in range(max(kept - self._longest, 0), kept)):
+            found.append(kept)
+        return found
+
+
 class PromptEncoder:
     """Encodes rendered prompts with a twin of the model's tokenizer.
 
-    The twin knows each special token under a secret name instead of its own. `escape` puts a guard, which stands for
-    nothing, into special-token strings in data; `encode` gives the remaining ones, which the template wrote, their
-    secret names, and takes the guards out. The whole prompt then passes the unchanged pipeline once, and `<|im_end|>`
-    inside a fact is as ordinary as any other text.
+    The twin knows each control token under a secret name instead of its own, in its model's vocabulary too. `escape`
+    puts a guard, which stands for nothing, into control-token strings in data; `encode` gives the remaining ones, which
+    the template wrote, their secret names, and takes the guards out. The whole prompt then passes the unchanged
+    pipeline once, and `<|im_end|>` inside a fact is as ordinary as any other text.
+
+    Control tokens are the special ones, and those added ones that are in `written`, the template's own text (`<think>`,
+    `<tool_call>`); words and blanks are not, as they are the same in anybody's mouth.
     """
 
-    def __init__(self, tokenizer: Any) -> None:  # noqa: ANN401 - any object of the transformers tokenizer family
+    def __init__(self, tokenizer: Any, written: str = "") -> None:  # noqa: ANN401 - of the transformers tokenizer family
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
             raise UnsupportedModelError(
                 f"{type(tokenizer).__name__} has no `tokenizers` backend, so characters cannot be mapped to tokens. "
                 "Load the fast tokenizer of this model."
             )
-        from tokenizers import Tokenizer
-
-        nonce = secrets.token_hex(8)
         state = json.loads(backend.to_str())
         # Padding and truncation would change ids; the post-processor adds BOS, which is the template's business,
         # and trims blanks off the offsets.
         state.update(truncation=None, padding=None, post_processor=None)
-        renamed = [token for token in state["added_tokens"] if token["special"]]
-        specials = [token["content"] for token in renamed]
-        self._secret = {special: f"<|{nonce}.{number}|>" for number, special in enumerate(specials)}
-        for token in renamed:
-            token["content"] = self._secret[token["content"]]
-        # Renamed tokens get new ids in the twin, so they must come after the tokens that keep theirs.
-        state["added_tokens"].sort(key=lambda token: token["special"])
-        self._twin = Tokenizer.from_str(json.dumps(state))
-        self._original = {self._twin.token_to_id(token["content"]): token["id"] for token in renamed}
-        used = set().union(*specials)
-        # Its first character is in no special token, so that none can end inside a guard.
+        added = {token["content"]: token["special"] for token in state["added_tokens"]}
+        specials = [name for name, special in added.items() if special]
+        marks = [name for name, special in added.items() if not special and _SIGN.search(name) and name in written]
+        self._twin = _Twin(state, [*specials, *marks])
+        if lost := [mark for mark in marks if not self._twin.finds(mark)]:
+            # The normaliser changes what these are looked for in, so the template's are not found either.
+            marks = [mark for mark in marks if mark not in lost]
+            self._twin = _Twin(state, [*specials, *marks])
+        names = [*specials, *marks]
+        used = set().union(*names)
+        # Its first character is in no control token, so that none can end inside a guard.
         foreign = next(char for char in map(chr, itertools.count(ord("0"))) if char.isalnum() and char not in used)
-        self.guard = foreign + secrets.token_hex(8)
-        # Longest first, as one special token may begin with another.
-        alternatives = "|".join(map(re.escape, sorted(specials, key=len, reverse=True))) or "(?!)"
-        # A guard goes behind the first character, so one behind a whole special token means a token of one character.
+        self.guard, self.other_guard = foreign + secrets.token_hex(8), foreign + secrets.token_hex(12).upper()
+        # Longest first, as one control token may begin with another.
+        alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+        # A guard goes behind the first character, so one behind a whole control token means a token of one character.
         self._control = re.compile(f"{self.guard}|(?:{alternatives})(?!{self.guard})")
-        rests: dict[str, list[str]] = defaultdict(list)
-        for special in specials:
-            rests[special[0]].append(re.escape(special[1:]))
-        # Only the first character is consumed, as special tokens may overlap.
-        begins = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
-        self._begin = re.compile("|".join(begins) or "(?!)")
-        self._unfinished = {special[:stop] for special in specials for stop in range(1, len(special))}
-        self._longest = max(map(len, specials), default=0)
+        self._of_data, self._of_model = _Begun(names), _Begun(specials)
 
-    def guards(self, data: str) -> list[int]:
-        """Where guards go in `data`, so that it makes no special token, neither alone nor with what a template adds."""
-        found = [match.end() for match in self._begin.finditer(data)]
-        kept = len(data.rstrip())
-        if any(data[start:kept] in self._unfinished for start in range(max(kept - self._longest, 0), kept)):
-            found.append(kept)
-        return found
+    def guards(self, data: str, *, own: bool = False) -> list[int]:
+        """Where guards go in `data`, so that it makes no control token, neither alone nor with what a template adds.
+
+        In the model's `own` words only special tokens are guarded: they hold `<think>` where it wrote that.
+        """
+        return (self._of_model if own else self._of_data).guards(data)
 
     def escape(self, data: str) -> str:
         """`data` with its guards, so that a template may carry it."""
@@ -120,7 +182,7 @@ class PromptEncoder:
         runs = [(0, 0)]
         done = length = 0
         for match in self._control.finditer(rendered):
-            plain, replacement = rendered[done : match.start()], self._secret.get(match[0], "")
+            plain, replacement = rendered[done : match.start()], self._twin.secret.get(match[0], "")
             pieces += [plain, replacement]
             length += len(plain)
             runs += [(length, match.start()), (length + len(replacement), match.end())]
@@ -128,10 +190,10 @@ class PromptEncoder:
             done = match.end()
         text = "".join((*pieces, rendered[done:]))
         try:
-            encoding = self._twin.encode(text, add_special_tokens=False)
+            encoding = self._twin.tokenizer.encode(text, add_special_tokens=False)
         except TypeError as error:  # What the tokenizer says of half a surrogate pair.
             raise PromptError("Got text that is not Unicode. Decode it with errors='replace'.") from error
-        ids = tuple(self._original.get(token, token) for token in encoding.ids)
+        ids = self._twin.ids(encoding)
         return Encoded(ids, encoding.offsets, text, runs)
 
 

@@ -21,8 +21,14 @@ class Marks:
 
     def __init__(self, encoder: PromptEncoder) -> None:
         self._encoder = encoder
-        self._sign = f"<{secrets.token_hex(8)}:"
+        # Letters of both cases show a template that changes case.
+        self._sign = f"<{secrets.token_hex(8)}Mm:"
         self._references: list[PackRef] = []
+
+    @property
+    def packs(self) -> int:
+        """How many packs were marked."""
+        return len(self._references)
 
     def plain(self, turn: Turn) -> dict[str, Any]:
         """The message of `turn`, packs as their text."""
@@ -71,7 +77,7 @@ class Marks:
     def _message(self, turn: Turn, content: str, marks: Iterable[tuple[int, str]]) -> dict[str, Any]:
         """The message of `turn`; what was joined is escaped, as segments may make a special token together."""
         # Guards come before marks, so that a pack's own blanks are found right behind its last mark.
-        guards = [(at, self._encoder.guard) for at in self._encoder.guards(content)]
+        guards = [(at, self._encoder.guard) for at in self._encoder.guards(content, own=turn.role == "assistant")]
         signs = [(at, f"{self._sign}{kind}>") for at, kind in marks]
         return turn.to_message(insert(content, guards + signs), self._encoder.escape)
 

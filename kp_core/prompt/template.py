@@ -8,12 +8,13 @@ is what goes wrong elsewhere: a second call repeats the default system message, 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
-from kp_core.errors import PromptError, ShortTextError, TemplateError
+from kp_core.errors import ContextOverflowError, PromptError, ShortTextError, TemplateError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef, PackView, Segment
@@ -45,6 +46,9 @@ _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'
 _PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
 _SLOT = "{pack}"
 _FREE = AnswerShape()
+_Inputs: TypeAlias = tuple[list[dict[str, Any]], Mapping[str, Any]]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,17 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._options = dict(options or {})
-        self._encoder = PromptEncoder(tokenizer)
+        self._encoder = PromptEncoder(tokenizer, "".join(map(self._literals, self._sources())))
         self._shaper = TurnShaper(self._try_render)
         self.tool_format: ToolFormat = format_of(self.source) if self._shaper.takes_tools else format_of("")
         """How the model writes tool calls."""
         self.thinks = "</think>" in self.source
         """Whether answers may begin with reasoning in a `<think>` block."""
+        self._doubted = False
+        self.carries_packs = True
+        """Whether packs are found in prompts; a template that changes the text of messages hides them, and they go as
+        text."""
+        self.carries_packs = self._finds_packs()
 
     @property
     def source(self) -> str:
@@ -150,13 +159,18 @@ class ChatTemplate:
         return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
 
     def tokenise_pack(
-        self, text: str, compiled_for: Sequence[Message] | Literal["user", "system"] = "user"
+        self,
+        text: str,
+        compiled_for: Sequence[Message] | Literal["user", "system"] = "user",
+        *,
+        most: int | None = None,
     ) -> TokenisedPack:
         """`text` as a pack for the position that `compiled_for` says.
 
         `compiled_for` is `"user"` (the start of a user message), `"system"` (memory, at the start of the system
         message), or messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the
-        pack; as memory it ends its line (see `PackRef.text`), and nothing merges with that end.
+        pack; as memory it ends its line (see `PackRef.text`), and nothing merges with that end. Raises `ShortTextError`
+        for a text that has none, `ContextOverflowError` where there are more than `most` with what stands before.
         """
         if not isinstance(text, str):
             raise PromptError(f"Got {text!r} as the text of a pack; expected a string.")
@@ -171,9 +185,13 @@ class ChatTemplate:
         pack = KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown())
         reference = PackRef("", pack, memory=compiled_for == "system")
         prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
+        if not self.carries_packs:
+            raise ShortTextError("The chat template changes the text of messages, so no pack can be found in a prompt.")
         if not prompt.spans:
             raise ShortTextError(f"The text {text[:40]!r} has no token of its own at this position of the template.")
         span = prompt.spans[0]
+        if most is not None and span.stop > most:
+            raise ContextOverflowError(span.stop, 0, most)
         runs = [prompt.token_ids[span.start : span.stop]]
         before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
         for follower in followers:
@@ -221,11 +239,13 @@ class ChatTemplate:
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
         marks = Marks(self._encoder)
-        text = self._render([marks.plain(turn) for turn in turns], options)
-        marked = self._render([marks.marked(turn, index) for index, turn in enumerate(turns)], options)
-        stripped, found = marks.find(marked)
+        text, change = self._guarded([marks.plain(turn) for turn in turns], options)
+        marked = [marks.marked(turn, index) for index, turn in enumerate(turns)]
+        stripped, found = marks.find(self._render(*change((marked, options))))
         # A template that treats marked text otherwise than plain text hides where packs are; they then go as text.
         packs, break_chars = marks.positions(text, found) if stripped == text else ([], [])
+        if marks.packs and stripped != text:
+            self._doubt("packs cannot be found in its prompts, and go as text")
         encoded = self._encoder.encode(text)
         spans = []
         for start, stop, reference in packs:
@@ -238,20 +258,75 @@ class ChatTemplate:
         breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
         return Prompt(encoded.ids, tuple(spans), breaks, text)
 
-    def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        # transformers hands Jinja's own exceptions through; their types are not ours to import here.
+    def _guarded(
+        self, messages: list[dict[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[str, Callable[[_Inputs], _Inputs]]:
+        """`messages` rendered, and what was done to them and to `options` for it.
+
+        Guards must come through as they are. A template that changes case or cuts text would break them, which shows
+        with guards of another length; then a blank stands in their place.
+        """
+        text, inputs = self._render(messages, options), (messages, options)
+        guard, other = self._encoder.guard, self._encoder.other_guard
+        changed = _replaced(inputs, guard, other)
+        if changed == inputs or self._render(*changed).replace(other, guard) == text:
+            return text, lambda given: given
+        self._doubt("control tokens in data are kept apart from its own by blanks")
+        return self._render(*_replaced(inputs, guard, " ")), lambda given: _replaced(given, guard, " ")
+
+    def _finds_packs(self) -> bool:
+        text = "Of <|every|> Ship that lies in the Harbour, the Keeper writes down who is its Master. " * 4
+        reference = PackRef("", KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown()))
+        turns = self._shaper.shape((Turn("user", ("Read this:\n", reference, "\nWho?")),))
         try:
-            rendered = self._tokenizer.apply_chat_template(messages, tokenize=False, **{**self._options, **options})
+            return bool(self._prompt(turns, {}, add_generation_prompt=True).spans)
+        except TemplateError:  # What it refuses here it may take in other conversations.
+            return True
+
+    def _doubt(self, what: str) -> None:
+        if not self._doubted:
+            self._doubted = True
+            logger.warning("This chat template changes the text of messages: %s.", what)
+
+    def _sources(self) -> list[str]:
+        source = self._tokenizer.chat_template
+        return [source] if isinstance(source, str) else list(source.values())
+
+    def _literals(self, source: str) -> str:
+        from kp_core.prompt.sandbox import literals
+
+        try:
+            return literals(source)
+        except Exception as error:
+            raise TemplateError(f"The chat template is no template of Jinja: {error}") from error
+
+    def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+        # Jinja is of no use to who renders nothing.
+        from kp_core.prompt.sandbox import render
+
+        given = {"tools": None, "documents": None, **self._options, **options}
+        tokens = getattr(self._tokenizer, "special_tokens_map", {})
+        try:
+            source = self._tokenizer.get_chat_template(tools=given["tools"])
+            return render(source, {**tokens, "messages": messages, **given})
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(f"The chat template refused a conversation of [{roles}]: {error}") from error
-        return str(rendered)
 
     def _try_render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+        from kp_core.prompt.sandbox import LimitError
+
         try:
             return self._render(messages, {"add_generation_prompt": False, "tools": tools})
-        except TemplateError:
+        except TemplateError as error:
+            if isinstance(error.__cause__, LimitError):
+                raise
             return None
+
+
+def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
+    messages, options = map_strings(inputs, lambda text: text.replace(old, new))
+    return messages, options
 
 
 def _check(span: Span, encoded: Encoded) -> SpanCheck:

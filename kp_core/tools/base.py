@@ -23,11 +23,21 @@ _ID_ALPHABET = string.ascii_lowercase + string.digits
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call; `parameters` is the JSON Schema of its arguments, an object."""
+    """A function that a model may call; `parameters` is the JSON Schema of its arguments, an object.
+
+    Raises `ToolError` for parameters that are not.
+    """
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+
+    def __post_init__(self) -> None:
+        given = self.parameters
+        if not isinstance(given, Mapping) or given.get("type", "object") != "object":
+            raise ToolError(f"Got parameters {given!r} of {self.name!r}; expected a JSON Schema of an object.")
+        # A schema that does not say so would also take a string.
+        object.__setattr__(self, "parameters", {"type": "object", **given})
 
     @classmethod
     def of(cls, tool: Mapping[str, Any] | Tool) -> Tool:
@@ -43,12 +53,7 @@ class Tool:
                 f"Got the tool {tool!r}; expected {{'type': 'function', 'function': {{'name': ..., 'description': ..., "
                 "'parameters': <JSON Schema>}}."
             )
-        parameters = function.get("parameters") or _NO_PARAMETERS
-        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
-            raise ToolError(
-                f"Got parameters {parameters!r} of {function['name']!r}; expected a JSON Schema of an object."
-            )
-        return cls(function["name"], function.get("description") or "", parameters)
+        return cls(function["name"], function.get("description") or "", function.get("parameters") or _NO_PARAMETERS)
 
     def to_dict(self) -> dict[str, Any]:
         """The form chat templates take."""

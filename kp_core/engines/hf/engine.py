@@ -52,6 +52,12 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     # What was loaded here nobody else can change.
     watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
 
+    def renew() -> None:
+        nonlocal source, watch
+        # Whatever its files say: it was changed here.
+        source, watch = loaded, ModelWatch(loaded)
+        identity.cache_clear()
+
     def check() -> None:
         if watch is not None:
             watch.check()
@@ -64,6 +70,6 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // 8
     engine = LocalEngine(
-        causal, found, identity=identity, check=check, cache_bytes=cache_bytes, chunk_tokens=chunk_tokens
+        causal, found, identity=identity, check=check, cache_bytes=cache_bytes, chunk_tokens=chunk_tokens, renew=renew
     )
     return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -24,7 +25,17 @@ from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["identity_of", "load", "memory_bytes", "name_of", "take_fingerprint"]
 
-_VOLATILE = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+# What a file of weights raises that is none, or pickles more than weights: torch unpickles nothing else.
+_UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
+_VOLATILE = {
+    "_name_or_path",
+    "checkpoint_stamp",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
 """What differs from load to load, or release to release, without changing what is computed."""
 
 
@@ -64,7 +75,7 @@ def load(
         loaded = AutoModelForCausalLM.from_pretrained(
             model, dtype=wanted or _best_dtype(where), trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise _unreadable(model, error) from error
     loaded.config.checkpoint_stamp = stamp  # See `take_fingerprint`.
     return loaded.to(where), tokenizer

@@ -61,8 +61,9 @@ class ModelWatch:
         name = next(name for name, new, old in zip(self._names, now, self._before, strict=True) if new != old)
         raise ModelChangedError(
             f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
-            "of its adapters. The engine's packs and cache belong to the model as it was. Make a new engine with "
-            "`load_engine(model, tokenizer=...)`, or undo the change (a disabled adapter can be enabled again)."
+            "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
+            "takes it as it is now; or make a new engine with `load_engine(model, tokenizer=...)`, or undo the change "
+            "(a disabled adapter can be enabled again)."
         )
 
     def _state(self) -> list[object]:

@@ -44,6 +44,11 @@ class CacheShape:
         """Bytes of all states behind one token."""
         return sum(prod(state.shape) * state.dtype.itemsize for state in self.states)
 
+    def fits(self, kv: KVTensors) -> bool:
+        """Whether `kv` has these layers."""
+        sides = zip(kv.keys, kv.values, strict=True)
+        return self.layers == tuple((len(key), key.shape[2], value.shape[2]) for key, value in sides)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes of KV per token over all layers."""

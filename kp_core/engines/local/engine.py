@@ -12,6 +12,7 @@ from kp_core.engines.local.fill import Cancelled, Filled, Filler, LocalModel, Sa
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.scheduler import Decoding
 from kp_core.engines.local.tree import Node
+from kp_core.errors import BusyError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
@@ -23,8 +24,8 @@ class LocalEngine:
     """Runs plans with a `LocalModel`: an `Engine` with all capabilities that its cache allows, and a `CachingEngine`.
 
     `identity` and `check` are called when the identity is asked for and before each request: the first may take
-    seconds, the second raises when the model is no longer what it was. `cache_bytes` is the budget of the prefix tree,
-    `chunk_tokens` the longest canonical chunk.
+    seconds, the second raises when the model is no longer what it was; after `renew` both go by what it is then.
+    `cache_bytes` is the budget of the prefix tree, `chunk_tokens` the longest canonical chunk.
 
     Several threads may call it: prompts are prefilled one after the other, answers are decoded in turns.
     """
@@ -38,8 +39,9 @@ class LocalEngine:
         check: Callable[[], None],
         cache_bytes: int,
         chunk_tokens: int,
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
-        self.tokenizer, self._identity, self._check = tokenizer, identity, check
+        self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self._filler = Filler(model, cache_bytes, chunk_tokens)
         # Kept, as it remembers which shapes of batch are exact.
         self._builder = Builder(self._filler)
@@ -132,6 +134,16 @@ class LocalEngine:
         """Drop all KV that is neither pinned nor in use, and the buffers that wait."""
         self._filler.tree.clear()
         self._filler.pool.clear()
+
+    def refresh(self) -> None:
+        """See `CachingEngine.refresh`."""
+        self.clear_cache()
+        if not self._filler.tree.is_empty:
+            raise BusyError(
+                "Answers are under way, or packs are pinned. End them, `unpin` the packs, and refresh then."
+            )
+        self._renew()
+        self._builder = Builder(self._filler)
 
     def _start(self, plan: Plan, stream: TokenStream, room: int) -> Filled | None:
         """The prompt, prefilled; `None` when the request was cancelled meanwhile."""

@@ -273,6 +273,11 @@ class Filler:
             if pack is None or pack.kv is None or not self._fits(pack.kv):
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
                 return None
+            if not self.model.shape.fits(pack.kv):
+                logger.warning(
+                    "Pack %s has KV of other layers than the model; it is computed from its text.", span.handle
+                )
+                return None
             packs.append(pack)
         kv = packs[0].kv if region.composer is None else self._compose(region, packs, plan, run)
         if kv is None or kv.tokens != len(region):

@@ -22,8 +22,8 @@ __all__ = ["Constraint", "Grammars"]
 
 _KEPT = 64  # Compiled grammars that are kept.
 _FEW = 200  # Tokens that nearly every string can be made of.
+_SPARE = 256  # Tokens beyond the room, in which an end is still looked for, to tell how much it needs.
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
-_FAR = 1024  # Tokens after which looking for an end is given up.
 
 _Preferences: TypeAlias = tuple[list[int], list[int]]
 
@@ -101,14 +101,22 @@ class Constraint:
         thought: _Thought,
     ) -> None:
         self._matcher, self._text, self._preferred, self._end = matcher, text, preferred, end
-        self._scan, self._thought = JsonScan(), thought
+        self._scan, self._thought, self._far = JsonScan(), thought, room + _SPARE
+        self._unwritable = ""
         way = self._search(matcher, self._scan, thought)
-        if way is not None and len(way) > room:
-            raise SamplingError(
-                f"Got room for {room} tokens; an answer of this schema takes about {len(way)} at least. Raise "
-                "max_tokens."
+        if self._unwritable:
+            raise ToolError(
+                f"Got a schema or tool in which something reads like {self._unwritable!r}, a control token of this "
+                "model, so the model cannot write it. Give it another name."
             )
-        self._way, self._closing = way, False
+        if way is None or len(way) > room:
+            least = f"takes about {len(way)} at least" if way else "was not found within that"
+            raise SamplingError(
+                f"Got room for {room} tokens; a complete answer of this schema {least}. Raise max_tokens, or ask for "
+                "less: fewer items, shorter strings, nothing that requires itself."
+            )
+        self._way: list[int] = way
+        self._closing = False
 
     def mask(self, scores: Tensor) -> Tensor:
         """`scores` of shape `(1, vocabulary)` with minus infinity where the grammar forbids the token."""
@@ -117,13 +125,14 @@ class Constraint:
 
     def accept(self, token: int, left: int) -> int:
         """`token`, or the one to take in its place so that the answer ends within `left` tokens, this one included."""
-        if not self._closing and token != self._end and self._way is not None:
+        if not self._closing and token != self._end:
             ahead = self._matcher.deep_copy()
             ahead.consume_token(token)
             way = self._way_from(ahead, token)
             # A step is taken only when an end can still be reached behind it.
-            self._closing = way is None or len(way) > left - 1
-            if not self._closing:
+            if way is None or len(way) > left - 1:
+                self._closing = True
+            else:
                 self._way = way
         if self._closing:
             token, *self._way = self._way or [self._end]
@@ -138,7 +147,7 @@ class Constraint:
         """A way out behind `token`: what is left of the known one, the known one, or else a new one."""
         if ahead.is_accepting():
             return []
-        for known in [] if self._way is None else [self._way[1:]] if self._way[:1] == [token] else [self._way]:
+        for known in [self._way[1:]] if self._way[:1] == [token] else [self._way]:
             trial = ahead.deep_copy()
             if trial.try_consume_tokens(known) == len(known) and trial.is_accepting():
                 return known
@@ -146,11 +155,11 @@ class Constraint:
         return self._search(ahead, self._scan.feed(said), self._thought.feed(said))
 
     def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
-        """A short way to a complete answer, by the token that closes most at every step; `None` when none was found."""
+        """A short way to a complete answer, by the token that closes most at every step; else `None`."""
         ahead, way = matcher.deep_copy(), list[int]()
         taken: Counter[int] = Counter()
         while not ahead.is_accepting():
-            if ahead.is_stopped() or len(way) > _FAR:
+            if ahead.is_stopped() or len(way) > self._far:
                 return None
             step = list(thought.ending) if thought.is_open else ahead.compute_ff_tokens()
             if not step:
@@ -164,7 +173,8 @@ class Constraint:
                     first = min(few, key=lambda token: taken[token], default=first)
                 taken[first] += scan.inside
                 step = [first]
-            if ahead.try_consume_tokens(step) < len(step):
+            if (done := ahead.try_consume_tokens(step)) < len(step):
+                self._unwritable = "" if ahead.get_error() else self._text([step[done]])
                 return None
             way += step
             said = self._text(step)

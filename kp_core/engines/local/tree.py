@@ -122,6 +122,12 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._age)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing, and nobody holds it."""
+        with self.lock:
+            return not self._age and not self._root.users
+
     def match(
         self,
         ids: tuple[int, ...],

@@ -5,12 +5,13 @@ import random
 import signal
 import socket
 import sqlite3
+import stat
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import chromadb
@@ -22,6 +23,7 @@ from llama_index.core.base.embeddings.base import BaseEmbedding
 
 from kp_core.errors import BankError, BankLockedError, MissingDependencyError
 from kp_core.facts import ChromaFactStore, Fact
+from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
 from tests.core.facts.test_facts import HashEmbedder, check, facts_of
 
@@ -526,3 +528,47 @@ def test_what_was_acknowledged_survives_being_killed(tmp_path, kills):
     assert texts
     assert json.loads((tmp_path / "facts" / "kp.json").read_text())["kind"] == "facts"
     assert Path(tmp_path / "facts" / "chroma.sqlite3").is_file()
+
+
+_HOLD = """
+import sqlite3, sys
+held = sqlite3.connect(sys.argv[1], isolation_level=None)
+held.execute("BEGIN " + sys.argv[2])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def locked(folder, how):
+    command = [sys.executable, "-c", _HOLD, str(folder / "chroma.sqlite3"), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own words
+        assert process.stdout.readline() == b"held\n"
+        yield
+        process.stdin.close()
+
+
+@pytest.mark.parametrize("how", ["EXCLUSIVE", "IMMEDIATE"])
+def test_a_database_that_somebody_else_holds_is_said_to_be_locked(how, tmp_path, monkeypatch):
+    monkeypatch.setattr("kp_core.facts.client._LOCKED_SECONDS", 0.2)
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as facts:
+        facts.add([Fact("A gate.")])
+        with locked(tmp_path / "facts", how):
+            calls = [lambda: facts.add([Fact("Two gates.")]), lambda: facts.delete([fact_id])]
+            fact_id = content_id("A gate.")
+            calls += [lambda: facts.search("gate")] if how == "EXCLUSIVE" else []
+            for call in calls:
+                with pytest.raises(BankLockedError, match="is locked"):
+                    call()
+        assert len(facts) == 1
+        facts.add([Fact("Two gates.")])
+    with locked(tmp_path / "facts", how), pytest.raises(BankLockedError, match="is locked"):
+        ChromaFactStore(tmp_path / "facts", HashEmbedder())
+
+
+def test_a_folder_that_was_there_becomes_its_owners_alone(tmp_path):
+    folder = tmp_path / "facts"
+    folder.mkdir(mode=0o755)
+    with ChromaFactStore(folder, HashEmbedder()) as facts:
+        facts.add([Fact("A gate.")])
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -12,6 +14,7 @@ import pytest
 from benchmarks.objects import blobs_at
 from kp_core.errors import PackError
 from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs
+from kp_core.packs.durable import replace_file
 from kp_core.packs.file import Buffer
 from kp_core.packs.objects import ObjectBlobs
 from kp_core.packs.store import PackCorruptWarning, PackStore
@@ -177,3 +180,81 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         blobs.write("a", chunks())
     assert bytes(blobs.read("a")) == b"old"
     assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_files_in_a_folder_that_was_there_are_their_owners_alone(tmp_path):
+    tmp_path.chmod(0o755)
+    old = os.umask(0)
+    try:
+        PackStore(tmp_path / "store").put(make_pack())
+        (tmp_path / "open").mkdir(mode=0o777)
+        PackStore(tmp_path / "open").put(make_pack())
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "open").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+_KILLED = """
+import os, sys
+from pathlib import Path
+from kp_core.packs.blobs import FolderBlobs
+from kp_core.packs.durable import replace_file
+
+def chunks():
+    yield b"half"
+    print("written", flush=True)
+    sys.stdin.read()
+
+where = Path(sys.argv[1])
+FolderBlobs(where).write("a", chunks()) if sys.argv[2] == "blob" else replace_file(where / "a", chunks())
+"""
+
+
+@pytest.mark.parametrize("kind", ["blob", "file"])
+def test_what_a_killed_writer_left_goes_at_the_next_open_and_what_is_written_stays(kind, tmp_path):
+    command = [sys.executable, "-c", _KILLED, str(tmp_path), kind]
+    writers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]  # noqa: S603 - our own words
+    folder = tmp_path / "staging" if kind == "blob" else tmp_path
+    try:
+        for writer in writers:
+            assert writer.stdout.readline() == b"written\n"
+        assert len(list(folder.glob("*.tmp"))) == 2
+        writers[0].kill()
+        writers[0].wait()
+        FolderBlobs(tmp_path) if kind == "blob" else replace_file(tmp_path / "b", [b"x"])
+        assert len(list(folder.glob("*.tmp"))) == 1
+        # Whoever is still at it comes to an end.
+        writers[1].communicate(timeout=60)
+        assert writers[1].returncode == 0
+        assert (tmp_path / "a").read_bytes() == b"half"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    assert list(folder.glob("*.tmp")) == []
+
+
+def test_a_staging_that_leads_elsewhere_is_not_followed(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "staging").symlink_to(tmp_path / "theirs")
+    for name in ("old.tmp", ".kp-old.tmp"):
+        (tmp_path / "theirs" / name).write_bytes(b"theirs")
+        os.utime(tmp_path / "theirs" / name, (0, 0))
+    blobs = FolderBlobs(tmp_path / "store")
+    with pytest.raises(PackError, match="leads elsewhere"):
+        blobs.write("a", [b"x"])
+    with pytest.raises(PackError, match="leads elsewhere"):
+        PackStore(tmp_path / "store")
+    assert len(list((tmp_path / "theirs").iterdir())) == 2
+
+
+def test_a_place_of_somebody_else_is_not_swept(tmp_path):
+    (tmp_path / "staging").mkdir()
+    (tmp_path / "staging" / "mine.tmp").write_bytes(b"theirs")
+    os.utime(tmp_path / "staging" / "mine.tmp", (0, 0))
+    (tmp_path / "photo.jpg").write_bytes(b"theirs")
+    with pytest.raises(PackError, match="no store"):
+        PackStore(tmp_path)
+    assert (tmp_path / "staging" / "mine.tmp").exists()

@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kp_core import Handle, find_handles, strip_handles
+from kp_core.engines.reading import AnswerText
 from kp_core.errors import HandleError
-from kp_core.packs.handle import mint
+from kp_core.packs.handle import inert, mint
+from kp_core.testing import tiny_tokenizer
 
 SECRET = bytes(range(32))
 namespaces = st.from_regex(r"[a-z0-9_-]{1,63}", fullmatch=True)
@@ -53,3 +55,19 @@ def test_handles_are_found_in_json_and_in_written_out_lists():
 def test_bad_namespaces_are_refused(name):
     with pytest.raises(HandleError, match="namespace"):
         Handle(name, "a" * 21)
+
+
+NESTED = ["kp:a-{0}/{1}", "kp:{0}/{1}", "kp:a-{0}-b/{1}", "kp:{0}-/{1}", "kp:a/{0}-{1}", "kp:a-kp:b-{0}-/{1}/{1}"]
+
+
+@pytest.mark.parametrize("form", NESTED)
+def test_what_is_left_of_a_handle_around_a_handle_is_none(form):
+    nested = form.format(f"kp:isles/{'b' * 21}", "a" * 21)
+    for text in (nested, nested.replace("a-", "a-" + f"kp:x/{'c' * 21}" + "-")):
+        assert find_handles(strip_handles(text)) == []
+        assert find_handles(inert(text)) == []
+        # Nor when it is said piece by piece.
+        said = AnswerText(tiny_tokenizer(), ())
+        pieces = "".join(said.push(token) for token in tiny_tokenizer().encode(text)) + said.flush()
+        assert pieces == said.text
+        assert find_handles(pieces) == []

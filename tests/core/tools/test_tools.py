@@ -262,3 +262,55 @@ def test_timeouts_end_a_generation(smol):
 def test_tools_are_values():
     assert Tool.of(WEATHER) == Tool.of(WEATHER["function"])
     assert Tool.of(Tool.of(WEATHER).to_dict()) == Tool.of(WEATHER)
+
+
+def required(**properties):
+    return {"properties": properties, "required": list(properties)}
+
+
+LINKED = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", **required(a={"$ref": "#/$defs/a"})}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": 10000, "items": {"type": "integer"}},
+        {"type": "object", **required(a={"type": "array", "minItems": 3000})},
+        {"type": "string", "minLength": 5000},
+        LINKED,
+    ],
+    ids=["items", "nested", "letters", "itself"],
+)
+@pytest.mark.parametrize("as_tool", [False, True])
+def test_a_schema_without_an_end_in_the_room_is_refused_before_any_compute(schema, as_tool):
+    tool = {"name": "f", "parameters": required(a=schema) if "$ref" not in schema else {**schema, "type": "object"}}
+    asked = {"tools": [tool], "tool_choice": "any"} if as_tool else {"response_schema": schema}
+    with pytest.raises(SamplingError, match="Got room for 100 tokens"):
+        tiny_engine().stream("Hi", max_tokens=100, **asked)
+
+
+def test_parameters_that_do_not_say_that_they_are_an_object_are_held_to_be_one():
+    engine = tiny_engine()
+    for parameters in (required(a={"type": "boolean"}), {"anyOf": [{"type": "string"}, required(a={"enum": [1]})]}):
+        for seed in range(4):
+            asked = {"tools": [{"name": "f", "parameters": parameters}], "tool_choice": "any"}
+            answer = engine.generate("Hi", temperature=1, seed=seed, max_tokens=120, **asked)
+            assert [type(call.arguments) for call in answer.tool_calls] == [dict]
+    with pytest.raises(ToolError, match="JSON Schema of an object"):
+        Tool("f", "", {"type": "string"})
+
+
+@pytest.mark.parametrize("word", ["<|im_end|>", "<s>", "<|endoftext|>"])
+def test_what_the_model_cannot_write_is_named(word):
+    for schema in (required(**{word: {"type": "integer"}}), required(a={"enum": [word]})):
+        with pytest.raises(ToolError, match=re.escape(f"reads like {word!r}")):
+            tiny_engine().stream("Hi", response_schema={"type": "object", **schema})
+    with pytest.raises(ToolError, match=re.escape(word)):
+        tiny_engine().stream("Hi", tools=[{"name": word}], tool_choice="any")
+
+
+@pytest.mark.parametrize("word", ["<tool_call>", "</tool_call>", "<think>", '"', "\\", "\n", "é中", " "])
+def test_names_that_look_like_markup_are_names(word):
+    tool = {"name": word, "parameters": required(**{word: {"enum": [word]}})}
+    answer = tiny_engine().generate("Hi", tools=[tool], tool_choice="any", max_tokens=200)
+    assert [(call.name, call.arguments) for call in answer.tool_calls] == [(word, {word: word})]

@@ -1,0 +1,138 @@
+"""Packs and checkpoints that are damaged or foreign: the right answer, or an error of ours."""
+
+import os
+import pickle
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from kp_core import ChatTemplate, Fact, PackStore, load_engine
+from kp_core.compiling import compile_facts
+from kp_core.errors import ContextOverflowError, ModelError, PackCorruptError, PromptError
+from kp_core.kv import KVTensors
+from kp_core.packs.blobs import FolderBlobs
+from kp_core.packs.store import PackCorruptWarning
+from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.conftest import tiny_engine
+
+TEXT = "The gate of the harbour is green and old."
+
+
+class ReadOnly(FolderBlobs):
+    """A mount, or a bucket, that may only be read; root may write to any folder here."""
+
+    def write(self, *_, **__):
+        raise PermissionError("read-only")
+
+    def delete(self, *_):
+        raise PermissionError("read-only")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return PackStore(tmp_path / "packs")
+
+
+@pytest.mark.parametrize("damage", ["tensors", "all", "absent"])
+def test_a_damaged_pack_of_a_read_only_store_is_computed_from_its_text(damage, store):
+    engine = tiny_engine()
+    handle = store.put(engine.build_pack(TEXT, namespace="a"))
+    asked = {"messages": f"{handle}\n\nWho?", "max_tokens": 4, "reuse": False}
+    expected = engine.generate(**asked, view=store.view("a"))
+    [file] = store.path.rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    if damage == "all":
+        data[40] ^= 1
+    file.write_bytes(data) if damage != "absent" else file.unlink()
+    held = PackStore(ReadOnly(store.path))
+    with pytest.warns(PackCorruptWarning, match="stays as it is"):
+        assert held.get(handle).is_lazy
+    with pytest.warns(PackCorruptWarning):
+        assert engine.generate(**(asked | {"reuse": True}), view=held.view("a")).token_ids == expected.token_ids
+    assert sorted(each.name for each in store.path.rglob("*") if each.is_file()) == sorted(
+        each.name for each in held.path.rglob("*") if each.is_file()
+    )
+    if damage == "all":
+        next(store.path.rglob("*.txt")).write_text("other")
+        with pytest.raises(PackCorruptError, match="and so is its text"):
+            held.get(handle)
+
+
+def cut(kv):
+    yield KVTensors(kv.keys[:1], kv.values[:1])
+    yield KVTensors((*kv.keys, kv.keys[0]), (*kv.values, kv.values[0]))
+    yield KVTensors([key[:1] for key in kv.keys], [value[:1] for value in kv.values])
+    yield KVTensors([key[..., :4] for key in kv.keys], kv.values)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_pack_with_other_layers_than_the_model_is_computed_from_its_text(number, store, caplog):
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16)
+    pack = engine.build_pack(TEXT, namespace="a")
+    expected = engine.generate(f"{TEXT}\n\nWho?", max_tokens=4)
+    wrong = replace(pack, kv=list(cut(pack.kv))[number])
+    handle = store.put(wrong)
+    engine.clear_cache()
+    answer = engine.generate(f"{handle}\n\nWho?", view=store.view("a"), max_tokens=4)
+    assert answer.token_ids == expected.token_ids
+    assert "other layers than the model" in caplog.text
+    engine.clear_cache()
+    engine.unpin(engine.pin(wrong))
+
+
+@pytest.mark.parametrize("text", ["", " \n", "\ud800", "\0"])
+def test_a_pack_of_nothing_or_of_no_text(text, store):
+    engine = tiny_engine()
+    pack = replace(engine.build_pack(TEXT), text=text, kv=None)
+    for ids in ((), (999999,) * 3, (-1,), pack.token_ids):
+        asked = partial(engine.generate, "Hi", packs=[replace(pack, token_ids=ids)], max_tokens=2)
+        if text == "\ud800":
+            with pytest.raises(PromptError, match="Unicode"):
+                asked()
+        else:
+            assert asked().usage.completion_tokens > 0
+    if text != "\ud800":
+        handle = store.put(pack)
+        assert engine.generate(f"{handle} Hi", view=store.view("default"), max_tokens=1).usage.completion_tokens == 1
+
+
+class _Runs:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.file),))
+
+
+@pytest.mark.parametrize("kind", ["code", "junk", "pickle", "empty"])
+def test_pickled_weights_run_nothing_and_are_refused_by_name(kind, tmp_path):
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    weights, made = folder / "pytorch_model.bin", tmp_path / "made"
+    if kind == "code":
+        torch.save({"a": _Runs(made)}, weights)
+    else:
+        weights.write_bytes({"junk": b"junk" * 100, "pickle": pickle.dumps(_Runs(made)), "empty": b""}[kind])
+    with pytest.raises(ModelError, match="Could not load"):
+        load_engine(str(folder))
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_text_longer_than_the_context_is_refused_before_anything_is_computed(lazy, store, monkeypatch, caplog):
+    engine = tiny_engine()
+    long = "gate " * 3000
+    monkeypatch.setattr(engine.engine, "kv", lambda plans: [pytest.fail("computed") for _ in plans])
+    with pytest.raises(ContextOverflowError, match="2048 positions"):
+        engine.build_pack(long, lazy=lazy)
+    monkeypatch.undo()
+    # Those beside it are compiled.
+    made = compile_facts([Fact(long), Fact(TEXT)], engine, store, lazy=lazy, progress=False)
+    assert [handle is None for handle in made] == [True, False]
+    assert "2048 positions" in caplog.text
+    ChatTemplate(tiny_tokenizer()).tokenise_pack(long)
