@@ -64,7 +64,9 @@ class Fact:
             raise BankError(f"Got expires={self.expires!r}; expected seconds since 1970, or None for never.")
         if type(self.version) is not int or self.version < 1:
             raise BankError(f"Got version={self.version!r} of a fact; expected an integer from 1 on.")
-        for key, value in dict(self.metadata).items():
+        if not isinstance(self.metadata, Mapping):
+            raise BankError(f"Got {self.metadata!r} as metadata of a fact; expected a dictionary.")
+        for key, value in self.metadata.items():
             _check_text("a metadata key", key)
             _check_value(f"metadata {key!r}", value)
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))

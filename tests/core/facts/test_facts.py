@@ -88,6 +88,7 @@ def test_the_id_of_a_fact_is_a_digest_of_its_text_unless_given() -> None:
         {"text": "a", "id": "a\nb"},
         {"text": "a", "title": 3},
         {"text": "a", "metadata": {"years": {1999}}},
+        {"text": "a", "metadata": ["year"]},
         {"text": "a", "metadata": {"deep": [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}},
         {"text": "a", "metadata": {"score": float("nan")}},
         {"text": "a", "expires": "tomorrow"},
