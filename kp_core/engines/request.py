@@ -167,7 +167,10 @@ class Request(Sampling):
         for name, names in _CHOICES.items():
             if (chosen := getattr(self, name)) not in names:
                 raise OptionError(f"Got {name}={chosen!r}; expected {' or '.join(map(repr, names))}.")
-        if self.co_compile < 0:
+        for name in ("packs", "tools"):
+            if isinstance(given := getattr(self, name), str | Mapping) or not isinstance(given, Iterable):
+                raise OptionError(f"Got {name}={given!r}; expected a list.")
+        if not isinstance(self.co_compile, int) or self.co_compile < 0:
             raise OptionError(f"Got co_compile={self.co_compile!r}; expected a number of bytes, or 0.")
         named: object = self.composer
         if isinstance(named, str):

@@ -70,8 +70,8 @@ class SearchedFacts(ABC):
     ) -> list[Hit]:
         """See `FactStore.search`."""
         wanted = hits_wanted(k, rerank)
-        if probes is not None and probes < 1:
-            raise BankError(f"Got probes={probes}; expected at least 1.")
+        if probes is not None and (not isinstance(probes, int) or probes < 1):
+            raise BankError(f"Got probes={probes!r}; expected at least 1.")
         predicate(where or {})
         query, tables = self._query(question), self._tables(namespace)
         if probes is None:

@@ -236,8 +236,9 @@ def test_an_encoding_that_is_none_is_refused_and_a_wrong_one_named(tmp_path: Pat
             read_facts(path, encoding=encoding)
     with pytest.raises(SourceError, match="line 1: is not ascii"):
         list(read_facts(path, encoding="ascii"))
-    with pytest.raises(SourceError, match="line 1: is not utf-16"):
-        list(read_facts(written(tmp_path / "b.txt", b"\xff\xfea\0b"), encoding="utf-16"))
+    for content in (b"\xff\xfea\0b", b"a\0b\0"):
+        with pytest.raises(SourceError, match="line 1: is not utf-16"):
+            list(read_facts(written(tmp_path / "b.txt", content), encoding="utf-16"))
 
 
 @pytest.mark.parametrize(
