@@ -1,4 +1,4 @@
-"""Attack for minutes: each class in a process of its own, one after another, with as much time each.
+"""Attack for minutes: each class in a process of its own, one after another, with as much time each (and what it takes to start).
 
 `python -m tests.attack --minutes 15 --seed 7` prints a table, and for what came out badly the line that repeats it:
 `python -m tests.attack --only files --seed 7 --case 123`. A process that dies or falls silent is counted, and
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -65,8 +64,8 @@ def _work(name: str, seed: str, seconds: float, start: int) -> int:
     with os.fdopen(os.dup(1), "w", buffering=1) as out, tempfile.TemporaryDirectory() as folder:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
-        def tell(number: int, tally: Tally) -> None:
-            out.write(json.dumps([number, asdict(tally)]) + "\n")
+        def tell(number: int, seconds: float, tally: Tally) -> None:
+            out.write(json.dumps([number, seconds, asdict(tally)]) + "\n")
 
         run(name, seed, Path(folder), numbers=range(start, start + 1), seconds=seconds, tell=tell)
     return 0
@@ -74,11 +73,11 @@ def _work(name: str, seed: str, seconds: float, start: int) -> int:
 
 def _watch(name: str, seed: str, seconds: float) -> Tally:
     """Let a process work at a class, and further ones behind the cases that it does not survive."""
-    total, start, until = Tally(), 0, time.monotonic() + seconds
+    total, start, left = Tally(), 0, seconds
     command = [sys.executable, "-m", "tests.attack", "--only", name, "--seed", seed]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    while (left := until - time.monotonic()) > 0:
-        tally, limit = Tally(), float(_START_SECONDS)
+    while left > 0:
+        tally, limit, took = Tally(), float(_START_SECONDS), left
         with (
             tempfile.TemporaryFile() as errors,
             subprocess.Popen(  # noqa: S603 - our own
@@ -89,28 +88,28 @@ def _watch(name: str, seed: str, seconds: float) -> Tally:
             lines = _lines(process)
             try:
                 while (line := lines.get(timeout=limit)) is not None:
-                    number, told = json.loads(line)
+                    number, took, told = json.loads(line)
                     tally, start, limit = Tally(**told), number + 1, float(_DEAF_SECONDS)
             except queue.Empty:
                 process.kill()
-                tally.hung += 1
+                tally.hung, tally.tried = tally.hung + 1, tally.tried + 1
                 tally.said.append(f"hung: --only {name} --seed {seed} --case {start}: deaf to signals")
             else:
-                if process.wait() != 0:
+                if process.wait() == 0:
+                    took = left
+                else:
                     errors.seek(max(0, errors.seek(0, os.SEEK_END) - 2000))
-                    tally.uncaught += 1
+                    tally.uncaught, tally.tried = tally.uncaught + 1, tally.tried + 1
                     end = errors.read().decode(errors="replace").strip()
                     died = f"the process ended with {process.returncode}: {end[-400:]}"
                     tally.said.append(f"uncaught: --only {name} --seed {seed} --case {start}: {died}")
-            start += 1
+            start, left = start + 1, left - took
         for column in _COLUMNS:
             setattr(total, column, getattr(total, column) + getattr(tally, column))
         total.said += tally.said
         sys.stdout.write("".join(f"{line}\n" for line in tally.said))
         sys.stdout.write(f"{name}: {total.tried} tried, {total.bad} bad\n")
         sys.stdout.flush()
-        if tally.bad and not tally.tried:  # It does not even start.
-            break
     return total
 
 

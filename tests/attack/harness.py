@@ -25,7 +25,7 @@ __all__ = ["NAMES", "Case", "HungError", "LostError", "Tally", "WrongError", "lo
 NAMES = sorted(each.name for each in pkgutil.iter_modules(classes.__path__))
 """The classes there are: the files in `classes/`."""
 
-CASE_SECONDS = 60
+CASE_SECONDS = 120
 """A case that takes longer hangs; the slowest honest one takes a second or two on a quiet core."""
 
 Case = Callable[[Random], int | None]
@@ -91,17 +91,20 @@ def run(
     *,
     numbers: range | None = None,
     seconds: float | None = None,
-    tell: Callable[[int, Tally], None] = lambda _number, _tally: None,
+    tell: Callable[[int, float, Tally], None] = lambda _number, _seconds, _tally: None,
 ) -> Tally:
-    """Try the cases `numbers`, or all from their start on for so many seconds; `tell` hears of each that is done."""
-    tally, until = Tally(), None if seconds is None else time.monotonic() + seconds
-    cases = numbers if until is None else itertools.count(0 if numbers is None else numbers.start)
+    """Try the cases `numbers`, or all from their start on for so many seconds.
+
+    `tell` hears of each that is done: its number, the seconds since the first began, and the tally.
+    """
+    tally, first = Tally(), 0 if numbers is None else numbers.start
     with _quiet(), load(name).attack(folder) as case:
-        for number in cases or ():
-            if until is not None and time.monotonic() > until:
-                break
+        began = time.monotonic()
+        for number in itertools.count(first) if seconds is not None else numbers or ():
             _judge(tally, case, f"{name} --seed {seed} --case {number}", Random(f"{seed}/{name}/{number}"))
-            tell(number, tally)
+            tell(number, took := time.monotonic() - began, tally)
+            if seconds is not None and took > seconds:
+                break
     return tally
 
 
