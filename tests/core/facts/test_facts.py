@@ -253,6 +253,7 @@ def test_filters(filled: LivingFacts, where: dict[str, object], texts: str) -> N
     ("where", "words"),
     [
         ("x", "expected a dictionary"),
+        (0, "expected a dictionary"),
         ({"$not": []}, "expected a dictionary"),
         ({"$near": []}, "name of a field"),
         ({"year": {"$number": 3}}, "no condition"),
@@ -269,6 +270,8 @@ def test_filters(filled: LivingFacts, where: dict[str, object], texts: str) -> N
 def test_senseless_filters_are_refused(where: object, words: str) -> None:
     with pytest.raises(BankError, match=words):
         predicate(where)  # type: ignore[arg-type]
+    with pytest.raises(BankError, match=words):
+        MemoryFactStore(HashEmbedder()).search("q", where=where)  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, deadline=None)

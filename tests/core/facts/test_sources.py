@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,10 @@ def test_word(tmp_path: Path) -> None:
         ("Wide", "Install > Parts", 6),
         ("Last.", "Use", 8),
     ]
+    whole, at = path.read_bytes(), zipfile.ZipFile(path).getinfo("word/document.xml").header_offset + 30 + 17
+    broken = written(tmp_path / "broken.docx", whole[:at] + b"\xff" * 20 + whole[at + 20 :])
+    with pytest.raises(SourceError, match=r"broken\.docx, paragraph 1: is not \.docx, or damaged"):
+        list(read_facts(broken))
     docx.Document().save(str(tmp_path / "empty.docx"))
     with pytest.raises(SourceError, match=r"empty\.docx, paragraph 1: holds no text"):
         list(read_facts(tmp_path / "empty.docx"))
