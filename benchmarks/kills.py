@@ -67,7 +67,7 @@ def kill_facts(rounds: int, seed: int, folder: Path) -> Figures:
     with ChromaFactStore(folder, Numbered()) as store:
         texts = {fact.text for fact in store.facts()}
     for number in range(rounds):
-        said = _killed(_change_facts, _read_facts, folder, f"{seed}.{number}", draw.uniform(0, _LONGEST), figures)
+        said = _killed((_change_facts, _read_facts), folder, f"{seed}.{number}", draw.uniform(0, _LONGEST), figures)
         for kind, named in said:
             if kind == "+":
                 texts |= {f"{named}/{part}" for part in range(_AT_ONCE)}
@@ -94,7 +94,7 @@ def kill_packs(rounds: int, seed: int, folder: Path) -> Figures:
     figures = dict.fromkeys(("kills", "acknowledged", "lost", "unclean", "misread", "left"), 0)
     there = _there(PackStore(folder))
     for number in range(rounds):
-        said = _killed(_change_packs, _read_packs, folder, f"{seed}.{number}", draw.uniform(0, _LONGEST), figures)
+        said = _killed((_change_packs, _read_packs), folder, f"{seed}.{number}", draw.uniform(0, _LONGEST), figures)
         begun: tuple[int, int | None] | None = None
         for kind, change in said:
             begun = change if kind == "begin" else None
@@ -113,18 +113,24 @@ def kill_packs(rounds: int, seed: int, folder: Path) -> Figures:
 
 
 def _killed(
-    write: Callable[[Path, str, Connection], None],
-    read: Callable[[Path, Connection], None],
+    acts: tuple[Callable[[Path, str, Connection], None], Callable[[Path, Connection], None]],
     folder: Path,
     name: str,
     after_s: float,
     figures: Figures,
 ) -> list[Any]:
-    """What a process acknowledged before it was killed, beside a reader; counts what that one found wrong."""
+    """What a process acknowledged before it was killed, beside a reader; counts what that one found wrong.
+
+    `acts` are what the two do.
+    """
+    write, read = acts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.kills", "chromadb", "sklearn.cluster"])
     (hear, say), (seen, look) = context.Pipe(duplex=False), context.Pipe(duplex=False)
-    processes = context.Process(target=write, args=(folder, name, say)), context.Process(target=read, args=(folder, look))
+    processes = (
+        context.Process(target=write, args=(folder, name, say)),
+        context.Process(target=read, args=(folder, look)),
+    )
     for process, end in zip(processes, (say, look), strict=True):
         process.start()
         end.close()
@@ -174,7 +180,7 @@ def _change_facts(folder: Path, name: str, told: Connection) -> None:
 
 
 def _read_facts(folder: Path, told: Connection) -> None:
-    """Every fact that was there before the folder was opened, and still is, is found by its own text; says which not."""
+    """Every fact that was there before the folder was opened, and still is, is found by its own text; or says so."""
     before: list[Fact] = []
     while True:
         with suppress(KnowledgePackError), ChromaFactStore(folder, Numbered(), read_only=True) as store:
@@ -215,7 +221,7 @@ def _pack(which: int, seed: int) -> KnowledgePack:
     generator = torch.Generator().manual_seed(1000 * which + seed)
     halves = [torch.randn(2, _TOKENS, 8, generator=generator).bfloat16() for _ in range(4)]
     fingerprint = ModelFingerprint.unknown()
-    known = type(fingerprint)(**{name: "kills" for name in fingerprint.to_dict()})
+    known = type(fingerprint)(**dict.fromkeys(fingerprint.to_dict(), "kills"))
     kv = KVTensors(tuple(halves[:2]), tuple(halves[2:]))
     return KnowledgePack(f"Pack {which}.", "kills", tuple(range(_TOKENS)), Prefix(), known, kv, {"seed": str(seed)})
 

@@ -1,7 +1,7 @@
 """Known advisories against what `requirements.lock` names, as pip-audit tells them: `python -m tests.audit`.
 
-Fails for an advisory that can be reached. Without a network, or where the index does not know advisories, it says that it
-could not ask, and goes on: a test must pass on a machine that is offline.
+Fails for an advisory that can be reached. Without a network, or where the index does not know advisories, it says that
+it could not ask, and goes on: a test must pass on a machine that is offline.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LOCK = Path(__file__).parents[1] / "requirements.lock"
 _PATIENCE_S = 600
 
 UNREACHABLE: Mapping[str, str] = {
-    "CVE-2026-45829": "in Chroma's HTTP server, which we never start; README and docs/cli.md say to keep one on a trusted network",
+    "CVE-2026-45829": "in Chroma's HTTP server, which we never start; the docs say to keep one on a trusted network",
 }
 """Advisories that nothing of ours leads to, each with the reason."""
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test, rule
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from tests.attack.trouble import clock
 

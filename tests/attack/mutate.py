@@ -23,7 +23,22 @@ _NUMBERS = (
     True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, 2**64, -(2**64), 10**400, 0.0, -0.0, 0.5, 1.0, 1.5, -2.5, 1e308, 5e-324,
     float("inf"), float("-inf"), float("nan"),
 )  # fmt: skip
-_VALUES = (*_NUMBERS, None, [], {}, [None], {"a": None}, [[]], "\ud800", "a\udfffb", (), b"\xff", {1: 2}, {1, 2}, range(3))
+_VALUES = (
+    *_NUMBERS,
+    None,
+    [],
+    {},
+    [None],
+    {"a": None},
+    [[]],
+    "\ud800",
+    "a\udfffb",
+    (),
+    b"\xff",
+    {1: 2},
+    {1, 2},
+    range(3),
+)
 
 
 def damaged(draw: Random, data: bytes, other: bytes = b"") -> bytes:
@@ -57,17 +72,19 @@ def text(draw: Random, more: Sequence[str] = ()) -> str:
     """A hostile string; `more` are pieces that matter where it is used."""
     pieces = [draw.choice(draw.choice((_TEXTS, more or _TEXTS))) for _ in range(draw.choice((1, 1, 2, 3, 6)))]
     if draw.random() < 0.2:
-        pieces.append("".join(chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)))) for _ in range(5)))
+        pieces.append(
+            "".join(chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)))) for _ in range(5))
+        )
     said = draw.choice(("", "", " ", "\n")).join(pieces)
     return said[: draw.randrange(len(said) + 1)] if draw.random() < 0.2 else said
 
 
-def number(draw: Random) -> Any:  # noqa: ANN401 - whole or not
+def number(draw: Random) -> Any:
     """A number, mostly out of range, or not the kind that is meant."""
     return draw.choice(_NUMBERS)
 
 
-def value(draw: Random, depth: int = 0) -> Any:  # noqa: ANN401 - of every type there is
+def value(draw: Random, depth: int = 0) -> Any:
     """A value of the wrong type, size or depth, mostly."""
     kind = draw.random()
     if kind < 0.45:
@@ -84,7 +101,7 @@ def value(draw: Random, depth: int = 0) -> Any:  # noqa: ANN401 - of every type 
     return {text(draw): value(draw, depth + 1) for _ in range(draw.randrange(4))}
 
 
-def warped(draw: Random, data: Any, values: Sequence[Any] = ()) -> Any:  # noqa: ANN401
+def warped(draw: Random, data: Any, values: Sequence[Any] = ()) -> Any:
     """JSON `data` with one to three of its parts replaced, removed, renamed, doubled or moved."""
     found = copy.deepcopy(data)
     for _ in range(draw.choice((1, 1, 2, 3))):
@@ -110,7 +127,7 @@ def warped(draw: Random, data: Any, values: Sequence[Any] = ()) -> Any:  # noqa:
     return found
 
 
-def as_json(data: Any) -> str | None:  # noqa: ANN401
+def as_json(data: Any) -> str | None:
     """`data` as JSON; `None` where JSON cannot say it."""
     try:
         return json.dumps(data)
@@ -118,7 +135,7 @@ def as_json(data: Any) -> str | None:  # noqa: ANN401
         return None
 
 
-def _places(data: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401
+def _places(data: Any) -> list[tuple[Any, Any]]:
     found, todo = [], [data]
     while todo:
         each = todo.pop()

@@ -123,7 +123,10 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - as for PDF
-        yield "paragraph 1", error_at(path, "paragraph 1", f"is not .docx, or damaged ({error or type(error).__name__})")
+        yield (
+            "paragraph 1",
+            error_at(path, "paragraph 1", f"is not .docx, or damaged ({error or type(error).__name__})"),
+        )
         return
     numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
     yield from _sections(path, "paragraph", numbered, title, max_chars)

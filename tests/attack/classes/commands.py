@@ -25,7 +25,16 @@ SHORT = 30
 _CODES = {0, 1, 2, 3, 130}
 _NUMBERS = ("0", "1", "3", "-1", "1e9", "nan", "x", "99999999999999999999", "2", "0.5")
 _TINY = ("--engine", "tests.cli.engines:tiny", "--max-tokens", "2")
-_JSON = ('{"year": 1987}', '{"year": {"$gt": 1900}}', "{", "[]", '{"$or": []}', '{"a": {"$near": 1}}', "null", '{"a\\u0000": "\\ud800"}')
+_JSON = (
+    '{"year": 1987}',
+    '{"year": {"$gt": 1900}}',
+    "{",
+    "[]",
+    '{"$or": []}',
+    '{"a": {"$near": 1}}',
+    "null",
+    '{"a\\u0000": "\\ud800"}',
+)
 
 
 def _said(arguments: list[str]) -> tuple[int, str, str]:
@@ -47,7 +56,9 @@ def _checked(arguments: list[str], code: int, out: str, err: str) -> None:
     if CONTROLS & set(out) or CONTROLS & set(err):
         raise WrongError(f"control characters: {shown}")
     lines = [line for line in err.split("\n") if line.strip() and "|" not in line]
-    if code == 1 and not (lines and lines[-1].startswith("kp: ") and sum(line.startswith("kp: ") for line in lines) == 1):
+    if code == 1 and not (
+        lines and lines[-1].startswith("kp: ") and sum(line.startswith("kp: ") for line in lines) == 1
+    ):
         raise WrongError(f"no one line: {shown}")
     if "Traceback" in err:
         raise WrongError(f"a traceback: {shown}")

@@ -45,7 +45,7 @@ class Facts(StoreMachine):
         if self.chroma:
             self.store = None
             self.reopen()
-            self.around.callback(lambda: self.store.close())
+            self.around.callback(self._close)
 
     @precondition(lambda self: self.chroma)
     @rule()
@@ -54,7 +54,12 @@ class Facts(StoreMachine):
             self.store.close()
         self.store = ChromaFactStore(self.folder / "f", HashEmbedder(), bank_size=3)
 
-    @rule(texts=st.lists(_TEXTS, min_size=1, max_size=6), space=_SPACES, ttl=_TTLS, full=st.sampled_from((False,) * 5 + (True,)))
+    @rule(
+        texts=st.lists(_TEXTS, min_size=1, max_size=6),
+        space=_SPACES,
+        ttl=_TTLS,
+        full=st.sampled_from((False,) * 5 + (True,)),
+    )
     def add(self, texts, space, ttl, full) -> None:
         facts = [Fact(each, namespace=space, metadata={"at": place}) for place, each in enumerate(texts)]
         expires = None if ttl is None else time.time() + ttl
@@ -108,7 +113,9 @@ class Facts(StoreMachine):
     @precondition(lambda self: self._living())
     @rule(data=st.data())
     def delete(self, data) -> None:
-        gone = data.draw(st.lists(st.sampled_from(self._living()), min_size=1, max_size=4, unique_by=lambda f: (f.namespace, f.id)))
+        gone = data.draw(
+            st.lists(st.sampled_from(self._living()), min_size=1, max_size=4, unique_by=lambda f: (f.namespace, f.id))
+        )
         for space in {fact.namespace for fact in gone}:
             ids = [fact.id for fact in gone if fact.namespace == space]
             if self.store.delete([*ids, "unknown"], namespace=space) != len(ids):
@@ -147,6 +154,9 @@ class Facts(StoreMachine):
         finally:
             super().teardown()
 
+    def _close(self) -> None:
+        self.store.close()
+
     def _living(self) -> list[Fact]:
         return [fact for _, fact in sorted(self.held.items()) if _alive(fact)] if hasattr(self, "held") else []
 
@@ -171,12 +181,58 @@ def _alive(fact: Fact) -> bool:
     return fact.expires is None or fact.expires > time.time()
 
 
-_FIELDS = ("year", "lang", "tags", "more", "title", "source", "id", "namespace", "version", "digest", "kp:title", "none", "$or", "")
-_OPERATORS = ("$eq", "$ne", "$gt", "$gte", "$lt", "$lte", "$in", "$nin", "$exists", "$contains", "$icontains", "$number", "$near")
-_WANTED = (1999, 2000.0, "en", "de", "a", "EN", True, 2**70, "1999", "", [1999, "en"], ["en", "de"], [1999, 2000], [], None, -0.0)
+_FIELDS = (
+    "year",
+    "lang",
+    "tags",
+    "more",
+    "title",
+    "source",
+    "id",
+    "namespace",
+    "version",
+    "digest",
+    "kp:title",
+    "none",
+    "$or",
+    "",
+)
+_OPERATORS = (
+    "$eq",
+    "$ne",
+    "$gt",
+    "$gte",
+    "$lt",
+    "$lte",
+    "$in",
+    "$nin",
+    "$exists",
+    "$contains",
+    "$icontains",
+    "$number",
+    "$near",
+)
+_WANTED = (
+    1999,
+    2000.0,
+    "en",
+    "de",
+    "a",
+    "EN",
+    True,
+    2**70,
+    "1999",
+    "",
+    [1999, "en"],
+    ["en", "de"],
+    [1999, 2000],
+    [],
+    None,
+    -0.0,
+)
 
 
-def _filter(draw: Random, depth: int = 0) -> Any:  # noqa: ANN401
+def _filter(draw: Random, depth: int = 0) -> Any:
     if draw.random() < 0.05:
         return value(draw)
     if depth < 3 and draw.random() < 0.3:
@@ -185,7 +241,7 @@ def _filter(draw: Random, depth: int = 0) -> Any:  # noqa: ANN401
     return {draw.choice(_FIELDS): _condition(draw) for _ in range(draw.choice((1, 1, 2)))}
 
 
-def _condition(draw: Random) -> Any:  # noqa: ANN401
+def _condition(draw: Random) -> Any:
     if draw.random() < 0.3:
         return draw.choice(_WANTED)
     if draw.random() < 0.1:
@@ -215,10 +271,12 @@ def _filtered(draw: Random, stores: list[Any], facts: list[Fact]) -> None:
             raise WrongError(f"{type(store).__name__}: {where!r} lets {found ^ expected} and {hits ^ expected} differ")
 
 
-def _stranger(draw: Random, store: Any) -> None:  # noqa: ANN401
+def _stranger(draw: Random, store: Any) -> None:
     """A fact of strange fields comes back as it was, or is refused."""
     given = {"text": f"Strange. {text(draw)}", "id": "strange", "metadata": {text(draw): value(draw) for _ in range(3)}}
-    for name in draw.sample(("title", "source", "id", "namespace", "expires", "version", "metadata", "text"), draw.randrange(3)):
+    for name in draw.sample(
+        ("title", "source", "id", "namespace", "expires", "version", "metadata", "text"), draw.randrange(3)
+    ):
         given[name] = value(draw)
     with refused(TypeError) if not isinstance(given["metadata"], dict) else refused():
         fact = Fact(**given)
@@ -233,7 +291,7 @@ def _stranger(draw: Random, store: Any) -> None:  # noqa: ANN401
             store.delete([fact.id], namespace=fact.namespace)
 
 
-def _plain(data: Any) -> Any:  # noqa: ANN401
+def _plain(data: Any) -> Any:
     """Lists for tuples, as JSON has no others."""
     if isinstance(data, dict):
         return {key: _plain(each) for key, each in data.items()}
@@ -253,7 +311,10 @@ def attack(folder: Path) -> Iterator[Case]:
         })
         for number in range(24)
     ]  # fmt: skip
-    with ChromaFactStore(folder / "facts", HashEmbedder()) as chroma, ChromaFactStore(folder / "own", HashEmbedder()) as own:
+    with (
+        ChromaFactStore(folder / "facts", HashEmbedder()) as chroma,
+        ChromaFactStore(folder / "own", HashEmbedder()) as own,
+    ):
         stores = [MemoryFactStore(HashEmbedder()), chroma]
         for store in stores:
             store.add(facts)

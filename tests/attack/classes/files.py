@@ -131,14 +131,18 @@ def _source(draw: Random, folder: Path) -> None:
     file = folder / f"a.{kind}"
     file.write_bytes(damaged(draw, data, _PAGES["html"]) if draw.random() < 0.8 else text(draw).encode())
     with refused():
-        for fact in read_facts(file, on_error=draw.choice(("raise", "skip")), encoding=draw.choice((None, "cp1252", "utf-16"))):
+        for fact in read_facts(
+            file, on_error=draw.choice(("raise", "skip")), encoding=draw.choice((None, "cp1252", "utf-16"))
+        ):
             if not fact.text.strip() or Fact(fact.text).text.encode().decode() != fact.text:
                 raise WrongError(f"{fact.text!r} is no fact")
 
 
 def _row(draw: Random, folder: Path) -> None:
     """Rows of JSON with fields of other types: facts as they were said, or a refusal that names the line."""
-    row = warped(draw, {"text": "A heron.", "title": "T", "id": "x", "expires": 9e9, "metadata": {"year": 1999, "tags": ["a"]}})
+    row = warped(
+        draw, {"text": "A heron.", "title": "T", "id": "x", "expires": 9e9, "metadata": {"year": 1999, "tags": ["a"]}}
+    )
     try:
         line = json.dumps(row)
     except (TypeError, ValueError, RecursionError):

@@ -34,7 +34,12 @@ def by_hand(said: str) -> list[tuple[int, int]]:
         stop = slash + 22
         free = at == 0 or said[at - 1] not in _WORD or (at > 1 and said[at - 2] == "\\" and said[at - 1] in "nrt")
         whole = 1 <= slash - at - 3 <= 64 and said[slash : slash + 1] == "/" and len(said) >= stop
-        if free and whole and set(said[slash + 1 : stop]) <= _ID and (said[stop : stop + 1] not in _WORD or stop == len(said)):
+        if (
+            free
+            and whole
+            and set(said[slash + 1 : stop]) <= _ID
+            and (said[stop : stop + 1] not in _WORD or stop == len(said))
+        ):
             found.append((at, stop))
             at = stop
         else:
@@ -72,7 +77,11 @@ def attack(folder: Path) -> Iterator[Case]:
         role = draw.choice(_ROLES)
         segments = store.view(*spaces, trusted_roles=trusted).split(said, role)
         may = role in trusted
-        expected = [said[a:b] for a, b in spans if may and said[a:b] in handles and said[a:b].split(":")[1].split("/")[0] in spaces]
+        expected = [
+            said[a:b]
+            for a, b in spans
+            if may and said[a:b] in handles and said[a:b].split(":")[1].split("/")[0] in spaces
+        ]
         brought = [each for each in segments if not isinstance(each, str)]
         if [each.handle for each in brought] != expected:
             raise WrongError(f"{role} of {spaces}, {trusted}: {said!r} brought {brought}, expected {expected}")

@@ -32,7 +32,23 @@ _PLAUSIBLE: dict[str, tuple[Any, ...]] = {
     "response_schema": (True, {}, {"type": "object"}), "co_compile": (10**6,), "scope": ("pack",), "mismatch": ("accept",),
 }  # fmt: skip
 _AROUND = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Facts: {pack}"}]
-_SCHEMA_VALUES = ("string", "object", "array", [], {}, 10000, -1, 0, ["a"], {"$ref": "#"}, {"$ref": "#/$defs/a"}, "^(a+)+$", "(", True, "date")
+_SCHEMA_VALUES = (
+    "string",
+    "object",
+    "array",
+    [],
+    {},
+    10000,
+    -1,
+    0,
+    ["a"],
+    {"$ref": "#"},
+    {"$ref": "#/$defs/a"},
+    "^(a+)+$",
+    "(",
+    True,
+    "date",
+)
 
 
 @contextmanager
@@ -42,7 +58,10 @@ def attack(folder: Path) -> Iterator[Case]:
     facts.add(facts_of(9))
 
     def options(draw: Random) -> None:
-        given = {name: draw.choice((*_PLAUSIBLE.get(name, ()), value(draw))) for name in draw.sample(_NAMES, draw.choice((1, 1, 2, 3)))}
+        given = {
+            name: draw.choice((*_PLAUSIBLE.get(name, ()), value(draw)))
+            for name in draw.sample(_NAMES, draw.choice((1, 1, 2, 3)))
+        }
         given = {"max_tokens": 2, "timeout": 30, **given}
         if not isinstance(given["max_tokens"], int) or given["max_tokens"] > 300:
             given["response_schema"] = None  # A long answer is no finding.
@@ -89,13 +108,17 @@ def attack(folder: Path) -> Iterator[Case]:
         lambda draw: facts.get(text(draw)),
         lambda draw: facts.bank_facts(text(draw)),
         lambda draw: facts.route(text(draw), namespace=text(draw)),
-        lambda draw: PackStore(folder / "other", max_bytes=number(draw), keep_bytes=number(draw), keep_seconds=number(draw)),
+        lambda draw: PackStore(
+            folder / "other", max_bytes=number(draw), keep_bytes=number(draw), keep_seconds=number(draw)
+        ),
         lambda draw: store.view(text(draw), trusted_roles=[text(draw)]),
         lambda draw: list(store.handles(text(draw))),
         lambda draw: store.forget(text(draw)),
         lambda draw: Handle(text(draw), text(draw)),
         lambda draw: list(read_rows([value(draw)], on_error=draw.choice(("raise", "skip")))),
-        lambda draw: MemoryFactStore(HashEmbedder(), bank_size=number(draw), near_duplicate=number(draw)).add(facts_of(3)),
+        lambda draw: MemoryFactStore(HashEmbedder(), bank_size=number(draw), near_duplicate=number(draw)).add(
+            facts_of(3)
+        ),
     )
 
     def arguments(draw: Random) -> None:
@@ -108,7 +131,7 @@ def attack(folder: Path) -> Iterator[Case]:
     yield case
 
 
-def _validate(found: Any, schema: Any) -> None:  # noqa: ANN401
+def _validate(found: Any, schema: Any) -> None:
     try:
         jsonschema.validate(found, schema)
     except jsonschema.ValidationError as error:

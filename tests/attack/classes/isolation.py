@@ -29,7 +29,10 @@ _THREADS = 6
 def attack(folder: Path) -> Iterator[Case]:
     """See `harness.Attacks`."""
     engine, store, raced = tiny_engine(chunk_tokens=64), PackStore(folder / "packs"), PackStore(folder / "raced")
-    texts = {space: [f"The {space} keeper {number} counts ships and writes them down." for number in range(3)] for space in _SPACES}
+    texts = {
+        space: [f"The {space} keeper {number} counts ships and writes them down." for number in range(3)]
+        for space in _SPACES
+    }
     handles = {
         space: [str(store.put(engine.build_pack(each, namespace=space))) for each in mine] for space, mine in texts.items()
     }  # fmt: skip
@@ -97,7 +100,13 @@ def attack(folder: Path) -> Iterator[Case]:
         """Threads that put, get and remove the same packs: a pack is whole and its own, or there is none."""
         packs = [make_pack(f"Pack {number}.", seed=number, tokens=60) for number in range(3)]
         names = [raced.handle(pack.text, pack.namespace) for pack in packs]
-        plans = [[(draw.choice(("put", "put", "get", "get", "peek", "remove", "list")), draw.randrange(3)) for _ in range(12)] for _ in range(4)]
+        plans = [
+            [
+                (draw.choice(("put", "put", "get", "get", "peek", "remove", "list")), draw.randrange(3))
+                for _ in range(12)
+            ]
+            for _ in range(4)
+        ]
 
         def work(plan: list[tuple[str, int]]) -> None:
             for act, which in plan:

@@ -25,7 +25,14 @@ _CONVERSATION = [
     {"role": "tool", "content": "Orla.", "name": "find", "tool_call_id": "call00001"},
     {"role": "user", "content": "Why?"},
 ]  # fmt: skip
-_CONTENTS = (None, "", [], [{"type": "text", "text": "Hi"}], [{"type": "image_url", "image_url": {"url": "x"}}], "kp:geo/" + "a" * 21)
+_CONTENTS = (
+    None,
+    "",
+    [],
+    [{"type": "text", "text": "Hi"}],
+    [{"type": "image_url", "image_url": {"url": "x"}}],
+    "kp:geo/" + "a" * 21,
+)
 
 
 @contextmanager
@@ -82,11 +89,17 @@ def attack(folder: Path) -> Iterator[Case]:
         source = TEMPLATES[draw.choice(list(TEMPLATES))]
         at = draw.randrange(len(source))
         stop = at + draw.choice((0, 1, 5, 20))
-        source = source[:at] + draw.choice(("", "", text(draw), "{{ x }}", "{% if 1 %}", "|upper", "|trim", "{{ messages }}")) + source[stop:]
+        source = (
+            source[:at]
+            + draw.choice(("", "", text(draw), "{{ x }}", "{% if 1 %}", "|upper", "|trim", "{{ messages }}"))
+            + source[stop:]
+        )
         with refused():
             broken = ChatTemplate(tiny_tokenizer(source))
             handle = store.put(make_pack("A fact of the template.", tokens=1))
-            broken.verify(broken.render([*_CONVERSATION[:2], {"role": "user", "content": f"{handle}"}], view=store.view("geo")))
+            broken.verify(
+                broken.render([*_CONVERSATION[:2], {"role": "user", "content": f"{handle}"}], view=store.view("geo"))
+            )
 
     def case(draw: Random) -> None:
         draw.choice((pieces, pieces, packs, packs, conversations, templates))(draw)

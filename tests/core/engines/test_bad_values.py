@@ -79,7 +79,7 @@ def test_searches_and_facts_refuse_what_they_cannot_hold():
         store.search("ship", where=deep)
     with pytest.raises(BankError, match="k='3'"):
         store.search("ship", "3")
-    with pytest.raises(BankError, match="probes=1.5"):
+    with pytest.raises(BankError, match=r"probes=1\.5"):
         store.search("ship", probes=1.5)
     with pytest.raises(BankError, match="Unicode"):
         store.search("\ud800")

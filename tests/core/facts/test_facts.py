@@ -93,6 +93,7 @@ def test_the_id_of_a_fact_is_a_digest_of_its_text_unless_given() -> None:
         {"text": "a", "metadata": {"score": float("nan")}},
         {"text": "a", "expires": "tomorrow"},
         {"text": "a", "expires": float("inf")},
+        {"text": "a", "expires": 10**400},
         {"text": "a", "version": 0},
     ],
 )
@@ -428,8 +429,9 @@ def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) ->
     # What has expired may come again.
     assert store.add([Fact("soon")]).added == 1
     check(store, [*facts_of(9), Fact("soon")])
-    with pytest.raises(BankError, match="ttl=0"):
-        store.add([Fact("x")], ttl=0)
+    for never in (0, 10**400, float("nan")):
+        with pytest.raises(BankError, match="ttl="):
+            store.add([Fact("x")], ttl=never)
 
 
 def test_namespaces_hold_the_same_text_apart(make_store: MakeStore) -> None:

@@ -212,7 +212,7 @@ def test_with_a_pack_that_is_gone_go_its_other_entries(store):
     (beside,) = set(path.parent.glob("*.safetensors")) - {path}
     for file in (path, beside, text):
         file.write_bytes(b"junk")
-    with pytest.raises(PackCorruptError, match="Set aside: .*, .*, "):
+    with pytest.raises(PackCorruptError, match=r"Set aside: .*, .*, "):
         store.get(handle)
     assert not list(path.parent.iterdir())
     store.remove(handle)
