@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup demo test test-slow test-all lint bench clean lock
+.PHONY: setup demo test test-slow test-all audit lint bench clean lock
 
 setup: $(STAMP)
 
@@ -40,6 +40,11 @@ test-slow: setup
 
 test-all: test
 	$(MAKE) test-slow
+	$(MAKE) audit
+
+# Advisories against what the lock names; says so where it cannot ask.
+audit: setup
+	$(BIN)/python -m tests.audit
 
 lint: setup
 	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports)

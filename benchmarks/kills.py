@@ -1,65 +1,44 @@
-"""Kills: what survives when the process that writes to a fact store dies.
+"""Kills: what survives when the process that writes to a fact store or a pack store dies.
 
-A process adds, updates, deletes and rebuilds until it is killed (`SIGKILL`) at a random moment, `--kills` times, always
-on the same folder. After each kill every change that it acknowledged must be there, a change under way must be done as
-a whole or not at all, and the store must pass `verify`. The database has a collection of somebody else in it, of which
-nothing may change.
+A process adds, updates, deletes and rebuilds facts, and another puts and removes packs, until it is killed (`SIGKILL`)
+at a random moment, `--kills` times each, always on the same folder, while another process reads. After each kill every
+change that was acknowledged must be there, a change under way must be done as a whole or not at all, the store must
+pass `verify`, nothing half written may be left behind, and no reader may have seen anything else. The database of the
+facts has a collection of somebody else in it, of which nothing may change.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.progress import track
 
 from benchmarks import common
-from kp_core import ChromaFactStore
+from kp_core import ChromaFactStore, Fact, KnowledgePack, KVTensors, ModelFingerprint, PackStore, Prefix
+from kp_core.errors import KnowledgePackError, PackNotFoundError
 from kp_core.facts.client import open_client
 
-__all__ = ["main", "run"]
+__all__ = ["kill_facts", "kill_packs", "main", "run"]
 
 _AT_ONCE = 5
 _GONE = 4
+_PACKS, _TOKENS = 6, 200
+_LONGEST = 1.0
 
 Floats = NDArray[np.float32]
-
-_CHANGE = f"""
-import sys
-import sklearn.cluster
-from benchmarks.kills import Numbered
-from kp_core import ChromaFactStore, Fact
-store = ChromaFactStore(sys.argv[1], Numbered(), bank_size=10)
-store.banks()
-print("ready", flush=True)
-step = 0
-while True:
-    step += 1
-    store.add([Fact(f"{{sys.argv[2]}}/{{step}}/{{number}}") for number in range({_AT_ONCE})])
-    print("+", f"{{sys.argv[2]}}/{{step}}", flush=True)
-    if step % 2 == 0:
-        gone = [fact for fact, _ in zip(store.facts(), range({_GONE}))]
-        store.delete(fact.id for fact in gone)
-        print("-", *(fact.text for fact in gone), flush=True)
-    if step % 3 == 0:
-        old = next(store.facts())
-        store.update(Fact(old.text + "'", id=old.id))
-        print("*", old.text, flush=True)
-    if step % 7 == 0:
-        store.rebuild()
-"""
+Figures = dict[str, int]
 
 
 class Numbered:
@@ -77,37 +56,184 @@ class Numbered:
         return np.asarray(vector / np.linalg.norm(vector), np.float32)
 
 
-def kill(rounds: int, seed: int, folder: Path) -> dict[str, int]:
-    """How many changes were acknowledged and lost, how often `verify` found something, and strangers' rows changed."""
+def kill_facts(rounds: int, seed: int, folder: Path) -> Figures:
+    """How many changes to facts were acknowledged and lost; how often `verify` or a reader found something wrong, what
+    was left behind, and strangers' rows that changed.
+    """
     draw, texts = random.Random(seed), set[str]()  # noqa: S311 - moments need not be secret
-    acknowledged = lost = unclean = 0
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    figures = dict.fromkeys(("kills", "acknowledged", "lost", "unclean", "misread", "left", "foreign"), 0)
     ChromaFactStore(folder, Numbered()).close()
     foreign = _foreign(folder)
-    for number in track(range(rounds), "Kills", transient=True):
-        command = [sys.executable, "-c", _CHANGE, str(folder), str(number)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:  # noqa: S603
-            if process.stdout is None or process.stdout.readline() != "ready\n":
-                raise RuntimeError("the process that is to be killed did not start")
-            time.sleep(draw.uniform(0.0, 1.0))
-            process.send_signal(signal.SIGKILL)
-            said = process.stdout.read().splitlines()
-        acknowledged += len(said)
-        for line in said:
-            kind, *named = line.split(" ")
+    with ChromaFactStore(folder, Numbered()) as store:
+        texts = {fact.text for fact in store.facts()}
+    for number in range(rounds):
+        said = _killed((_change_facts, _read_facts), folder, f"{seed}.{number}", draw.uniform(0, _LONGEST), figures)
+        for kind, named in said:
             if kind == "+":
-                texts |= {f"{named[0]}/{part}" for part in range(_AT_ONCE)}
+                texts |= {f"{named}/{part}" for part in range(_AT_ONCE)}
             else:
                 texts = (texts - set(named)) | ({f"{named[0]}'"} if kind == "*" else set())
         with ChromaFactStore(folder, Numbered(), bank_size=10) as store:
             held = {fact.text for fact in store.facts()}
             # One change may have been under way when the process died: done, not done, but never half of it.
             gone, more = texts - held, held - texts
-            lost += (len(gone), len(more)) not in {(0, 0), (_GONE, 0), (0, _AT_ONCE), (1, 1)}
-            unclean += bool(store.verify())
+            figures["lost"] += (len(gone), len(more)) not in {(0, 0), (_GONE, 0), (0, _AT_ONCE), (1, 1)}
+            figures["unclean"] += bool(store.verify())
             texts = held
-    changed = int(_foreign(folder) != foreign)
-    return {"kills": rounds, "acknowledged": acknowledged, "lost": lost, "unclean": unclean, "foreign": changed}
+        with closing(open_client(folder)) as client:
+            collections = client.list_collections()
+        banks = [each.name for each in collections if (each.metadata or {}).get("kp:kind") == "banks"]
+        figures["left"] += len(banks) > 1 or any(folder.glob("*.tmp"))
+    figures["foreign"] = int(_foreign(folder) != foreign)
+    return figures
+
+
+def kill_packs(rounds: int, seed: int, folder: Path) -> Figures:
+    """The same of packs: what is there of each is what was put last, or what was under way, to the last bit."""
+    draw = random.Random(seed)  # noqa: S311 - as above
+    figures = dict.fromkeys(("kills", "acknowledged", "lost", "unclean", "misread", "left"), 0)
+    there = _there(PackStore(folder))
+    for number in range(rounds):
+        said = _killed((_change_packs, _read_packs), folder, f"{seed}.{number}", draw.uniform(0, _LONGEST), figures)
+        begun: tuple[int, int | None] | None = None
+        for kind, change in said:
+            begun = change if kind == "begin" else None
+            if kind == "done":
+                there[change[0]] = change[1]
+        store = PackStore(folder)
+        found = _there(store)
+        may = {begun[0]: {there[begun[0]], begun[1], None if begun[1] is None else begun[1]}} if begun else {}
+        wrong = [which for which in range(_PACKS) if found[which] not in may.get(which, {there[which]})]
+        figures["lost"] += bool(wrong)
+        figures["unclean"] += any(store.verify())
+        store.put(_pack(_PACKS, 0))  # The next one to write takes away what a killed one left.
+        figures["left"] += any(path.is_file() for path in (folder / "staging").glob("*"))
+        there = found
+    return figures
+
+
+def _killed(
+    acts: tuple[Callable[[Path, str, Connection], None], Callable[[Path, Connection], None]],
+    folder: Path,
+    name: str,
+    after_s: float,
+    figures: Figures,
+) -> list[Any]:
+    """What a process acknowledged before it was killed, beside a reader; counts what that one found wrong.
+
+    `acts` are what the two do.
+    """
+    write, read = acts
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.kills", "chromadb", "sklearn.cluster"])
+    (hear, say), (seen, look) = context.Pipe(duplex=False), context.Pipe(duplex=False)
+    processes = (
+        context.Process(target=write, args=(folder, name, say)),
+        context.Process(target=read, args=(folder, look)),
+    )
+    for process, end in zip(processes, (say, look), strict=True):
+        process.start()
+        end.close()
+    writer, reader = processes
+    try:
+        if hear.recv() != "ready":
+            raise RuntimeError("the process that is to be killed did not start")
+        time.sleep(after_s)
+        # A reader that is killed before it writes a word leaves nothing either.
+        writer.kill()
+        said = []
+        with suppress(EOFError, OSError):
+            while True:
+                said.append(hear.recv())
+        writer.join()
+        reader.kill()
+        with suppress(EOFError, OSError):
+            while True:
+                figures["misread"] += bool(seen.recv())
+        reader.join()
+    finally:
+        for process in processes:
+            process.kill()
+    figures["kills"] += 1
+    figures["acknowledged"] += sum(kind != "begin" for kind, _ in said)
+    return said
+
+
+def _change_facts(folder: Path, name: str, told: Connection) -> None:
+    store, step = ChromaFactStore(folder, Numbered(), bank_size=10), 0
+    store.banks()
+    told.send("ready")
+    while True:
+        step += 1
+        store.add([Fact(f"{name}/{step}/{number}") for number in range(_AT_ONCE)])
+        told.send(("+", f"{name}/{step}"))
+        if step % 2 == 0:
+            gone = [fact for fact, _ in zip(store.facts(), range(_GONE), strict=False)]
+            store.delete(fact.id for fact in gone)
+            told.send(("-", [fact.text for fact in gone]))
+        if step % 3 == 0:
+            old = next(store.facts())
+            store.update(Fact(old.text + "'", id=old.id))
+            told.send(("*", [old.text]))
+        if step % 7 == 0:
+            store.rebuild()
+
+
+def _read_facts(folder: Path, told: Connection) -> None:
+    """Every fact that was there before the folder was opened, and still is, is found by its own text; or says so."""
+    before: list[Fact] = []
+    while True:
+        with suppress(KnowledgePackError), ChromaFactStore(folder, Numbered(), read_only=True) as store:
+            for fact in before:
+                found = store.search(fact.text, 1)[0].fact.text
+                if found != fact.text and fact in store.facts(ids=[fact.id]):
+                    told.send(f"{fact.text} finds {found}")
+            before = [fact for fact, _ in zip(store.facts(), range(20), strict=False)]
+
+
+def _change_packs(folder: Path, name: str, told: Connection) -> None:
+    store, draw = PackStore(folder), random.Random(name)  # noqa: S311 - as above
+    told.send("ready")
+    while True:
+        which, seed = draw.randrange(_PACKS), draw.choice((None, *range(1000)))
+        told.send(("begin", (which, seed)))
+        if seed is None:
+            with suppress(PackNotFoundError):
+                store.remove(store.handle(f"Pack {which}.", "kills"))
+        else:
+            store.put(_pack(which, seed))
+        told.send(("done", (which, seed)))
+
+
+def _read_packs(folder: Path, told: Connection) -> None:
+    """Every pack that is read is whole, and one that somebody put; says what is not."""
+    store = PackStore(folder)
+    while True:
+        for which in range(_PACKS):
+            with suppress(PackNotFoundError):
+                pack = store.get(store.handle(f"Pack {which}.", "kills"))
+                expected = _pack(which, int(pack.provenance["seed"])).kv if pack.kv else None
+                if pack.kv is None or expected is None or not pack.kv.equal(expected):
+                    told.send(f"{pack.text} has {'no' if pack.kv is None else 'other'} KV")
+
+
+def _pack(which: int, seed: int) -> KnowledgePack:
+    generator = torch.Generator().manual_seed(1000 * which + seed)
+    halves = [torch.randn(2, _TOKENS, 8, generator=generator).bfloat16() for _ in range(4)]
+    fingerprint = ModelFingerprint.unknown()
+    known = type(fingerprint)(**dict.fromkeys(fingerprint.to_dict(), "kills"))
+    kv = KVTensors(tuple(halves[:2]), tuple(halves[2:]))
+    return KnowledgePack(f"Pack {which}.", "kills", tuple(range(_TOKENS)), Prefix(), known, kv, {"seed": str(seed)})
+
+
+def _there(store: PackStore) -> dict[int, int | None]:
+    """Which KV of each pack is stored: its seed, `None` for no pack."""
+    found: dict[int, int | None] = {}
+    for which in range(_PACKS):
+        handle = store.handle(f"Pack {which}.", "kills")
+        pack = store.get(handle) if handle in store else None
+        found[which] = None if pack is None else int(pack.provenance.get("seed", -1))
+    return found
 
 
 def _foreign(folder: Path) -> tuple[object, ...]:
@@ -122,10 +248,16 @@ def _foreign(folder: Path) -> tuple[object, ...]:
         return *about, held["ids"], held["documents"], held["metadatas"], held["embeddings"].tolist()
 
 
-def run(arguments: argparse.Namespace) -> dict[str, int]:
-    """The figures, as the JSON file holds them."""
+def run(arguments: argparse.Namespace) -> dict[str, Figures]:
+    """The figures of each store, as the JSON file holds them."""
+    figures: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
-        return kill(arguments.kills, arguments.seed, Path(folder) / "facts")
+        for name, kill in (("facts", kill_facts), ("packs", kill_packs)):
+            figures[name] = {}
+            for number in track(range(arguments.kills), f"Kills, {name}", transient=True):
+                for key, count in kill(1, arguments.seed + number, Path(folder) / name).items():
+                    figures[name][key] = figures[name].get(key, 0) + count
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -136,7 +268,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the figures to this file")
     arguments = parser.parse_args(argv)
     figures = run(arguments)
-    common.show_table("Killed", ("", "count"), [(name, str(count)) for name, count in figures.items()])
+    rows = [(name, *(str(each.get(name, "")) for each in figures.values())) for name in figures["facts"]]
+    common.show_table("Killed", ("", *figures), rows)
     common.write_json(arguments.json, figures)
     return figures
 

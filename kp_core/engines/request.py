@@ -167,8 +167,7 @@ class Request(Sampling):
         for name, names in _CHOICES.items():
             if (chosen := getattr(self, name)) not in names:
                 raise OptionError(f"Got {name}={chosen!r}; expected {' or '.join(map(repr, names))}.")
-        if self.co_compile < 0:
-            raise OptionError(f"Got co_compile={self.co_compile!r}; expected a number of bytes, or 0.")
+        self._check_types()
         named: object = self.composer
         if isinstance(named, str):
             object.__setattr__(self, "composer", composer_of(named))
@@ -177,6 +176,13 @@ class Request(Sampling):
                 f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "
                 "`key`, `regions` and `fill`."
             )
+
+    def _check_types(self) -> None:
+        for name in ("packs", "tools"):
+            if isinstance(given := getattr(self, name), str | Mapping) or not isinstance(given, Iterable):
+                raise OptionError(f"Got {name}={given!r}; expected a list.")
+        if not isinstance(self.co_compile, int) or self.co_compile < 0:
+            raise OptionError(f"Got co_compile={self.co_compile!r}; expected a number of bytes, or 0.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:

@@ -22,6 +22,8 @@ __all__ = ["Added", "Fact", "FactStore", "Filter", "Hit", "NearDuplicate", "Rera
 _DIGEST_BYTES = 16
 _DEFAULT_NAMESPACE = "default"
 _DEEPEST, _BITS = 16, 4096
+LATEST = 1e15
+"""The longest time, in seconds."""
 
 Value: TypeAlias = str | int | float | bool | Sequence["Value"] | Mapping[str, "Value"] | None
 """What a metadata field may hold: what JSON can say."""
@@ -60,11 +62,13 @@ class Fact:
         if not self.id.isprintable():
             raise BankError(f"Got the fact id {self.id!r}; expected printable characters.")
         check_namespace(self.namespace)
-        if self.expires is not None and (not _is_number(self.expires) or not math.isfinite(self.expires)):
+        if self.expires is not None and not (_is_number(self.expires) and abs(self.expires) <= LATEST):
             raise BankError(f"Got expires={self.expires!r}; expected seconds since 1970, or None for never.")
         if type(self.version) is not int or self.version < 1:
             raise BankError(f"Got version={self.version!r} of a fact; expected an integer from 1 on.")
-        for key, value in dict(self.metadata).items():
+        if not isinstance(self.metadata, Mapping):
+            raise BankError(f"Got {self.metadata!r} as metadata of a fact; expected a dictionary.")
+        for key, value in self.metadata.items():
             _check_text("a metadata key", key)
             _check_value(f"metadata {key!r}", value)
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from kp_core.errors import BankError
 from kp_core.facts.banking import BANK_SIZE, Bank, Vectors, make_banks, split_bank
-from kp_core.facts.base import Added, Fact, NearDuplicate
+from kp_core.facts.base import LATEST, Added, Fact, NearDuplicate
 from kp_core.facts.embed import Embedder, checked_vectors
 from kp_core.facts.reading import SearchedFacts, pages
 from kp_core.facts.table import Row, Table, next_versions
@@ -80,7 +80,7 @@ class LivingFacts(SearchedFacts):
         overwrite: bool = False,
     ) -> Added:
         """See `FactStore.add`."""
-        if ttl is not None and not ttl > 0:
+        if ttl is not None and not 0 < ttl <= LATEST:
             raise BankError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
         self._check_writes()
         report, source, start = Added(), iter(facts), 0

@@ -45,7 +45,7 @@ class SearchedFacts(ABC):
         self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
     ) -> Iterator[Fact]:
         """See `FactStore.facts`; read page by page, so what changes meanwhile may be seen or not."""
-        test = predicate(where or {})
+        test = predicate({} if where is None else where)
         for table in self._tables(namespace):
             rows = pages(table, where=where) if ids is None else table.rows(ids)
             yield from (row.fact for row in rows if alive(row.fact) and test(row.fact))
@@ -70,9 +70,9 @@ class SearchedFacts(ABC):
     ) -> list[Hit]:
         """See `FactStore.search`."""
         wanted = hits_wanted(k, rerank)
-        if probes is not None and probes < 1:
-            raise BankError(f"Got probes={probes}; expected at least 1.")
-        predicate(where or {})
+        if probes is not None and (not isinstance(probes, int) or probes < 1):
+            raise BankError(f"Got probes={probes!r}; expected at least 1.")
+        predicate({} if where is None else where)
         query, tables = self._query(question), self._tables(namespace)
         if probes is None:
             found = [hit for table in tables for hit in table.nearest(query[None], wanted, where)[0]]
@@ -117,7 +117,7 @@ class SearchedFacts(ABC):
 
     def _probed(self, tables: list[Table], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
-        test, found, looked = predicate(where or {}), list[Hit](), 0
+        test, found, looked = predicate({} if where is None else where), list[Hit](), 0
         while True:
             ranked = self._ranked(tables, query, max(probes, 2 * looked))
             for at, (table, bank) in enumerate(ranked[looked:], looked):

@@ -101,7 +101,8 @@ def _scalar(value: object) -> bool:
 
 
 def _holds(name: str, value: object) -> bool:
-    if not name or name.startswith((_OURS, "chroma:")):
+    # Names that begin with `$` or `#` are no names to Chroma.
+    if not name or name.startswith((_OURS, "chroma:", "$", "#")):
         return False
     if isinstance(value, list):
         return bool(value) and len({type(each) for each in value}) == 1 and all(_scalar(each) for each in value)

@@ -17,7 +17,7 @@ from kp_core.packs.codec import Buffer
 from kp_core.packs.file import EncodedPack, PackHeader, encode_pack, header_stop, read_header, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, mint
-from kp_core.packs.layout import pack_key, text_key
+from kp_core.packs.layout import handle_of, pack_key, text_key
 from kp_core.packs.pack import KnowledgePack, Prefix
 
 __all__ = ["PackCorruptWarning", "PackFiles"]
@@ -112,6 +112,11 @@ class PackFiles:
             self.blobs.write(text_key(handle), [text.encode()])
         return absent
 
+    def beside(self, handle: Handle) -> list[str]:
+        """The slots of the entries that lie beside the first one."""
+        listed = self.blobs.list(pack_key(handle).removesuffix("safetensors"))
+        return sorted({entry[1] for key, _ in listed if (entry := handle_of(key)) and entry[1]})
+
     def read_beside(self, handle: Handle, slot: str) -> KnowledgePack | None:
         """An entry beside the first one, with its KV; set aside and `None` when it is damaged."""
         data: Buffer = b""
@@ -160,7 +165,10 @@ class PackFiles:
                 aside.append(self._set_aside(handle, "txt", self.blobs.read(text_key(handle))))
             if not aside:
                 return None
-            for key in (text_key(handle), pack_key(handle)):
+            for slot in self.beside(handle):
+                with suppress(FileNotFoundError):
+                    aside.append(self._set_aside(handle, "safetensors", self.blobs.read(pack_key(handle, slot))))
+            for key in (text_key(handle), pack_key(handle), *(pack_key(handle, slot) for slot in self.beside(handle))):
                 self.blobs.delete(key)
             self.note_change()
             raise PackCorruptError(
@@ -184,6 +192,8 @@ class PackFiles:
             with suppress(PackCorruptError):
                 return self.own(handle, read_header(data).pack)
         text = self.text(handle)
+        if text is None and data is not None:  # Where the file is gone as well, somebody removes the pack.
+            text = next((found.text for slot in self.beside(handle) if (found := self.look(handle, slot))), None)
         if text is None:
             return None
         return KnowledgePack(text, handle.namespace, (), Prefix(), ModelFingerprint.unknown())

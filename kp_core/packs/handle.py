@@ -33,7 +33,7 @@ class Handle:
 
     def __post_init__(self) -> None:
         check_namespace(self.namespace)
-        if not re.fullmatch(_ID, self.id):
+        if not isinstance(self.id, str) or not re.fullmatch(_ID, self.id):
             raise HandleError(f"Got the id {self.id!r}; expected 21 characters a-z or 2-7.")
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Handle:
     @classmethod
     def parse(cls, text: str) -> Handle:
         """The handle that `text` is; raises `HandleError` when it is anything else."""
-        match = _PATTERN.fullmatch(text)
+        match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise HandleError(f"Got {text!r}; expected a handle of the form 'kp:<namespace>/<21 characters>'.")
         return cls(match[1], match[2])

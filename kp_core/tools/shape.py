@@ -62,6 +62,10 @@ class AnswerShape:
         for name, each in (("response_schema", schema), *((tool.name, tool.parameters) for tool in offered)):
             if is_deep(each):
                 raise ToolError(f"Got {name} nested more than {DEEPEST} levels deep; expected a schema that is not.")
+            try:
+                json.dumps(each)
+            except (TypeError, ValueError) as error:
+                raise ToolError(f"Got {name} that JSON cannot say ({error}); expected a JSON Schema.") from error
         return cls(offered, choice, parallel, schema)
 
     @property

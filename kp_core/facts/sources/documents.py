@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,8 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
     """
     try:
         from pypdf import PdfReader
-        from pypdf.errors import PyPdfError
     except ImportError as error:
         raise MissingDependencyError(f"{path}: reading PDF needs pypdf: {_EXTRA}.") from error
-    broken = (PyPdfError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
     try:
         reader = PdfReader(path)
         if reader.is_encrypted and not reader.decrypt(""):
@@ -46,7 +43,9 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
             return
         title = str((reader.metadata and reader.metadata.title) or "")
         pages = len(reader.pages)
-    except broken as error:
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of a damaged file the libraries raise whatever their codecs do
         yield "page 1", error_at(path, "page 1", f"is not PDF, or damaged ({error or type(error).__name__})")
         return
     for number in range(1, pages + 1):
@@ -55,7 +54,7 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
             page = reader.pages[number - 1]
             text = page.extract_text()
             pictures = bool(text.strip()) or len(page.images)
-        except broken as error:
+        except Exception as error:  # noqa: BLE001 - as above
             yield place, error_at(path, place, f"is damaged ({error or type(error).__name__})")
             continue
         if not text.strip() and pictures:
@@ -112,7 +111,6 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
         from docx.table import Table
     except ImportError as error:
         raise MissingDependencyError(f"{path}: reading Word needs python-docx: {_EXTRA}.") from error
-    broken = (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError, SyntaxError)
     try:
         with path.open("rb") as file:
             document = docx.Document(file)
@@ -122,8 +120,13 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
             for each in document.iter_inner_content()
             for part in (_rows(each) if isinstance(each, Table) else [(getattr(each.style, "name", ""), each.text)])
         ]
-    except broken as error:
-        yield "paragraph 1", error_at(path, "paragraph 1", f"is not .docx, or damaged ({error})")
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - as for PDF
+        yield (
+            "paragraph 1",
+            error_at(path, "paragraph 1", f"is not .docx, or damaged ({error or type(error).__name__})"),
+        )
         return
     numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
     yield from _sections(path, "paragraph", numbered, title, max_chars)

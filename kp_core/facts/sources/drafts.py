@@ -43,12 +43,12 @@ def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str
                     return
                 # Bytes that are none of the encoding stand as lone surrogates, which nothing can encode.
                 line.encode()
-            except UnicodeDecodeError as error:
-                yield number, error_at(path, place, f"is not {encoding} ({error.reason})")
-                return
             except UnicodeEncodeError as error:
                 yield number, error_at(path, place, f"is not {encoding} (at character {error.start + 1})")
                 continue
+            except UnicodeError as error:  # UTF-16 that lacks its mark is not even a UnicodeDecodeError.
+                yield number, error_at(path, place, f"is not {encoding} ({getattr(error, 'reason', error)})")
+                return
             yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip("\r\n")
 
 

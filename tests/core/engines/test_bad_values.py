@@ -3,7 +3,7 @@
 import pytest
 
 from kp_core import Fact, MemoryFactStore
-from kp_core.errors import BankError, OptionError, PromptError, SamplingError, ToolError
+from kp_core.errors import BankError, HandleError, OptionError, PromptError, SamplingError, ToolError
 from tests.conftest import tiny_engine
 from tests.core.facts.test_facts import HashEmbedder
 
@@ -43,10 +43,15 @@ def test_integers_and_none_are_taken(options):
         ({"timeout": "3"}, SamplingError, "timeout"),
         ({"view": "x"}, OptionError, "view='x'"),
         ({"cancel": 3}, OptionError, "cancel=3"),
+        ({"co_compile": "much"}, OptionError, "co_compile='much'"),
+        ({"packs": 0.5}, OptionError, "packs=0.5; expected a list"),
+        ({"packs": [0.5]}, HandleError, "0.5; expected a handle"),
+        ({"tools": 0.5}, OptionError, "tools=0.5; expected a list"),
+        ({"response_schema": {"enum": {1}}}, ToolError, "response_schema that JSON cannot say"),
         ({"response_schema": DEEP}, ToolError, "100 levels"),
         ({"tools": [{"name": "f", "parameters": DEEP}]}, ToolError, "100 levels"),
     ],
-    ids=range(12),
+    ids=range(17),
 )
 def test_what_no_option_can_be_is_refused_by_name(options, error, said):
     with pytest.raises(error, match=said):
@@ -74,6 +79,8 @@ def test_searches_and_facts_refuse_what_they_cannot_hold():
         store.search("ship", where=deep)
     with pytest.raises(BankError, match="k='3'"):
         store.search("ship", "3")
+    with pytest.raises(BankError, match=r"probes=1\.5"):
+        store.search("ship", probes=1.5)
     with pytest.raises(BankError, match="Unicode"):
         store.search("\ud800")
     with pytest.raises(BankError, match="4096"):

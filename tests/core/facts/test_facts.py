@@ -88,10 +88,12 @@ def test_the_id_of_a_fact_is_a_digest_of_its_text_unless_given() -> None:
         {"text": "a", "id": "a\nb"},
         {"text": "a", "title": 3},
         {"text": "a", "metadata": {"years": {1999}}},
+        {"text": "a", "metadata": ["year"]},
         {"text": "a", "metadata": {"deep": [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}},
         {"text": "a", "metadata": {"score": float("nan")}},
         {"text": "a", "expires": "tomorrow"},
         {"text": "a", "expires": float("inf")},
+        {"text": "a", "expires": 10**400},
         {"text": "a", "version": 0},
     ],
 )
@@ -252,6 +254,7 @@ def test_filters(filled: LivingFacts, where: dict[str, object], texts: str) -> N
     ("where", "words"),
     [
         ("x", "expected a dictionary"),
+        (0, "expected a dictionary"),
         ({"$not": []}, "expected a dictionary"),
         ({"$near": []}, "name of a field"),
         ({"year": {"$number": 3}}, "no condition"),
@@ -268,6 +271,8 @@ def test_filters(filled: LivingFacts, where: dict[str, object], texts: str) -> N
 def test_senseless_filters_are_refused(where: object, words: str) -> None:
     with pytest.raises(BankError, match=words):
         predicate(where)  # type: ignore[arg-type]
+    with pytest.raises(BankError, match=words):
+        MemoryFactStore(HashEmbedder()).search("q", where=where)  # type: ignore[arg-type]
 
 
 @settings(max_examples=40, deadline=None)
@@ -424,8 +429,9 @@ def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) ->
     # What has expired may come again.
     assert store.add([Fact("soon")]).added == 1
     check(store, [*facts_of(9), Fact("soon")])
-    with pytest.raises(BankError, match="ttl=0"):
-        store.add([Fact("x")], ttl=0)
+    for never in (0, 10**400, float("nan")):
+        with pytest.raises(BankError, match="ttl="):
+            store.add([Fact("x")], ttl=never)
 
 
 def test_namespaces_hold_the_same_text_apart(make_store: MakeStore) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,10 @@ def test_word(tmp_path: Path) -> None:
         ("Wide", "Install > Parts", 6),
         ("Last.", "Use", 8),
     ]
+    whole, at = path.read_bytes(), zipfile.ZipFile(path).getinfo("word/document.xml").header_offset + 30 + 17
+    broken = written(tmp_path / "broken.docx", whole[:at] + b"\xff" * 20 + whole[at + 20 :])
+    with pytest.raises(SourceError, match=r"broken\.docx, paragraph 1: is not \.docx, or damaged"):
+        list(read_facts(broken))
     docx.Document().save(str(tmp_path / "empty.docx"))
     with pytest.raises(SourceError, match=r"empty\.docx, paragraph 1: holds no text"):
         list(read_facts(tmp_path / "empty.docx"))
@@ -236,8 +241,9 @@ def test_an_encoding_that_is_none_is_refused_and_a_wrong_one_named(tmp_path: Pat
             read_facts(path, encoding=encoding)
     with pytest.raises(SourceError, match="line 1: is not ascii"):
         list(read_facts(path, encoding="ascii"))
-    with pytest.raises(SourceError, match="line 1: is not utf-16"):
-        list(read_facts(written(tmp_path / "b.txt", b"\xff\xfea\0b"), encoding="utf-16"))
+    for content in (b"\xff\xfea\0b", b"a\0b\0"):
+        with pytest.raises(SourceError, match="line 1: is not utf-16"):
+            list(read_facts(written(tmp_path / "b.txt", content), encoding="utf-16"))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kp_core import Packs
-from kp_core.errors import HandleError, PackError, PackNotFoundError
+from kp_core.errors import HandleError, PackCorruptError, PackError, PackNotFoundError
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey, Prefix
@@ -190,6 +190,33 @@ def test_a_damaged_entry_is_set_aside_and_the_pack_stays(store):
         assert same(store.get(handle, second.key), first)
     assert list(store.verify()) == []
     assert same(store.get(store.put(second), second.key), second)
+
+
+def test_the_text_is_taken_from_an_entry_beside_when_all_else_is_damaged(store):
+    first, second = make_pack(), make_pack(fingerprint=OTHER_MODEL, seed=1)
+    handle = store.put(first)
+    store.put(second)
+    path, text = files_of(store, handle)
+    path.write_bytes(b"junk")
+    text.unlink()
+    with pytest.warns(PackCorruptWarning, match="text are intact"):
+        assert store.get(handle).text == first.text
+    assert text.read_text() == first.text
+    assert same(store.get(handle, second.key), second)
+
+
+def test_with_a_pack_that_is_gone_go_its_other_entries(store):
+    handle = store.put(make_pack())
+    store.put(make_pack(fingerprint=OTHER_MODEL, seed=1))
+    path, text = files_of(store, handle)
+    (beside,) = set(path.parent.glob("*.safetensors")) - {path}
+    for file in (path, beside, text):
+        file.write_bytes(b"junk")
+    with pytest.raises(PackCorruptError, match=r"Set aside: .*, .*, "):
+        store.get(handle)
+    assert not list(path.parent.iterdir())
+    store.remove(handle)
+    assert not list((store.path / "quarantine").iterdir())
 
 
 def test_a_lost_first_entry_is_mended_beside_the_others(store):

@@ -1,0 +1,60 @@
+"""A few cases of each class of attacks, always the same ones; `python -m tests.attack` tries new ones for hours."""
+
+import json
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from kp_core.errors import BankError
+from tests.attack import harness
+from tests.attack.__main__ import main
+from tests.attack.harness import NAMES, HungError, LostError, WrongError, load, refused, run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_attacks_come_to_nothing(name, tmp_path):
+    tally = run(name, 0, tmp_path, numbers=range(load(name).SHORT))
+    assert tally.tried >= load(name).SHORT
+    assert not tally.bad, "\n".join(tally.said)
+
+
+def test_each_way_to_come_out_badly_is_counted(tmp_path, monkeypatch):
+    def case(draw):
+        kind = draw.choice((WrongError("w"), LostError("l"), KeyError("u"), HungError("h"), BankError("ours"), None))
+        with refused():
+            if kind is not None:
+                raise kind
+        return 2
+
+    @contextmanager
+    def attack(folder):
+        yield case
+
+    monkeypatch.setattr(harness, "load", lambda _name: SimpleNamespace(attack=attack))
+    tally = run("planted", 0, tmp_path, numbers=range(60))
+    bad = [tally.wrong, tally.lost, tally.uncaught, tally.hung]
+    assert all(count > 0 for count in bad)
+    assert tally.bad == sum(bad) == len(tally.said) < 60
+    assert tally.tried == 60 + (60 - tally.bad)
+    [again] = run("planted", 0, tmp_path, numbers=range(59, 60)).said or [""]
+    assert again in (tally.said[-1], "")
+
+
+def test_what_hangs_is_given_up(tmp_path, monkeypatch):
+    @contextmanager
+    def attack(folder):
+        yield lambda _draw: time.sleep(60)
+
+    monkeypatch.setattr(harness, "load", lambda _name: SimpleNamespace(attack=attack))
+    monkeypatch.setattr(harness, "CASE_SECONDS", 0.05)
+    assert run("planted", 0, tmp_path, numbers=range(1)).hung == 1
+
+
+def test_the_long_run_prints_a_table(tmp_path, capfd):
+    code = main(["--only", "handles", "--minutes", "0.001", "--seed", "3", "--json", str(tmp_path / "out.json")])
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert figures["handles"]["tried"] > 0
+    assert code == (sum(figures["handles"][name] for name in ("wrong", "uncaught", "lost", "hung")) > 0)
+    assert f"{figures['handles']['tried']:,}" in capfd.readouterr().out
