@@ -1,9 +1,9 @@
 """`KnowledgePackStore`: a fact store as LangGraph's long-term memory, whose items come back as handles.
 
-LangGraph names a place by a tuple of free strings, we by `[a-z0-9_-]{1,64}`. `namespace_of` maps one to the other so that
-no two tuples meet: a label keeps its letters a-z and digits, each other byte of its UTF-8 becomes `_` and two
-hexadecimal digits, and labels are joined by `-`, which no label holds then. What would be too long for us is a digest of
-256 bits behind `_h`, which no written-out name holds, as `h` is no hexadecimal digit.
+LangGraph names a place by a tuple of free strings, we by `[a-z0-9_-]{1,64}`. `namespace_of` maps one to the other so
+that no two tuples meet: a label keeps its letters a-z and digits, each other byte of its UTF-8 becomes `_` and two
+hexadecimal digits, and labels are joined by `-`, which no label holds then. What would be too long for us is a digest
+of 256 bits behind `_h`, which no written-out name holds, as `h` is no hexadecimal digit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from langgraph.store.base import (
 )
 
 from kp_core import Embedder, Fact, FactStore, Hit, Session
-from kp_core.compiling import open_facts, refuse_unreadable
+from kp_core.compiling import open_facts
 from kp_core.delivery import KV, Delivery, Found
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError
@@ -99,7 +99,7 @@ class PackItem(SearchItem):
         self.handle = None if found.handle is None else str(found.handle)
         self.content = found.content
 
-    def dict(self) -> dict[str, Any]:  # noqa: A003 - LangGraph's name
+    def dict(self) -> dict[str, Any]:
         """See `SearchItem.dict`; with the handle."""
         return {**super().dict(), "handle": self.handle}
 
@@ -171,8 +171,7 @@ class KnowledgePackStore(BaseStore):
 
     def sweep_ttl(self) -> int:
         """Remove the packs of items that have expired or are gone otherwise; how many there were."""
-        ours = [name for name in self._facts.namespaces() if name.startswith(_PREFIX)]
-        return sum(len(self._deliver(name).gc()) for name in ours)
+        return sum(len(self._deliver(name).gc()) for name in filter(_is_ours, self._facts.namespaces()))
 
     def _deliver(self, namespace: str | None) -> Delivery:
         return Delivery(self._facts, self._engine, self._packs, namespace=namespace, **self._settings)
@@ -196,7 +195,7 @@ class KnowledgePackStore(BaseStore):
                 self._deliver(namespace).delete([fact.id for fact in gone])
         if new:
             # What can be no pack must not be found again and again.
-            refuse_unreadable(new, self._engine)
+            self._delivery.refuse_unreadable(new)
             self._delivery.compile(new, progress=False)
             self._delivery.add(new, overwrite=True, progress=False)
 
@@ -254,12 +253,12 @@ class KnowledgePackStore(BaseStore):
 
     def _spaces(self) -> Iterator[tuple[str, Labels]]:
         """Our namespaces that hold items, each with LangGraph's."""
-        for name in self._facts.namespaces():
-            if name.startswith(_PREFIX):
-                items = filter(_is_item, self._facts.facts(namespace=name) if name not in self._labels else ())
-                self._labels |= {name: tuple(_about(fact)["namespace"]) for fact in itertools.islice(items, 1)}
-                if name in self._labels:
-                    yield name, self._labels[name]
+        for name in filter(_is_ours, self._facts.namespaces()):
+            if name not in self._labels:
+                for fact in itertools.islice(filter(_is_item, self._facts.facts(namespace=name)), 1):
+                    self._labels[name] = tuple(_about(fact)["namespace"])
+            if name in self._labels:
+                yield name, self._labels[name]
 
     def _list(self, op: ListNamespacesOp) -> list[Labels]:
         held = [
@@ -277,6 +276,10 @@ def _id(key: str) -> str:
         return f"item/{quote(key)}"
     except UnicodeEncodeError as error:
         raise BankError(f"Got the key {key!r}, which is not Unicode ({error.reason}). Repair it.") from error
+
+
+def _is_ours(namespace: str) -> bool:
+    return namespace.startswith(_PREFIX)
 
 
 def _is_item(fact: Fact) -> bool:
@@ -313,8 +316,7 @@ def _matches(held: object, wanted: object) -> bool:
             return all(_compares(held, how, value) for how, value in wanted.items())
         return isinstance(held, Mapping) and all(_matches(held.get(name), value) for name, value in wanted.items())
     if isinstance(wanted, list | tuple):
-        same = isinstance(held, list) and len(held) == len(wanted)
-        return same and all(map(_matches, held, wanted))  # type: ignore[arg-type]
+        return isinstance(held, list) and len(held) == len(wanted) and all(map(_matches, held, wanted))
     return held == wanted
 
 

@@ -14,7 +14,6 @@ import typer
 
 from kp_core.cli.places import Place, PlaceOptions, open_collection
 from kp_core.cli.shared import ModelOptions, checked_namespace, spread
-from kp_core.compiling import refuse_unreadable
 from kp_core.delivery import Delivery, Found
 from kp_core.errors import KnowledgePackError, MissingDependencyError
 from kp_core.facts import Fact, FactStore, Hit
@@ -106,7 +105,7 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
     def remember(text: str) -> Any:  # noqa: ANN401 - as `search`
         """Keep a text for later conversations; what is known already is not kept twice."""
         fact, packs = Fact(text, source="remembered", namespace=namespace), delivery()
-        refuse_unreadable([fact], packs.engine)
+        packs.refuse_unreadable([fact])
         # First the pack: a fact whose pack cannot be made would be in the way of every search.
         packs.compile([fact], progress=False)
         packs.facts.add([fact])
