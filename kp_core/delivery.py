@@ -271,8 +271,9 @@ class Delivery:
         )
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
-        """Raise `PackError` for a text of more than half of the tokens that the model reads: each search that finds it
-        would fail. For what strangers and models want to store; computes nothing.
+        """Raise `PackError` for a text of more than half of the tokens that the model reads.
+
+        Each request that finds it would fail. For what strangers and models want to store; computes nothing.
         """
         most = self._compiler.max_positions // 2
         for fact in facts:
@@ -280,8 +281,8 @@ class Delivery:
             for pack in self._compiler.build_packs([fact.text], on_short=lambda *_: None, **plan):
                 if (count := len(pack.token_ids)) > most:
                     raise PackError(
-                        f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {most:,}, half "
-                        "of what the model reads. Cut it into several."
+                        f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {most:,}, "
+                        "half of what the model reads. Cut it into several."
                     )
 
     def forget(self, handle: Handle) -> None:
