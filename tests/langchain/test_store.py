@@ -240,6 +240,14 @@ def test_the_same_text_twice_is_one_pack_until_both_are_gone(memory, packs):
     assert not list(packs)
 
 
+def test_one_key_in_two_namespaces_at_once(memory):
+    spaces = [("memories", "ana"), ("memories", "bo")]
+    for text in ("A boat.", "Two boats."):
+        memory.batch([PutOp(space, "k", {"text": f"{space[1]}: {text}"}) for space in spaces])
+        assert [memory.get(space, "k").value["text"] for space in spaces] == [f"ana: {text}", f"bo: {text}"]
+        assert len(memory.search(("memories",), query="boats")) == 2
+
+
 async def test_asynchronously_and_across_restarts(tmp_path, packs):
     folder, embedder = tmp_path / "facts", HashEmbedder()
     for start in (0, 1):
