@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup demo test test-slow test-all audit lint bench clean lock
+.PHONY: setup demo test test-slow test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -49,6 +49,11 @@ audit: setup
 lint: setup
 	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports)
 
+# The pages in build/site: open index.html, or serve the folder. `make test-all` builds them too.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open build/site/index.html"
+
 # The tables of docs/results.md, those that take minutes first; hours on two cores. KP_DATA names the folder of the data.
 KP_DATA ?= ../shared/data
 BENCH_OUT ?= bench-results
@@ -63,7 +68,7 @@ bench: setup
 	done
 
 clean:
-	rm -rf $(VENV) bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Makes requirements.lock anew from pyproject.toml, in a throwaway environment.

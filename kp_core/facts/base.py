@@ -218,6 +218,9 @@ class FactStore(Protocol):
         `rerank` that is no `Reranker`, and as long as there are no facts.
         """
 
+    def namespaces(self) -> tuple[str, ...]:
+        """The namespaces that hold facts, in alphabetical order."""
+
     def banks(self, namespace: str | None = None) -> tuple[str, ...]:
         """The names of all banks."""
 

@@ -185,6 +185,14 @@ class ChromaFactStore(LivingFacts):
         ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
         return [self._client.get_collection(name, embedding_function=None) for name in ours]
 
+    def namespaces(self) -> tuple[str, ...]:
+        """See `FactStore.namespaces`; those that others have made on the server, too."""
+        self._check_open()
+        with told(self.where):
+            for name in filter(None, map(_namespace_of, self._client.list_collections())):
+                self._tables(name)
+        return super().namespaces()
+
     def _tables(self, namespace: str | None) -> list[Table]:
         self._check_open()
         if namespace is not None and namespace not in self._opened:

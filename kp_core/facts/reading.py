@@ -83,6 +83,10 @@ class SearchedFacts(ABC):
         best = sorted(found, key=lambda hit: (-hit.score, hit.fact.id))[:wanted]
         return reranked(question, best, rerank)[:k]
 
+    def namespaces(self) -> tuple[str, ...]:
+        """See `FactStore.namespaces`."""
+        return tuple(table.namespace for table in self._tables(None) if len(table))
+
     def banks(self, namespace: str | None = None) -> tuple[str, ...]:
         """See `FactStore.banks`."""
         tables = [self._with_banks(table) for table in self._tables(namespace)]

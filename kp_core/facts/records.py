@@ -150,6 +150,7 @@ class QueriedCollection:
         return list(self.call("get", include=[])["ids"])
 
     def rows(self, ids: Sequence[str], *, vectors: bool = False) -> list[Row]:
+        ids = list(dict.fromkeys(ids))  # Chroma refuses an id that is named twice.
         found = [self._get(vectors, ids=list(ids[at : at + _PAGE])) for at in range(0, len(ids), _PAGE)]
         return [row for page in found for row in page]
 

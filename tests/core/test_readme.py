@@ -1,25 +1,89 @@
-"""The code of the README runs, and prints what the README says it prints."""
+"""Code in the README and the documentation runs and prints what it says; links lead somewhere; the site builds."""
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, re.DOTALL)
+import kp_core
+from tests.conftest import _smol
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
+    for page in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), *(ROOT / "cookbooks").rglob("*.md")]
+}
+CODE = [(name, code) for name, text in PAGES.items() for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
+BLOCKS = [
+    pytest.param(name, code, output, id=f"{name}-{number}")
+    for name, text in PAGES.items()
+    for number, (code, output) in enumerate(
+        re.findall(r"```python\n((?:(?!```).)*)```\n+```text\n(.*?)```", text, re.DOTALL)
+    )
+]
+# What a page loads when it is opened: not the links in it.
+FETCHED = re.compile(
+    r"<(?:script|img|iframe|source)[^>]*\ssrc=\"?(https?:)?//|<link[^>]*rel=\"?stylesheet[^>]*//|@import"
+)
+
+
+@pytest.fixture
+def one_engine(monkeypatch):
+    """Blocks load the bundled model as anybody would; here that takes its seconds once, and each begins empty."""
+
+    def load(dtype):
+        engine = _smol(getattr(torch, dtype))
+        engine.clear_cache()
+        return engine
+
+    monkeypatch.setattr(kp_core, "load_engine", load)
 
 
 def test_there_is_code_to_run():
-    assert BLOCKS
+    assert {page for page, *_ in (block.values for block in BLOCKS)} >= {"README.md", "docs/agents.md", "docs/mcp.md"}
+
+
+@pytest.mark.parametrize(("page", "code"), CODE, ids=[f"{name}-{number}" for number, (name, _) in enumerate(CODE)])
+def test_code_is_python(page, code):
+    compile(code, page, "exec")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("code", "output"), BLOCKS, ids=range(len(BLOCKS)))
-def test_code_prints_what_is_shown(code, output, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("page", "code", "output"), BLOCKS)
+def test_code_prints_what_is_shown(page, code, output, one_engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {})  # noqa: S102 - our own README
+        exec(compile(code, page, "exec"), {})  # noqa: S102 - our own pages
     assert printed.getvalue().strip() == output.strip()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", PAGES[page], flags=re.DOTALL)
+    targets = {link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link}
+    missing = [target for target in targets if target and not (ROOT / page).parent.joinpath(target).exists()]
+    assert not missing
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
+    """MkDocs checks links and anchors between pages; `--strict` fails on any that leads nowhere."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    # No proxy leads anywhere, so whatever asks for something from the network fails.
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "ALL_PROXY"), "http://127.0.0.1:9")
+    environment = os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+    assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
+    pages = {page.relative_to(tmp_path / "site").as_posix(): page.read_text() for page in tmp_path.rglob("*.html")}
+    assert not [name for name, html in pages.items() if FETCHED.search(html)]
+    # What is generated is there: a class, one of its methods, an error.
+    assert 'id="kp_langchain.store.KnowledgePackStore.sweep_ttl"' in pages["reference/langchain.html"]
+    assert 'id="kp_core.errors.BankLockedError"' in pages["reference/errors.html"]

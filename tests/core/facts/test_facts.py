@@ -132,6 +132,15 @@ def test_an_empty_store_says_so(make_store: MakeStore) -> None:
         store.bank_facts("default/0")
 
 
+def test_namespaces_are_those_that_hold_facts(make_store: MakeStore) -> None:
+    store = make_store()
+    assert store.namespaces() == ()
+    store.add([Fact("a", namespace="tea"), Fact("b", namespace="tea"), Fact("c", namespace="bread"), Fact("d")])
+    assert store.namespaces() == ("bread", "default", "tea")
+    store.delete([fact.id for fact in store.facts(namespace="tea")])
+    assert store.namespaces() == ("bread", "default")
+
+
 def test_a_search_finds_what_comparing_with_everything_finds(make_store: MakeStore) -> None:
     embedder = HashEmbedder()
     store = make_store(embedder, bank_size=12)

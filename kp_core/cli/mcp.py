@@ -1,0 +1,120 @@
+"""`kp mcp`: a collection as memory of any agent that speaks the Model Context Protocol.
+
+Only this file imports `mcp`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kp_core.cli.places import Place, PlaceOptions, open_collection
+from kp_core.cli.shared import ModelOptions, checked_namespace, spread
+from kp_core.delivery import Delivery, Found
+from kp_core.errors import KnowledgePackError, MissingDependencyError
+from kp_core.facts import Fact, FactStore, Hit
+from kp_core.packs.store import PackStore
+
+if TYPE_CHECKING:
+    from mcp.server.mcpserver import MCPServer
+
+__all__ = ["mcp", "memory_server"]
+
+_ABOUT = (
+    "Long-term memory. `search` and `remember` answer with handles (kp:<namespace>/<id>), one per line: the model that "
+    "is served with this collection's packs reads each as the text it stands for. Leave handles as they are."
+)
+
+_MOST = 50  # Facts of one search, whatever a model asks for.
+
+
+@spread
+def mcp(
+    place: Place,
+    *,
+    namespace: Annotated[
+        str,
+        typer.Option(help="Search this namespace alone, and remember into it.", callback=checked_namespace),
+    ] = "default",
+    options: PlaceOptions,
+    model: ModelOptions,
+) -> None:
+    """Serve a collection to agents over MCP (standard input and output): tools `search` and `remember`.
+
+    Results are handles, for an agent whose model we serve; the text goes to programs alone, in the result's `_meta`.
+    The collection is made where there is none. The model loads when a tool is first called.
+    """
+    with open_collection(place, options, new=True) as facts:
+        lock, made = threading.Lock(), list[Delivery]()
+
+        def delivery() -> Delivery:
+            with lock:
+                if not made:
+                    store = PackStore(options.folder(place, facts))
+                    kept: dict[str, Any] = {"kv": "stored", "compiled_for": "system", "namespace": namespace}
+                    made.append(Delivery(facts, model.load(), store, **kept))
+            return made[0]
+
+        memory_server(facts, delivery, namespace).run("stdio")
+
+
+def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace: str) -> MCPServer[Any]:
+    """A server whose tools read and write `facts` of `namespace`, as packs of what `delivery` gives when it is needed.
+
+    What this project refuses is an error of the tool, with its reason. Raises `MissingDependencyError` without `mcp`.
+    """
+    try:
+        from mcp.server.mcpserver import MCPServer
+        from mcp.server.mcpserver.exceptions import ToolError
+        from mcp.types import CallToolResult, TextContent, ToolAnnotations
+    except ImportError as error:
+        raise MissingDependencyError(
+            f'kp mcp needs {error.name}: `pip install "knowledge-packs[mcp]"` (version 2).'
+        ) from error
+
+    server = MCPServer("knowledge-packs", instructions=_ABOUT, log_level="WARNING")
+
+    def told(tool: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(tool)
+        def call(*given: Any, **named: Any) -> Any:  # noqa: ANN401 - those of the tool
+            try:
+                return tool(*given, **named)
+            except KnowledgePackError as error:
+                raise ToolError(str(error)) from error
+
+        return call
+
+    def result(found: list[Found]) -> CallToolResult:
+        said = "\n".join(each.content for each in found) or "Nothing was found."
+        about = {"documents": [_document(each) for each in found]}
+        return CallToolResult(content=[TextContent(type="text", text=said)], _meta=about)
+
+    @server.tool(annotations=ToolAnnotations(read_only_hint=True), structured_output=False)
+    @told
+    def search(question: str, k: int = 4) -> Any:  # noqa: ANN401 - MCP reads these types, and knows no local ones
+        """Search the memory for what is known about a question."""
+        there = next(iter(facts.facts(namespace=namespace)), None)
+        return result([] if there is None else delivery().search(question, min(k, _MOST)))
+
+    @server.tool(annotations=ToolAnnotations(destructive_hint=False, idempotent_hint=True), structured_output=False)
+    @told
+    def remember(text: str) -> Any:  # noqa: ANN401 - as `search`
+        """Keep a text for later conversations; what is known already is not kept twice."""
+        fact, packs = Fact(text, source="remembered", namespace=namespace), delivery()
+        packs.refuse_unreadable([fact])
+        # First the pack: a fact whose pack cannot be made would be in the way of every search.
+        packs.compile([fact], progress=False)
+        packs.facts.add([fact])
+        return result(packs.deliver([Hit(fact, 1.0)]))
+
+    return server
+
+
+def _document(found: Found) -> dict[str, Any]:
+    fact = found.hit.fact
+    handle = None if found.handle is None else str(found.handle)
+    return {"id": fact.id, "handle": handle, "text": fact.text, "title": fact.title, "source": fact.source}

@@ -1,0 +1,331 @@
+"""`KnowledgePackStore`: a fact store as LangGraph's long-term memory, whose items come back as handles.
+
+LangGraph names a place by a tuple of free strings, we by `[a-z0-9_-]{1,64}`. `namespace_of` maps one to the other so
+that no two tuples meet: a label keeps its letters a-z and digits, each other byte of its UTF-8 becomes `_` and two
+hexadecimal digits, and labels are joined by `-`, which no label holds then. What would be too long for us is a digest
+of 256 bits behind `_h`, which no written-out name holds, as `h` is no hexadecimal digit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import itertools
+import json
+import operator
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+from langgraph.store.base import (
+    BaseStore,
+    GetOp,
+    ListNamespacesOp,
+    MatchCondition,
+    Op,
+    PutOp,
+    Result,
+    SearchItem,
+    SearchOp,
+    TTLConfig,
+    get_text_at_path,
+    validate_op_namespace,
+)
+
+from kp_core import Embedder, Fact, FactStore, Hit, Session
+from kp_core.compiling import open_facts
+from kp_core.delivery import KV, Delivery, Found
+from kp_core.engines.request import CompiledFor
+from kp_core.errors import BankError
+from kp_core.facts import Filter
+from kp_core.packs.view import Packs
+
+__all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
+
+_PREFIX, _LONGEST = "lg-", 64
+_ABOUT, _UNSEARCHED = "langgraph", "unsearched"
+_GROWTH = 4  # As in `kp_core.delivery`.
+
+_ORDERED: dict[str, Callable[[float, float], bool]] = {
+    "$gt": operator.gt,
+    "$gte": operator.ge,
+    "$lt": operator.lt,
+    "$lte": operator.le,
+}
+
+Labels: TypeAlias = tuple[str, ...]
+
+
+def namespace_of(labels: Labels) -> str:
+    """The namespace in which packs of LangGraph's namespace `labels` stand; what a model's `namespaces` has to name.
+
+    Raises `BankError` for labels that are not Unicode.
+    """
+    try:
+        encoded = [label.encode() for label in labels]
+    except UnicodeEncodeError as error:
+        raise BankError(f"Got the namespace {labels!r}, which is not Unicode ({error.reason}). Repair it.") from error
+    name = "-".join(re.sub(rb"[^a-z0-9]", lambda byte: b"_%02x" % byte[0][0], label).decode() for label in encoded)
+    if len(name) > _LONGEST - len(_PREFIX):
+        digest = hashlib.blake2b(name.encode(), digest_size=32).digest()
+        name = "_h" + base64.b32encode(digest).decode().rstrip("=").lower()
+    return _PREFIX + name
+
+
+class PackItem(SearchItem):
+    """An item, and the `handle` of the pack that holds its text; `None` where that is too short for one.
+
+    `content` is what a model is to be sent: the handle, else the text.
+    """
+
+    __slots__ = ("content", "handle")
+
+    def __init__(self, fact: Fact, found: Found, score: float | None = None) -> None:
+        about = _about(fact)
+        super().__init__(
+            namespace=tuple(about["namespace"]),
+            key=about["key"],
+            value=about["value"],
+            created_at=about["created"],
+            updated_at=about["updated"],
+            score=score,
+        )
+        self.handle = None if found.handle is None else str(found.handle)
+        self.content = found.content
+
+    def dict(self) -> dict[str, Any]:
+        """See `SearchItem.dict`; with the handle."""
+        return {**super().dict(), "handle": self.handle}
+
+
+class KnowledgePackStore(BaseStore):
+    """A LangGraph store over a fact store: each item is a fact, compiled into a pack of `store` when it is put.
+
+    Items come back as `PackItem`, with the handle of their pack: a tool that returns handles leaves the agent's prompt
+    as long as it was. An item's text, which is searched and compiled, is that of its `fields` (paths as in LangGraph's
+    `IndexConfig`), one per line; without `fields`, the value's only field where that is a string, else all of the value
+    as JSON. `index=[...]` of a put says so for one item; with `index=False` the item has a pack, but a search by
+    meaning finds it last, without a score.
+
+    Facts are in `facts`; without, in Chroma at `path`, or in memory, as `embedder` embeds them (by default the bundled
+    MiniLM). A namespace of LangGraph is one of ours (`namespace_of`), and a search by prefix reads those below it. What
+    others put into these namespaces is passed over. `ttl` is LangGraph's: what has expired is never given, whatever it
+    says of `omit_expired`, and is deleted by the next put into its namespace, its pack by `sweep_ttl`.
+
+    Reads of a batch see the store before the batch; of several puts to one key the last counts. Of a filter, what
+    cannot be ordered does not match. Raises `BankError` for a value that JSON cannot say or a ttl of 0 minutes or less,
+    `PackError` for a text of more than half of what the model reads.
+    """
+
+    supports_ttl = True
+
+    def __init__(  # noqa: PLR0913 - one keyword per part it is made of
+        self,
+        engine: Session,
+        store: Packs,
+        facts: FactStore | None = None,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        embedder: Embedder | Any | None = None,  # noqa: ANN401 - or LangChain's embeddings
+        fields: Sequence[str] | None = None,
+        kv: KV = "stored",
+        compiled_for: CompiledFor = "system",
+        ttl: TTLConfig | None = None,
+    ) -> None:
+        self._facts = open_facts(facts, embedder, path)
+        self._fields, self.ttl_config = None if fields is None else list(fields), ttl
+        self._settings: dict[str, Any] = {"kv": kv, "compiled_for": compiled_for}
+        self._engine, self._packs = engine, store
+        self._delivery, self._labels = self._deliver(None), dict[str, Labels]()
+
+    def batch(self, ops: Iterable[Op]) -> list[Result]:
+        """See `BaseStore.batch`."""
+        puts: dict[tuple[Labels, str], PutOp] = {}
+        results: list[Result] = []
+        for op in ops:
+            validate_op_namespace(op)
+            if isinstance(op, PutOp):
+                puts[op.namespace, op.key] = op
+                results.append(None)
+            elif isinstance(op, GetOp):
+                held = self._read(namespace_of(op.namespace), op.key)
+                results.append(next(iter(self._items([(fact, None) for fact in held], op.refresh_ttl)), None))
+            elif isinstance(op, SearchOp):
+                results.append(self._items(self._search(op), op.refresh_ttl))
+            elif isinstance(op, ListNamespacesOp):
+                results.append(self._list(op))
+            else:
+                raise BankError(f"Got {op!r}; expected an operation of a LangGraph store.")
+        self._put(list(puts.values()))
+        return results
+
+    async def abatch(self, ops: Iterable[Op]) -> list[Result]:
+        """As `batch`, in a thread."""
+        return await asyncio.to_thread(self.batch, list(ops))
+
+    def sweep_ttl(self) -> int:
+        """Remove the packs of items that have expired or are gone otherwise; how many there were."""
+        return sum(len(self._deliver(name).gc()) for name in filter(_is_ours, self._facts.namespaces()))
+
+    def _deliver(self, namespace: str | None) -> Delivery:
+        return Delivery(self._facts, self._engine, self._packs, namespace=namespace, **self._settings)
+
+    def _read(self, namespace: str, key: str) -> list[Fact]:
+        return [fact for fact in self._facts.facts(ids=[_id(key)], namespace=namespace) if _is_item(fact)]
+
+    def _items(self, found: Sequence[tuple[Fact, float | None]], refresh: bool) -> list[SearchItem]:  # noqa: FBT001
+        """What was found, as items; those that expire have their whole time again."""
+        lasting = [(fact, _about(fact).get("ttl")) for fact, _ in found] if refresh else []
+        again = [replace(fact, expires=time.time() + 60 * ttl) for fact, ttl in lasting if ttl is not None]
+        if again:
+            self._facts.add(again, overwrite=True)
+        packs = self._delivery.deliver([Hit(fact, score or 0.0) for fact, score in found])
+        return [PackItem(fact, pack, score) for (fact, score), pack in zip(found, packs, strict=True)]
+
+    def _put(self, ops: Sequence[PutOp]) -> None:
+        new = [self._fact(op) for op in ops if op.value is not None]
+        for op in ops:
+            if op.value is None and (gone := self._read(namespace := namespace_of(op.namespace), op.key)):
+                self._deliver(namespace).delete([fact.id for fact in gone])
+        if new:
+            # What can be no pack must not be found again and again.
+            self._delivery.refuse_unreadable(new)
+            self._delivery.compile(new, progress=False)
+            self._delivery.add(new, overwrite=True, progress=False)
+
+    def _fact(self, op: PutOp) -> Fact:
+        """What is put, as a fact."""
+        now, namespace = time.time(), namespace_of(op.namespace)
+        if op.ttl is not None and not op.ttl > 0:
+            raise BankError(f"Got ttl={op.ttl} for {op.key!r}; expected minutes above 0, or None for never.")
+        created = next((_about(held)["created"] for held in self._read(namespace, op.key)), None)
+        value, updated = dict(op.value or {}), datetime.fromtimestamp(now, UTC).isoformat()
+        about = {"namespace": op.namespace, "key": op.key, "value": value, "ttl": op.ttl}
+        try:
+            said = json.dumps({**about, "created": created or updated, "updated": updated}, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise BankError(f"Got {value!r} as {op.key!r}, which JSON cannot say ({error}).") from error
+        text, searched = _text(value, op.index or self._fields)
+        return Fact(
+            text,
+            id=_id(op.key),
+            namespace=namespace,
+            metadata={_ABOUT: said} | ({} if searched and op.index is not False else {_UNSEARCHED: True}),
+            expires=None if op.ttl is None else now + 60 * op.ttl,
+        )
+
+    def _search(self, op: SearchOp) -> list[tuple[Fact, float | None]]:
+        depth, asked, stop = len(op.namespace_prefix), op.filter or {}, op.offset + op.limit
+        spaces = [name for name, labels in self._spaces() if labels[:depth] == tuple(op.namespace_prefix)]
+
+        def passes(fact: Fact) -> bool:
+            if fact.namespace not in spaces or not _is_item(fact):
+                return False
+            value = _about(fact)["value"] if asked else {}
+            return all(_matches(value.get(name), wanted) for name, wanted in asked.items())
+
+        def held(where: Filter | None = None) -> Iterator[tuple[Fact, None]]:
+            facts = (fact for name in spaces for fact in self._facts.facts(where=where, namespace=name))
+            return ((fact, None) for fact in facts if passes(fact))
+
+        if not (op.query or "").strip():
+            return list(itertools.islice(held(), op.offset, stop))
+        hits = self._nearest(op.query or "", stop, spaces, passes)[op.offset : stop]
+        rest = itertools.islice(held({_UNSEARCHED: True}), op.limit - len(hits))
+        return [*((hit.fact, hit.score) for hit in hits), *rest]
+
+    def _nearest(self, query: str, count: int, spaces: Sequence[str], passes: Callable[[Fact], bool]) -> list[Hit]:
+        """The nearest items of `spaces` that pass: of one namespace searched there, of several among all facts."""
+        asked = count if spaces else 0
+        while asked:
+            hits = self._facts.search(query, asked, namespace=spaces[0] if len(spaces) == 1 else None)
+            found = [hit for hit in hits if _UNSEARCHED not in hit.fact.metadata and passes(hit.fact)]
+            if len(found) >= count or len(hits) < asked:
+                return found
+            asked *= _GROWTH
+        return []
+
+    def _spaces(self) -> Iterator[tuple[str, Labels]]:
+        """Our namespaces that hold items, each with LangGraph's."""
+        for name in filter(_is_ours, self._facts.namespaces()):
+            if name not in self._labels:
+                for fact in itertools.islice(filter(_is_item, self._facts.facts(namespace=name)), 1):
+                    self._labels[name] = tuple(_about(fact)["namespace"])
+            if name in self._labels:
+                yield name, self._labels[name]
+
+    def _list(self, op: ListNamespacesOp) -> list[Labels]:
+        held = [
+            labels[: op.max_depth]
+            for name, labels in self._spaces()
+            if all(_has(labels, wanted) for wanted in op.match_conditions or ())
+            and any(map(_is_item, self._facts.facts(namespace=name)))
+        ]
+        return sorted(set(held))[op.offset : op.offset + op.limit]
+
+
+def _id(key: str) -> str:
+    """The id of the item `key`: printable, and another one for each key."""
+    try:
+        return f"item/{quote(key)}"
+    except UnicodeEncodeError as error:
+        raise BankError(f"Got the key {key!r}, which is not Unicode ({error.reason}). Repair it.") from error
+
+
+def _is_ours(namespace: str) -> bool:
+    return namespace.startswith(_PREFIX)
+
+
+def _is_item(fact: Fact) -> bool:
+    return _ABOUT in fact.metadata
+
+
+def _about(fact: Fact) -> dict[str, Any]:
+    """What was put: namespace, key, value, when, and for how many minutes."""
+    about: dict[str, Any] = json.loads(str(fact.metadata[_ABOUT]))
+    return about
+
+
+def _text(value: Mapping[str, Any], fields: Sequence[str] | None) -> tuple[str, bool]:
+    """The text of an item, and whether it has any that is to be searched."""
+    said = [text for field in fields or () for text in get_text_at_path(value, field)]
+    if fields is None and len(value) == 1:
+        said = [text for text in value.values() if isinstance(text, str)]
+    text = "\n".join(said)
+    found = bool(text.strip())
+    return text if found else json.dumps(value, ensure_ascii=False), found or fields is None
+
+
+def _has(labels: Labels, wanted: MatchCondition) -> bool:
+    """Whether a namespace begins, or ends, as is wanted."""
+    path = wanted.path
+    part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
+    return len(part) == len(path) and all(label in {held, "*"} for held, label in zip(part, path, strict=True))
+
+
+def _matches(held: object, wanted: object) -> bool:
+    """Whether a field of a value is as LangGraph's filter wants it."""
+    if isinstance(wanted, Mapping):
+        if any(str(how).startswith("$") for how in wanted):
+            return all(_compares(held, how, value) for how, value in wanted.items())
+        return isinstance(held, Mapping) and all(_matches(held.get(name), value) for name, value in wanted.items())
+    if isinstance(wanted, list | tuple):
+        return isinstance(held, list) and len(held) == len(wanted) and all(map(_matches, held, wanted))
+    return held == wanted
+
+
+def _compares(held: Any, how: str, wanted: Any) -> bool:  # noqa: ANN401 - what JSON can say
+    if how in {"$eq", "$ne"}:
+        return (held == wanted) is (how == "$eq")
+    if how not in _ORDERED:
+        raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(_ORDERED)}.")
+    try:
+        return bool(_ORDERED[how](float(held), float(wanted)))
+    except (TypeError, ValueError):
+        return False
