@@ -1,0 +1,246 @@
+"""The page of the playground: what is on it, what happens when it is used, and its server on this machine alone.
+
+The only place that imports gradio, which must be told to send nothing before it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
+from html import escape
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+
+import gradio as gr
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+
+from kp_core.errors import KnowledgePackError, ModelError
+from kp_core.play.agent import Agent
+from kp_core.play.look import (
+    answers_html,
+    documents_html,
+    empty_html,
+    head_html,
+    plan_html,
+    problem_html,
+    steps_html,
+)
+from kp_core.play.world import Answer, Way, World
+from kp_core.steering import preset_about, preset_names
+
+__all__ = ["make_page", "serve"]
+
+_HOST = "127.0.0.1"
+_OWN_HOSTS = {_HOST, "localhost"}
+_UPLOAD = "20mb"
+_ERRORS = (KnowledgePackError, OSError, ValueError, RuntimeError, MemoryError)
+_CSS = Path(__file__).with_name("page.css")
+_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "sans-serif"]
+_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
+_QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
+_ASK_FIRST = "Ask something: the answers come side by side, and below them where each token of the prompt comes from."
+# One model computes one thing at a time, whoever asks.
+_ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+_AGENT_FIRST = "Each step is one search. With packs the prompt stays as long as it is, however much has been read."
+
+
+class _Here:
+    """Serves requests that this page or a person made: no other site a browser is at, and no name but our own."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - of ASGI
+        if scope["type"] in ("http", "websocket"):
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if urlsplit(f"//{host}").hostname not in _OWN_HOSTS or origin not in (None, f"http://{host}"):
+                await PlainTextResponse("The playground answers its own page alone.", 403)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def serve(world: World, port: int | None = None) -> gr.Blocks:
+    """Open the page on the loopback interface; by default on the first free port from 7860 on. `close` ends it.
+
+    Raises `ModelError` for a port that is in use.
+    """
+    page = make_page(world)
+    try:
+        page.launch(
+            server_name=_HOST,
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            max_file_size=_UPLOAD,
+            footer_links=[],
+            run_history=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            theme=gr.themes.Base(primary_hue="teal", neutral_hue="slate", font=_FONTS, font_mono=_MONO),
+            css_paths=_CSS,
+            app_kwargs={"middleware": [Middleware(_Here)]},
+        )
+    except OSError as error:
+        wanted = f"Port {port} is in use" if port else "No port from 7860 to 7959 is free"
+        raise ModelError(f"{wanted}; give another one with --port.") from error
+    return page
+
+
+def make_page(world: World) -> gr.Blocks:
+    """The page over `world`, which all its visitors share."""
+    with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
+        gr.HTML(head_html(world.session))
+        with gr.Row(elem_classes="kp-body"):
+            with gr.Column(scale=1, min_width=300):
+                documents, chosen = _documents(world)
+                alpha, style = _steering()
+            with gr.Column(scale=3, min_width=300), gr.Tabs():
+                with gr.Tab("Ask"):
+                    _asking(world, documents, style, alpha)
+                with gr.Tab("Agent"):
+                    _agent(world)
+        page.load(lambda: (documents_html(world.documents.values()), _names(world)), None, [documents, chosen])
+    return page
+
+
+def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
+    gr.HTML("<h2>Documents</h2>")
+    shown = gr.HTML()
+    note = gr.HTML()
+    with gr.Accordion("Add your own", open=False):
+        text = gr.Textbox(
+            label="Paste text", lines=4, max_lines=8, max_length=400_000, placeholder="Some paragraphs ..."
+        )
+        files = gr.File(
+            label="Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines", file_count="multiple", height=120
+        )
+        add = gr.Button("Compile", variant="primary")
+    with gr.Accordion("Correct a fact", open=False):
+        chosen = gr.Dropdown(label="Document", choices=[], interactive=True)
+        old = gr.Textbox(label="It says", value="Fenwick Sloe")
+        new = gr.Textbox(label="It shall say", value="Ada Finch")
+        how = gr.Radio(
+            [("a line behind it", "amend"), ("computed anew", "rebuild"), ("its KV alone", "overwrite")],
+            value="amend",
+            label="How",
+        )
+        correct = gr.Button("Correct, then ask again")
+
+    def adding(pasted: str, dropped: list[str] | None) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield gr.skip(), empty_html("Reading ..."), gr.skip(), gr.skip(), gr.skip()
+            takes = [world.add(list(map(Path, dropped)))] if dropped else []
+            for made in chain(*takes, world.paste(pasted) if pasted.strip() or not dropped else ()):
+                said = empty_html(f"Compiled {made.name}: {made.tokens:,} tokens.")
+                yield documents_html(world.documents.values()), said, gr.skip(), gr.skip(), gr.skip()
+            yield documents_html(world.documents.values()), "", _names(world), "", None
+        except _ERRORS as error:
+            listed = documents_html(world.documents.values())
+            yield listed, problem_html(_said(error)), _names(world), gr.skip(), None
+        finally:
+            for name in dropped or ():
+                Path(name).unlink(missing_ok=True)
+
+    def correcting(name: str | None, said: str, shall: str, way: Any) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401
+        yield gr.skip(), empty_html("Correcting ...")
+        try:
+            before, made = world.edit(name or "", said, shall, way)
+            lines = [each.line for each in made.edits.corrections]
+            about = f"{len(before.token_ids):,} tokens before, {len(made.token_ids):,} now. {' '.join(lines)}"
+            yield documents_html(world.documents.values()), f'<div class="kp-note">{escape(about)}</div>'
+        except _ERRORS as error:
+            yield gr.skip(), problem_html(_said(error))
+
+    add.click(adding, [text, files], [shown, note, chosen, text, files], **_ONE)
+    correct.click(correcting, [chosen, old, new, how], [shown, note], **_ONE)
+    return shown, chosen
+
+
+def _steering() -> tuple[gr.Slider, gr.Dropdown]:
+    with gr.Accordion("Steer the voice", open=False):
+        alpha = gr.Slider(-2, 2, value=0, step=0.25, label="Strength", info="0 is off. No token is spent on it.")
+        choices = [(f"{name}: {preset_about(name)}", name) for name in preset_names()]
+        style = gr.Dropdown(choices, value="formal", label="Towards, and away from")
+    return alpha, style
+
+
+def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slider) -> None:
+    question = gr.Textbox(label="Question", value=_QUESTIONS[0], max_length=4000, elem_id="kp-question")
+    with gr.Row():
+        ask = gr.Button("Ask", variant="primary", elem_id="kp-ask")
+        stop = gr.Button("Stop")
+    gr.Examples([[each] for each in _QUESTIONS], question, label="Of the sample")
+    with gr.Accordion("How it is sent", open=False):
+        k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
+        composer = gr.Radio(
+            [("exact", "exact"), ("splice (approximate)", "splice"), ("blend (approximate)", "blend")],
+            value="exact",
+            label="KV of packs that stand behind other packs",
+        )
+    board, plan = gr.HTML(empty_html(_ASK_FIRST), elem_id="kp-board"), gr.HTML()
+
+    def asking(text: str, count: int, made: str, name: str, strength: float) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield empty_html("Looking for documents ..."), "", gr.skip()
+            asked = world.ask(text, int(count), composer=made, style=name, alpha=strength)
+            kv_bytes = sum(document.kv_bytes for document in asked.documents)
+            listed = documents_html(world.documents.values(), [document.name for document in asked.documents])
+            badge = f"steered: {name} {strength:+g}" if strength else ""
+            answers: dict[Way, Answer] = {}
+            shown = ""
+            for way in ("packs", "text"):
+                with closing(world.watch(way, asked.requests[way])) as watched:
+                    for answer in watched:
+                        answers[way] = answer
+                        if answer.generation is not None and way == "packs":
+                            shown = plan_html(asked.plan, answer.generation.prompt.token_ids, world.session)
+                        yield answers_html([*answers.values()], kv_bytes, badge), shown or gr.skip(), listed
+        except _ERRORS as error:
+            yield problem_html(_said(error)), "", gr.skip()
+
+    given = [question, k, composer, style, alpha]
+    events = [
+        trigger(asking, given, [board, plan, documents], show_progress="hidden", **_ONE)
+        for trigger in (ask.click, question.submit)
+    ]
+    stop.click(None, cancels=events)
+
+
+def _agent(world: World) -> None:
+    task = gr.Textbox(label="Task", value="Who is the miller of Veyl?", max_length=4000)
+    with gr.Row():
+        step, again = gr.Button("Next step", variant="primary", elem_id="kp-step"), gr.Button("Start over")
+    board, state = gr.HTML(empty_html(_AGENT_FIRST), elem_id="kp-agent"), gr.State()
+
+    def stepping(text: str, agent: Agent | None) -> Iterator[tuple[Any, ...]]:
+        try:
+            if agent is None or agent.is_done or agent.task != text:
+                agent = Agent(world, text)
+            with closing(agent.step()) as written:
+                for answer in written:
+                    yield steps_html(agent.steps, agent.task, answer.text), gr.skip()
+            yield steps_html(agent.steps, agent.task), agent
+        except _ERRORS as error:
+            yield problem_html(_said(error)), None
+
+    step.click(stepping, [task, state], [board, state], show_progress="hidden", **_ONE)
+    again.click(lambda: (empty_html(_AGENT_FIRST), None), None, [board, state])
+
+
+def _names(world: World) -> gr.Dropdown:
+    names = list(world.documents)
+    return gr.Dropdown(choices=names, value=names[0] if names else None)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"
