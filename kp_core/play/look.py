@@ -126,7 +126,7 @@ def _card(way: Way, answer: Answer | None, slowest: float, kv_bytes: int, badge:
 def _verdict(by_way: Mapping[Way, Answer]) -> str:
     packs, text = (by_way[way].generation if way in by_way else None for way in ("packs", "text"))
     if packs is None or text is None:
-        return "&nbsp;"
+        return ""
     ratio = text.usage.ttft_s / max(packs.usage.ttft_s, 1e-9)
     said = (
         f"The first token came <b>{ratio:.1f} times</b> sooner from packs. "

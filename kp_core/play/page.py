@@ -43,6 +43,8 @@ _ERRORS = (KnowledgePackError, OSError, ValueError, RuntimeError, MemoryError)
 _CSS = Path(__file__).with_name("page.css")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
+# White on the theme's own teal cannot be read by all.
+_BUTTONS = {f"button_primary_background_fill{way}": "#0b6b68" for way in ("", "_dark", "_hover", "_hover_dark")}
 _QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
 _ASK_FIRST = "Ask something: the answers come side by side, and below them where each token of the prompt comes from."
 # One model computes one thing at a time, whoever asks.
@@ -86,7 +88,7 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
             pwa=False,
             mcp_server=False,
             enable_monitoring=False,
-            theme=gr.themes.Base(primary_hue="teal", neutral_hue="slate", font=_FONTS, font_mono=_MONO),
+            theme=gr.themes.Base(primary_hue="teal", neutral_hue="slate", font=_FONTS, font_mono=_MONO).set(**_BUTTONS),
             css_paths=_CSS,
             app_kwargs={"middleware": [Middleware(_Here)]},
         )
@@ -99,7 +101,7 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
 def make_page(world: World) -> gr.Blocks:
     """The page over `world`, which all its visitors share."""
     with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
-        gr.HTML(head_html(world.session))
+        _html(head_html(world.session))
         with gr.Row(elem_classes="kp-body"):
             with gr.Column(scale=1, min_width=300):
                 documents, chosen = _documents(world)
@@ -114,9 +116,9 @@ def make_page(world: World) -> gr.Blocks:
 
 
 def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
-    gr.HTML("<h2>Documents</h2>")
-    shown = gr.HTML()
-    note = gr.HTML()
+    _html("<h2>Documents</h2>")
+    shown = _html()
+    note = _html()
     with gr.Accordion("Add your own", open=False):
         text = gr.Textbox(
             label="Paste text", lines=4, max_lines=8, max_length=400_000, placeholder="Some paragraphs ..."
@@ -175,10 +177,12 @@ def _steering() -> tuple[gr.Slider, gr.Dropdown]:
 
 
 def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slider) -> None:
-    question = gr.Textbox(label="Question", value=_QUESTIONS[0], max_length=4000, elem_id="kp-question")
-    with gr.Row():
-        ask = gr.Button("Ask", variant="primary", elem_id="kp-ask")
-        stop = gr.Button("Stop")
+    with gr.Row(equal_height=True):
+        question = gr.Textbox(
+            label="Question", value=_QUESTIONS[0], max_length=4000, elem_id="kp-question", scale=6, min_width=260
+        )
+        ask = gr.Button("Ask", variant="primary", min_width=90)
+        stop = gr.Button("Stop", min_width=90)
     gr.Examples([[each] for each in _QUESTIONS], question, label="Of the sample")
     with gr.Accordion("How it is sent", open=False):
         k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
@@ -187,7 +191,7 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
             value="exact",
             label="KV of packs that stand behind other packs",
         )
-    board, plan = gr.HTML(empty_html(_ASK_FIRST), elem_id="kp-board"), gr.HTML()
+    board, plan = _html(empty_html(_ASK_FIRST), elem_id="kp-board"), _html()
 
     def asking(text: str, count: int, made: str, name: str, strength: float) -> Iterator[tuple[Any, ...]]:
         try:
@@ -217,10 +221,10 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
 
 
 def _agent(world: World) -> None:
-    task = gr.Textbox(label="Task", value="Who is the miller of Veyl?", max_length=4000)
-    with gr.Row():
-        step, again = gr.Button("Next step", variant="primary", elem_id="kp-step"), gr.Button("Start over")
-    board, state = gr.HTML(empty_html(_AGENT_FIRST), elem_id="kp-agent"), gr.State()
+    with gr.Row(equal_height=True):
+        task = gr.Textbox(label="Task", value="Who is the miller of Veyl?", max_length=4000, scale=6, min_width=260)
+        step, again = gr.Button("Next step", variant="primary", min_width=110), gr.Button("Start over", min_width=110)
+    board, state = _html(empty_html(_AGENT_FIRST), elem_id="kp-agent"), gr.State()
 
     def stepping(text: str, agent: Agent | None) -> Iterator[tuple[Any, ...]]:
         try:
@@ -235,6 +239,10 @@ def _agent(world: World) -> None:
 
     step.click(stepping, [task, state], [board, state], show_progress="hidden", **_ONE)
     again.click(lambda: (empty_html(_AGENT_FIRST), None), None, [board, state])
+
+
+def _html(value: str = "", **about: Any) -> gr.HTML:  # noqa: ANN401 - of `gr.HTML`
+    return gr.HTML(value, apply_default_css=False, **about)
 
 
 def _names(world: World) -> gr.Dropdown:

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from PIL import Image
 
 from tests.conftest import until
 from tests.play.conftest import FIGURES
@@ -61,6 +62,7 @@ def picture(page, name, target="body"):
         page.mouse.move(0, 0)
         path = FIGURES / f"play-{name}.png"
         page.locator(target).screenshot(path=path)
+        Image.open(path).quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
         assert path.stat().st_size < 150_000
 
 
