@@ -68,7 +68,7 @@ class Agent:
         read = [step.found for step in self.steps]
         left = self.world.search(self.task, 1, without=read) if len(read) < MOST_SEARCHES else []
         tail = [] if left else [{"role": "user", "content": _ANSWER + self.task.strip()}]
-        options: dict[str, Any] = {"tools": [_SEARCH], "tool_choice": "search" if left else "none", "max_tokens": 48}
+        options: dict[str, Any] = {"tools": [_SEARCH], "tool_choice": "search" if left else "none", "max_tokens": 128}
         request = {"messages": self._messages + tail, "view": self.world.view, "compact": True, **options}
         generation = None
         for answer in self.world.watch("packs", request):

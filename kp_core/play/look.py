@@ -56,7 +56,8 @@ def documents_html(documents: Iterable[Document], used: Iterable[str] = ()) -> s
         for row in rows
     )
     total = f"{len(rows)} packs, {_size(sum(row.kv_bytes for row in rows))} of KV on disk"
-    return f'<div class="kp-docs"><ul>{items}</ul><p>{total}</p></div>' if rows else empty_html("No documents yet.")
+    shown = f"<ul>{items}</ul><p>{total}</p>" if rows else empty_html("None yet.")
+    return f'<div class="kp-docs"><h2>Documents</h2>{shown}</div>'
 
 
 def answers_html(answers: Sequence[Answer], kv_bytes: int, badge: str = "") -> str:

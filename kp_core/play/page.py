@@ -6,9 +6,8 @@ The only place that imports gradio, which must be told to send nothing before it
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import closing
-from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -74,6 +73,8 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
     Raises `ModelError` for a port that is in use.
     """
     page = make_page(world)
+    # Gradio looks whether its server answers; no proxy needs to hear of it.
+    os.environ["no_proxy"] = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')},{_HOST}".strip(",")
     try:
         page.launch(
             server_name=_HOST,
@@ -111,60 +112,52 @@ def make_page(world: World) -> gr.Blocks:
                     _asking(world, documents, style, alpha)
                 with gr.Tab("Agent"):
                     _agent(world)
-        page.load(lambda: (documents_html(world.documents.values()), _names(world)), None, [documents, chosen])
+        page.load(lambda: (_listed(world), _names(world)), None, [documents, chosen])
     return page
 
 
 def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
-    _html("<h2>Documents</h2>")
     shown = _html()
-    note = _html()
     with gr.Accordion("Add your own", open=False):
         text = gr.Textbox(
             label="Paste text", lines=4, max_lines=8, max_length=400_000, placeholder="Some paragraphs ..."
         )
-        files = gr.File(
-            label="Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines", file_count="multiple", height=120
-        )
+        about = "Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines"
+        files = gr.File(label=about, file_count="multiple", height=120)
         add = gr.Button("Compile", variant="primary")
     with gr.Accordion("Correct a fact", open=False):
         chosen = gr.Dropdown(label="Document", choices=[], interactive=True)
-        old = gr.Textbox(label="It says", value="Fenwick Sloe")
-        new = gr.Textbox(label="It shall say", value="Ada Finch")
-        how = gr.Radio(
-            [("a line behind it", "amend"), ("computed anew", "rebuild"), ("its KV alone", "overwrite")],
-            value="amend",
-            label="How",
-        )
+        old, new = gr.Textbox("Fenwick Sloe", label="It says"), gr.Textbox("Ada Finch", label="It shall say")
+        ways = [("a line behind it", "amend"), ("computed anew", "rebuild"), ("its KV alone", "overwrite")]
+        how = gr.Radio(ways, value="amend", label="How")
         correct = gr.Button("Correct, then ask again")
 
     def adding(pasted: str, dropped: list[str] | None) -> Iterator[tuple[Any, ...]]:
         try:
-            yield gr.skip(), empty_html("Reading ..."), gr.skip(), gr.skip(), gr.skip()
+            yield _listed(world, empty_html("Reading ...")), gr.skip(), gr.skip(), gr.skip()
             takes = [world.add(list(map(Path, dropped)))] if dropped else []
             for made in chain(*takes, world.paste(pasted) if pasted.strip() or not dropped else ()):
                 said = empty_html(f"Compiled {made.name}: {made.tokens:,} tokens.")
-                yield documents_html(world.documents.values()), said, gr.skip(), gr.skip(), gr.skip()
-            yield documents_html(world.documents.values()), "", _names(world), "", None
+                yield _listed(world, said), gr.skip(), gr.skip(), gr.skip()
+            yield _listed(world), _names(world), "", None
         except _ERRORS as error:
-            listed = documents_html(world.documents.values())
-            yield listed, problem_html(_said(error)), _names(world), gr.skip(), None
+            yield _listed(world, problem_html(_said(error))), _names(world), gr.skip(), None
         finally:
             for name in dropped or ():
                 Path(name).unlink(missing_ok=True)
 
-    def correcting(name: str | None, said: str, shall: str, way: Any) -> Iterator[tuple[Any, ...]]:  # noqa: ANN401
-        yield gr.skip(), empty_html("Correcting ...")
+    def correcting(name: str | None, said: str, shall: str, way: Any) -> Iterator[str]:  # noqa: ANN401
+        yield _listed(world, empty_html("Correcting ..."))
         try:
             before, made = world.edit(name or "", said, shall, way)
-            lines = [each.line for each in made.edits.corrections]
-            about = f"{len(before.token_ids):,} tokens before, {len(made.token_ids):,} now. {' '.join(lines)}"
-            yield documents_html(world.documents.values()), f'<div class="kp-note">{escape(about)}</div>'
+            lines = " ".join(each.line for each in made.edits.corrections)
+            done = f"{len(before.token_ids):,} tokens before, {len(made.token_ids):,} now. {lines}"
+            yield _listed(world, empty_html(done))
         except _ERRORS as error:
-            yield gr.skip(), problem_html(_said(error))
+            yield _listed(world, problem_html(_said(error)))
 
-    add.click(adding, [text, files], [shown, note, chosen, text, files], **_ONE)
-    correct.click(correcting, [chosen, old, new, how], [shown, note], **_ONE)
+    add.click(adding, [text, files], [shown, chosen, text, files], show_progress="hidden", **_ONE)
+    correct.click(correcting, [chosen, old, new, how], shown, show_progress="hidden", **_ONE)
     return shown, chosen
 
 
@@ -198,7 +191,7 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
             yield empty_html("Looking for documents ..."), "", gr.skip()
             asked = world.ask(text, int(count), composer=made, style=name, alpha=strength)
             kv_bytes = sum(document.kv_bytes for document in asked.documents)
-            listed = documents_html(world.documents.values(), [document.name for document in asked.documents])
+            listed = _listed(world, used=[document.name for document in asked.documents])
             badge = f"steered: {name} {strength:+g}" if strength else ""
             answers: dict[Way, Answer] = {}
             shown = ""
@@ -243,6 +236,10 @@ def _agent(world: World) -> None:
 
 def _html(value: str = "", **about: Any) -> gr.HTML:  # noqa: ANN401 - of `gr.HTML`
     return gr.HTML(value, apply_default_css=False, **about)
+
+
+def _listed(world: World, note: str = "", used: Iterable[str] = ()) -> str:
+    return documents_html(world.documents.values(), used) + note
 
 
 def _names(world: World) -> gr.Dropdown:
