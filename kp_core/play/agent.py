@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,7 +60,7 @@ class Agent:
         """Whether it has answered."""
         return bool(self.steps) and not self.steps[-1].words
 
-    def step(self) -> Iterator[Answer]:
+    def step(self) -> Generator[Answer, None, None]:
         """Take the next step: what the model writes, as it comes; the step is in `steps` at the end.
 
         Raises `BankError` when there is nothing to read, and as `Session.stream`.

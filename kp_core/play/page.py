@@ -101,6 +101,7 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
 
 def make_page(world: World) -> gr.Blocks:
     """The page over `world`, which all its visitors share."""
+    page: gr.Blocks
     with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
         _html(head_html(world.session))
         with gr.Row(elem_classes="kp-body"):
@@ -206,7 +207,7 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
             yield problem_html(_said(error)), "", gr.skip()
 
     given = [question, k, composer, style, alpha]
-    events = [
+    events: list[Any] = [
         trigger(asking, given, [board, plan, documents], show_progress="hidden", **_ONE)
         for trigger in (ask.click, question.submit)
     ]

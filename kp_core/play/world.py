@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -175,7 +175,7 @@ class World:
         named = dict.fromkeys(hit.fact.source for hit in hits)
         return [self.documents[name] for name in named if name not in set(without)][:k]
 
-    def watch(self, way: Way, request: dict[str, Any]) -> Iterator[Answer]:
+    def watch(self, way: Way, request: dict[str, Any]) -> Generator[Answer, None, None]:
         """The answer so far, ten times a second and with each piece of text; closing the iterator ends the answer."""
         cancel, came = threading.Event(), queue.SimpleQueue[str | Generation | BaseException]()
 

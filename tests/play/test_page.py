@@ -59,11 +59,11 @@ def counts(page, way):
     return dict(each.split("\n") for each in said)
 
 
-def picture(page, name, target="body"):
+def picture(page, name, target=None):
     if os.environ.get("KP_FIGURES"):
         page.mouse.move(0, 0)
         path = FIGURES / f"play-{name}.png"
-        page.locator(target).screenshot(path=path)
+        (page.locator(target) if target else page).screenshot(path=path)
         Image.open(path).quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)
         assert path.stat().st_size < 150_000
 
@@ -84,7 +84,7 @@ def test_both_answers_their_costs_and_the_plan_by_keyboard_alone(visit, played):
     legend = page.locator(".kp-plan li b").all_inner_texts()
     assert sum(map(int, legend)) == int(text["computed"])
     assert "harbour" in page.locator(".kp-run.kp-computed").last.inner_text()
-    picture(page, "ask")
+    picture(page, "ask", "body")
 
 
 def test_a_narrow_dark_window_needs_no_sideways_scrolling(visit):
@@ -99,8 +99,8 @@ def test_a_narrow_dark_window_needs_no_sideways_scrolling(visit):
         for name in ("backgroundColor", "color")
     )
     assert _light(ground) < 0.2 < _light(ink)
-    page.locator(".kp-duel").scroll_into_view_if_needed()
-    picture(page, "narrow", ".kp-duel")
+    page.evaluate("document.querySelector('.kp-duel').scrollIntoView()")
+    picture(page, "narrow")
 
 
 def test_several_packs_steered_or_composed_are_coloured_as_what_they_are(visit):
@@ -153,6 +153,9 @@ def test_what_is_no_document_is_said_and_never_run(visit, played, tmp_path):
         page.locator(".kp-problem", has_text=expected).wait_for()
         assert str(Path(os.environ["GRADIO_TEMP_DIR"])) not in page.locator(".kp-problem").inner_text()
     assert played.documents == before
+    (tmp_path / "larger.txt").write_text("word " * 5_000_000)
+    page.set_input_files("input[type=file]", tmp_path / "larger.txt")
+    page.get_by_text(re.compile("exceeds|too large", re.IGNORECASE)).first.wait_for()
     page.get_by_label("Paste text").fill("<img src=x onerror='window.pwned = 1'> is ${window.pwned = 2} a <b>tag</b>.")
     page.get_by_role("button", name="Compile").click()
     page.locator(".kp-docs li", has_text="img src").wait_for()
