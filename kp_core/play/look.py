@@ -55,7 +55,7 @@ def documents_html(documents: Iterable[Document], used: Iterable[str] = ()) -> s
         f"<span>{row.tokens:,} tokens</span><span>{_size(row.kv_bytes)} of KV</span></li>"
         for row in rows
     )
-    total = f"{len(rows)} packs, {_size(sum(row.kv_bytes for row in rows))} of KV on disk"
+    total = f"{len(rows)} pack{'s' * (len(rows) != 1)}, {_size(sum(row.kv_bytes for row in rows))} of KV on disk"
     shown = f"<ul>{items}</ul><p>{total}</p>" if rows else empty_html("None yet.")
     return f'<div class="kp-docs"><h2>Documents</h2>{shown}</div>'
 

@@ -72,6 +72,8 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
 
     Raises `ModelError` for a port that is in use.
     """
+    # The first answer of a process takes longer than any other; the packs of the first question would pay for it.
+    world.session.generate("Hello", max_tokens=1, reuse=False)
     page = make_page(world)
     # Gradio looks whether its server answers; no proxy needs to hear of it.
     os.environ["no_proxy"] = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')},{_HOST}".strip(",")
