@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ import typer
 
 from kp_core.cli.ingesting import bar_of
 from kp_core.cli.shared import ModelOptions, console, spread
-from kp_core.errors import MissingDependencyError, SourceError
+from kp_core.errors import MissingDependencyError, ModelError, SourceError
 
 __all__ = ["play"]
 
@@ -36,6 +37,8 @@ def play(
     out = console()
     if missing := [str(each) for each in files or () if not each.exists()]:
         raise SourceError(f"There is no file {missing[0]}.")
+    if port is not None:
+        _check_port(port)
     paths = [path for each in files or () for path in ([each] if each.is_file() else sorted(each.rglob("*")))]
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
         # Uploads are gone with the rest.
@@ -64,3 +67,13 @@ def play(
         finally:
             page.close(verbose=False)
             session.close()
+
+
+def _check_port(port: int) -> None:
+    """Raise `ModelError` for a port that is in use, before minutes go into loading a model."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ModelError(f"Port {port} cannot be used ({error.strerror}); give another one with --port.") from error

@@ -96,7 +96,7 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
             app_kwargs={"middleware": [Middleware(_Here)]},
         )
     except OSError as error:
-        wanted = f"Port {port} is in use" if port else "No port from 7860 to 7959 is free"
+        wanted = f"Port {port} cannot be used" if port else "No port from 7860 to 7959 is free"
         raise ModelError(f"{wanted}; give another one with --port.") from error
     return page
 
