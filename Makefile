@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup demo test test-slow test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser demo test test-slow test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -23,6 +23,12 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PIP) install --no-deps -r requirements.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+
+# What tests of the playground drive. Only root can install it; others are told what to ask for.
+setup-browser:
+	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
+	  echo 'There is no chromium: install it as root (Debian: apt-get install chromium). Browser tests are skipped.'
 
 demo: setup
 	$(BIN)/python -m cookbooks.demo

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli import asking, checking, doctor, editing, knowledge, looking, mcp, packet, steer
+from kp_core.cli import asking, checking, doctor, editing, knowledge, looking, mcp, packet, play, steer
 from kp_core.cli.shared import ERRORS, WrongError, plain
 from kp_core.errors import KnowledgePackError
 
@@ -37,6 +37,7 @@ app.command()(knowledge.gc)
 app.command()(knowledge.search)
 app.command()(asking.ask)
 app.command()(asking.chat)
+app.command()(play.play)
 app.command()(looking.inspect)
 app.command()(checking.verify)
 app.command()(doctor.doctor)

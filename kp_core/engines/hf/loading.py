@@ -68,7 +68,9 @@ def load(
                 f"{str(model)!r} holds an adapter of peft. Load its base model, put the adapter on it with "
                 "`peft.PeftModel.from_pretrained(base, ...)`, and pass that object with `tokenizer=`."
             )
-        kind_of(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code))
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        kind_of(config)
+        _check_room(Path(model), config.dtype, wanted or _best_dtype(where), where)
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
         stamp = stamp_files(Path(model))
@@ -79,6 +81,17 @@ def load(
         raise _unreadable(model, error) from error
     loaded.config.checkpoint_stamp = stamp  # See `take_fingerprint`.
     return loaded.to(where), tokenizer
+
+
+def _check_room(folder: Path, stored: torch.dtype | None, wanted: torch.dtype, device: torch.device) -> None:
+    """Raise `ModelError` for weights in `folder` that are more than all memory, before the system ends the process."""
+    scale = wanted.itemsize / (stored or wanted).itemsize
+    needed = scale * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if needed > (room := memory_bytes(device)):
+        raise ModelError(
+            f"{folder} needs about {needed / 1e9:,.1f} GB in {str(wanted).removeprefix('torch.')}, and there are "
+            f"{room / 1e9:,.1f} GB of memory. Take a smaller model, or a narrower dtype."
+        )
 
 
 def name_of(model: object) -> str:

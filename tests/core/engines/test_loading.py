@@ -264,6 +264,16 @@ def test_adapters_that_act_on_positions_are_refused():
         engine_of(get_peft_model(tiny_model("llama"), prompts))
 
 
+def test_weights_larger_than_memory_are_refused_before_they_are_read(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with (tmp_path / "more.safetensors").open("wb") as sparse:
+        sparse.truncate(2**42)
+    with pytest.raises(ModelError, match=r"needs about 4,398\.\d GB in float32, and there are .* smaller model"):
+        load(tmp_path, tiny_tokenizer(), "cpu", "float32")
+    with pytest.raises(ModelError, match=r"needs about 2,199\.\d GB in bfloat16"):
+        load(tmp_path, tiny_tokenizer(), "cpu", "bfloat16")
+
+
 def test_a_folder_with_an_adapter_says_how_to_load_it(tmp_path):
     with_lora().save_pretrained(save(tmp_path))
     with pytest.raises(ModelError, match="put the adapter on it"):

@@ -1,0 +1,254 @@
+"""The page of the playground: what is on it, what happens when it is used, and its server on this machine alone.
+
+The only place that imports gradio, which must be told to send nothing before it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
+
+import gradio as gr
+from starlette.middleware import Middleware
+from starlette.responses import PlainTextResponse
+
+from kp_core.errors import KnowledgePackError, ModelError
+from kp_core.play.agent import Agent
+from kp_core.play.look import (
+    answers_html,
+    documents_html,
+    empty_html,
+    head_html,
+    plan_html,
+    problem_html,
+    steps_html,
+)
+from kp_core.play.world import Answer, Way, World
+from kp_core.steering import preset_about, preset_names
+
+__all__ = ["make_page", "serve"]
+
+_HOST = "127.0.0.1"
+_OWN_HOSTS = {_HOST, "localhost"}
+_UPLOAD = "20mb"
+_ERRORS = (KnowledgePackError, OSError, ValueError, RuntimeError, MemoryError)
+_CSS = Path(__file__).with_name("page.css")
+_FONTS = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "sans-serif"]
+_MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
+# White on the theme's own teal cannot be read by all.
+_BUTTONS = {f"button_primary_background_fill{way}": "#0b6b68" for way in ("", "_dark", "_hover", "_hover_dark")}
+_QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
+_ASK_FIRST = "Ask something: the answers come side by side, and below them where each token of the prompt comes from."
+# One model computes one thing at a time, whoever asks.
+_ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+_AGENT_FIRST = "Each step is one search. With packs the prompt stays as long as it is, however much has been read."
+
+
+class _Here:
+    """Serves requests that this page or a person made: no other site a browser is at, and no name but our own."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - of ASGI
+        if scope["type"] in ("http", "websocket"):
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            host, origin = headers.get("host", ""), headers.get("origin")
+            if urlsplit(f"//{host}").hostname not in _OWN_HOSTS or origin not in (None, f"http://{host}"):
+                await PlainTextResponse("The playground answers its own page alone.", 403)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def serve(world: World, port: int | None = None) -> gr.Blocks:
+    """Open the page on the loopback interface; by default on the first free port from 7860 on. `close` ends it.
+
+    Raises `ModelError` for a port that is in use.
+    """
+    # The first answer of a process takes longer than any other; the packs of the first question would pay for it.
+    world.session.generate("Hello", max_tokens=1, reuse=False)
+    page = make_page(world)
+    # Gradio looks whether its server answers; no proxy needs to hear of it.
+    os.environ["no_proxy"] = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')},{_HOST}".strip(",")
+    try:
+        page.launch(
+            server_name=_HOST,
+            server_port=port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            max_file_size=_UPLOAD,
+            footer_links=[],
+            run_history=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            theme=gr.themes.Base(primary_hue="teal", neutral_hue="slate", font=_FONTS, font_mono=_MONO).set(**_BUTTONS),
+            css_paths=_CSS,
+            app_kwargs={"middleware": [Middleware(_Here)]},
+        )
+    except OSError as error:
+        wanted = f"Port {port} cannot be used" if port else "No port from 7860 to 7959 is free"
+        raise ModelError(f"{wanted}; give another one with --port.") from error
+    return page
+
+
+def make_page(world: World) -> gr.Blocks:
+    """The page over `world`, which all its visitors share."""
+    page: gr.Blocks
+    with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
+        _html(head_html(world.session))
+        with gr.Row(elem_classes="kp-body"):
+            with gr.Column(scale=1, min_width=300):
+                documents, chosen = _documents(world)
+                alpha, style = _steering()
+            with gr.Column(scale=3, min_width=300), gr.Tabs():
+                with gr.Tab("Ask"):
+                    _asking(world, documents, style, alpha)
+                with gr.Tab("Agent"):
+                    _agent(world)
+        page.load(lambda: (_listed(world), _names(world)), None, [documents, chosen])
+    return page
+
+
+def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
+    shown = _html()
+    with gr.Accordion("Add your own", open=False):
+        text = gr.Textbox(
+            label="Paste text", lines=4, max_lines=8, max_length=400_000, placeholder="Some paragraphs ..."
+        )
+        about = "Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines"
+        files = gr.File(label=about, file_count="multiple", height=120)
+        add = gr.Button("Compile", variant="primary")
+    with gr.Accordion("Correct a fact", open=False):
+        chosen = gr.Dropdown(label="Document", choices=[], interactive=True)
+        old, new = gr.Textbox("Fenwick Sloe", label="It says"), gr.Textbox("Ada Finch", label="It shall say")
+        ways = [("a line behind it", "amend"), ("computed anew", "rebuild"), ("its KV alone", "overwrite")]
+        how = gr.Radio(ways, value="amend", label="How")
+        correct = gr.Button("Correct, then ask again")
+
+    def adding(pasted: str, dropped: list[str] | None) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield _listed(world, empty_html("Reading ...")), gr.skip(), gr.skip(), gr.skip()
+            takes = [world.add(list(map(Path, dropped)))] if dropped else []
+            for made in chain(*takes, world.paste(pasted) if pasted.strip() or not dropped else ()):
+                said = empty_html(f"Compiled {made.name}: {made.tokens:,} tokens.")
+                yield _listed(world, said), gr.skip(), gr.skip(), gr.skip()
+            yield _listed(world), _names(world), "", None
+        except _ERRORS as error:
+            yield _listed(world, problem_html(_said(error))), _names(world), gr.skip(), None
+        finally:
+            for name in dropped or ():
+                Path(name).unlink(missing_ok=True)
+
+    def correcting(name: str | None, said: str, shall: str, way: Any) -> Iterator[str]:  # noqa: ANN401
+        yield _listed(world, empty_html("Correcting ..."))
+        try:
+            before, made = world.edit(name or "", said, shall, way)
+            lines = " ".join(each.line for each in made.edits.corrections)
+            done = f"{len(before.token_ids):,} tokens before, {len(made.token_ids):,} now. {lines}"
+            yield _listed(world, empty_html(done))
+        except _ERRORS as error:
+            yield _listed(world, problem_html(_said(error)))
+
+    add.click(adding, [text, files], [shown, chosen, text, files], show_progress="hidden", **_ONE)
+    correct.click(correcting, [chosen, old, new, how], shown, show_progress="hidden", **_ONE)
+    return shown, chosen
+
+
+def _steering() -> tuple[gr.Slider, gr.Dropdown]:
+    with gr.Accordion("Steer the voice", open=False):
+        alpha = gr.Slider(-2, 2, value=0, step=0.25, label="Strength", info="0 is off. No token is spent on it.")
+        choices = [(f"{name}: {preset_about(name)}", name) for name in preset_names()]
+        style = gr.Dropdown(choices, value="formal", label="Towards, and away from")
+    return alpha, style
+
+
+def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slider) -> None:
+    with gr.Row(equal_height=True):
+        question = gr.Textbox(
+            label="Question", value=_QUESTIONS[0], max_length=4000, elem_id="kp-question", scale=6, min_width=260
+        )
+        ask = gr.Button("Ask", variant="primary", min_width=90)
+        stop = gr.Button("Stop", min_width=90)
+    gr.Examples([[each] for each in _QUESTIONS], question, label="Of the sample")
+    with gr.Accordion("How it is sent", open=False):
+        k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
+        composer = gr.Radio(
+            [("exact", "exact"), ("splice (approximate)", "splice"), ("blend (approximate)", "blend")],
+            value="exact",
+            label="KV of packs that stand behind other packs",
+        )
+    board, plan = _html(empty_html(_ASK_FIRST), elem_id="kp-board"), _html()
+
+    def asking(text: str, count: int, made: str, name: str, strength: float) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield empty_html("Looking for documents ..."), "", gr.skip()
+            asked = world.ask(text, int(count), composer=made, style=name, alpha=strength)
+            kv_bytes = sum(document.kv_bytes for document in asked.documents)
+            listed = _listed(world, used=[document.name for document in asked.documents])
+            badge = f"steered: {name} {strength:+g}" if strength else ""
+            answers: dict[Way, Answer] = {}
+            shown = ""
+            for way in ("packs", "text"):
+                with closing(world.watch(way, asked.requests[way])) as watched:
+                    for answer in watched:
+                        answers[way] = answer
+                        if answer.generation is not None and way == "packs":
+                            shown = plan_html(asked.plan, answer.generation.prompt.token_ids, world.session)
+                        yield answers_html([*answers.values()], kv_bytes, badge), shown or gr.skip(), listed
+        except _ERRORS as error:
+            yield problem_html(_said(error)), "", gr.skip()
+
+    given = [question, k, composer, style, alpha]
+    events: list[Any] = [
+        trigger(asking, given, [board, plan, documents], show_progress="hidden", **_ONE)
+        for trigger in (ask.click, question.submit)
+    ]
+    stop.click(None, cancels=events)
+
+
+def _agent(world: World) -> None:
+    with gr.Row(equal_height=True):
+        task = gr.Textbox(label="Task", value="Who is the miller of Veyl?", max_length=4000, scale=6, min_width=260)
+        step, again = gr.Button("Next step", variant="primary", min_width=110), gr.Button("Start over", min_width=110)
+    board, state = _html(empty_html(_AGENT_FIRST), elem_id="kp-agent"), gr.State()
+
+    def stepping(text: str, agent: Agent | None) -> Iterator[tuple[Any, ...]]:
+        try:
+            if agent is None or agent.is_done or agent.task != text:
+                agent = Agent(world, text)
+            with closing(agent.step()) as written:
+                for answer in written:
+                    yield steps_html(agent.steps, agent.task, answer.text), gr.skip()
+            yield steps_html(agent.steps, agent.task), agent
+        except _ERRORS as error:
+            yield problem_html(_said(error)), None
+
+    step.click(stepping, [task, state], [board, state], show_progress="hidden", **_ONE)
+    again.click(lambda: (empty_html(_AGENT_FIRST), None), None, [board, state])
+
+
+def _html(value: str = "", **about: Any) -> gr.HTML:  # noqa: ANN401 - of `gr.HTML`
+    return gr.HTML(value, apply_default_css=False, **about)
+
+
+def _listed(world: World, note: str = "", used: Iterable[str] = ()) -> str:
+    return documents_html(world.documents.values(), used) + note
+
+
+def _names(world: World) -> gr.Dropdown:
+    names = list(world.documents)
+    return gr.Dropdown(choices=names, value=names[0] if names else None)
+
+
+def _said(error: BaseException) -> str:
+    return str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"

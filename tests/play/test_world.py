@@ -1,0 +1,175 @@
+"""What the playground does, on a tiny model; the page itself is tested in a browser (`test_page.py`)."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from kp_core.errors import BankError, PackError, SourceError
+from kp_core.play import Agent, World
+from kp_core.play.look import answers_html, documents_html, plan_html, problem_html, steps_html
+from kp_core.play.world import MOST_CHARACTERS
+from tests.conftest import roomy_engine, until
+
+MILL = "The mill of Veyl has four sails. Its miller is Greta Ashdown, who came from the north."
+BELL = "The bell of Veyl rings at eight. It was cast in a barn by three sisters."
+
+
+@pytest.fixture
+def world(tmp_path, embedder):
+    made = World(roomy_engine(), embedder, tmp_path)
+    for name, text in (("mill.md", MILL), ("bell.txt", BELL)):
+        (tmp_path / name).write_text(text)
+    assert [each.name for each in made.add([tmp_path / "mill.md", tmp_path / "bell.txt"])] == ["mill.md", "bell.txt"]
+    return made
+
+
+def answered(world, asked, way):
+    *_, last = world.watch(way, asked.requests[way] | {"max_tokens": 12})
+    return last.generation
+
+
+def test_packs_and_text_are_one_prompt_and_one_answer(world):
+    for composer, k in (("exact", 1), ("exact", 2)):
+        asked = world.ask("Who is the miller of the mill?", k, composer=composer)
+        assert asked.documents[0].name == "mill.md"
+        packs, text = (answered(world, asked, way) for way in ("packs", "text"))
+        assert packs.prompt.token_ids == text.prompt.token_ids
+        assert packs.token_ids == text.token_ids
+        assert packs.usage.pack_tokens == sum(each.tokens for each in asked.documents)
+        assert text.usage.pack_tokens == text.usage.reused_tokens == 0
+        assert sum(asked.plan.counts.values()) == len(packs.prompt)
+    assert answered(world, world.ask("The mill?", 2, composer="splice"), "packs").usage.approximate_tokens > 0
+
+
+def test_documents_tell_their_tokens_and_bytes_on_disk(world):
+    for document in world.documents.values():
+        [pack] = world.store.entries(document.handle)
+        assert (document.tokens, document.kv_bytes) == (len(pack.token_ids), pack.stored_bytes)
+        assert document.kv_bytes >= world.session.bytes_per_token * document.tokens
+
+
+def test_a_long_document_is_several_packs_and_a_new_version_takes_its_place(world, tmp_path):
+    long = tmp_path / "long.txt"
+    long.write_text("\n\n".join(f"Paragraph {number} tells of boat {number}. " + "Wind. " * 40 for number in range(30)))
+    names = [each.name for each in world.add([long])]
+    assert names[0] == "long.txt, part 1"
+    assert len(names) > 3
+    assert all(world.documents[name].tokens <= 1300 for name in names)
+    assert "boat 29" in world.text_of(world.search("boat 29", 1)[0])
+    long.write_text("Nothing is left of the boats.")
+    list(world.add([long]))
+    assert sorted(world.documents) == ["bell.txt", "long.txt", "mill.md"]
+    assert world.search("Nothing is left of the boats.", 1)[0].name == "long.txt"
+
+
+def test_files_of_one_name_do_not_displace_one_another(world, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.txt").write_text(f"The text of {folder}.")
+    made = list(world.add([tmp_path / "one" / "same.txt", tmp_path / "two" / "same.txt"]))
+    assert [each.name for each in made] == ["same.txt", "two/same.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.txt", "", "holds no text"),
+        ("blank.md", " \n\n ", "holds no text"),
+        ("tool.exe", "MZ", "expected one of"),
+        ("broken.pdf", "no PDF", "is not PDF"),
+        ("huge.txt", "word " * (MOST_CHARACTERS // 4), "takes 200,000 at once"),
+    ],
+)
+def test_what_is_no_document_changes_nothing(world, tmp_path, name, content, said):
+    before = dict(world.documents)
+    good, bad = tmp_path / "good.txt", tmp_path / name
+    good.write_text("The good one.")
+    bad.write_text(content)
+    with pytest.raises(SourceError, match=said) as caught:
+        list(world.add([good, bad]))
+    assert world.documents == before
+    assert str(tmp_path) not in str(caught.value)
+    with pytest.raises(SourceError, match="Got nothing"):
+        list(world.paste("  \n"))
+
+
+def test_pasted_text_is_named_by_its_first_words_and_leaves_no_file(world, tmp_path):
+    [made] = world.paste("../../etc: the harbour <b>of</b> Veyl")
+    assert made.name == "etc the harbour b of b Veyl.md"
+    assert not list(tmp_path.glob("*Veyl.md"))
+
+
+def test_a_corrected_fact_is_in_both_prompts(world):
+    before, after = world.edit("mill.md", "Greta Ashdown", "Ada Finch")
+    assert before.text == MILL
+    assert "Ada Finch" in after.text
+    asked = world.ask("Who is the miller of the mill?")
+    packs, text = (answered(world, asked, way) for way in ("packs", "text"))
+    assert "Ada Finch" in text.prompt.rendered
+    assert packs.token_ids == text.token_ids
+    with pytest.raises(PackError, match="does not say"):
+        world.edit("mill.md", "Greta", "Ada", "rebuild")
+    with pytest.raises(BankError, match="no document"):
+        world.edit("", "Greta", "Ada")
+
+
+def test_closing_an_answer_ends_it(world):
+    asked = world.ask("Who is the miller of the mill?")
+    ended = []
+    stream = world.session.stream
+
+    def recorded(**request):
+        ended.append(request["cancel"])
+        return stream(**request)
+
+    world.session.stream = recorded
+    try:
+        with closing(world.watch("packs", asked.requests["packs"] | {"max_tokens": 2000})) as watched:
+            first = next(watched)
+            while not first.text:
+                first = next(watched)
+        assert first.generation is None
+        assert ended[0].is_set()
+        until(lambda: answered(world, asked, "text") is not None)
+    finally:
+        del world.session.stream
+
+
+def test_an_error_of_the_model_reaches_the_reader(world):
+    with pytest.raises(ValueError, match="max_tokens"):
+        list(world.watch("packs", {"messages": "Hello", "max_tokens": -1}))
+
+
+def test_an_agent_reads_each_document_once_and_then_answers(world):
+    agent = Agent(world, "Who is the miller of the mill?")
+    while not agent.is_done:
+        before = len(agent.steps)
+        list(agent.step())
+        assert len(agent.steps) == before + 1
+    assert {step.found for step in agent.steps[:-1]} == set(world.documents)
+    sent, as_text = zip(*((step.generation.usage.prompt_tokens, step.text_tokens) for step in agent.steps), strict=True)
+    assert as_text[1] > as_text[0]
+    assert as_text[-1] - sent[-1] > sum(len(text) for text in (MILL, BELL)) // 2  # Tokens here are letters, mostly.
+    with pytest.raises(BankError, match="no task"):
+        Agent(world, " ")
+
+
+def test_what_is_shown_is_escaped(world):
+    bad = "<script>alert(1)</script>"
+    [document] = world.paste(bad)
+    asked = world.ask(bad)
+    assert asked.documents == (document,)
+    answers = list(world.watch("packs", asked.requests["packs"] | {"max_tokens": 4}))
+    agent = Agent(world, bad)
+    list(agent.step())
+    shown = [
+        documents_html([document]),
+        problem_html(bad),
+        answers_html(answers[-1:], 1, bad),
+        plan_html(asked.plan, answers[-1].generation.prompt.token_ids, world.session),
+        steps_html(agent.steps, bad, bad),
+    ]
+    assert not any("<script" in html for html in shown)
+    assert "&lt;" in "".join(shown)
