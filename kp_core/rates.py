@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
+from kp_core.bundled import cache_directory
 from kp_core.engines.session import Session
 from kp_core.packs.codec import Compression
+from kp_core.packs.durable import replace_file
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["MUCH_BYTES", "CompileCost", "Rates", "compile_cost", "measure_rates"]
+__all__ = ["MUCH_BYTES", "CompileCost", "Rates", "compile_cost", "known_rates", "measure_rates"]
 
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 _READ_BYTES = 64 * 2**20
@@ -76,6 +81,21 @@ def measure_rates(engine: Session, folder: Path) -> Rates:
     sizes, times = zip(*(_measure(pack.compressed(each), folder) for each in ("none", "lossless")), strict=True)
     compressed = sizes[1] / sizes[0], times[1] / times[0]
     return Rates(prefill, _read_bandwidth(folder), pack.nbytes / len(pack.token_ids), *compressed)
+
+
+def known_rates(engine: Session, folder: Path) -> Rates:
+    """What `measure_rates` gave for this model, this machine and the disk of `folder`, measured the first time.
+
+    It is kept in the user's cache directory; where it cannot be read there, it is measured anew.
+    """
+    about = f"{engine.fingerprint.id} {folder.stat().st_dev} {platform.node()} {os.cpu_count()}"
+    path = cache_directory() / f"rates-{blake2b(about.encode(), digest_size=8).hexdigest()}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return Rates(**{name: float(value) for name, value in json.loads(path.read_bytes()).items()})
+    rates = measure_rates(engine, folder)
+    with suppress(OSError):
+        replace_file(path, [json.dumps(asdict(rates)).encode()])
+    return rates
 
 
 def _measure(pack: KnowledgePack, folder: Path) -> tuple[int, float]:

@@ -11,20 +11,19 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-from kp_core.engines.session import Session
-from kp_core.engines.shared import load_engine
 from kp_core.errors import BankError, ModelError, PackError
 from kp_core.facts import Filter, LexicalReranker
-from kp_core.packs.file import read_pack
 from kp_core.packs.handle import check_namespace
-from kp_core.packs.pack import KnowledgePack
+
+if TYPE_CHECKING:
+    from kp_core import KnowledgePack, Session
 
 __all__ = [
     "ERRORS",
@@ -50,7 +49,7 @@ __all__ = [
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
-ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
+ERRORS = (ImportError, OSError, ValueError, RuntimeError, MemoryError)
 """What libraries raise besides our own errors; shown in one line unless --debug."""
 
 
@@ -87,6 +86,8 @@ class ModelOptions:
 
     def load(self) -> Session:
         """A session on the engine; raises `ModelError` where there is none."""
+        from kp_core import load_engine
+
         settings = {} if self.dtype is None else {"dtype": self.dtype}
         try:
             return load_engine(self.model, engine=self.engine, **settings)
@@ -210,6 +211,8 @@ def is_store(path: Path) -> bool:
 
 def read_one(path: Path) -> KnowledgePack:
     """The pack in a file; raises `PackError`, naming it, for what is none."""
+    from kp_core.packs.file import read_pack
+
     try:
         return read_pack(path.read_bytes())
     except PackError as error:
