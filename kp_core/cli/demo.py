@@ -86,7 +86,7 @@ class _Demo:
         first = 0
         for wanted in sizes:
             sums = itertools.accumulate(self._sizes[first:])
-            stop = first + sum(total <= wanted for total in sums)
+            stop = first + max(1, sum(total <= wanted for total in sums))
             yield "\n".join(self._facts[first:stop])
             first = stop
 

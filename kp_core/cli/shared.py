@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import json
 import re
@@ -18,6 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
+from kp_core.cli import importing
 from kp_core.errors import BankError, ModelError, PackError
 from kp_core.facts import Filter, LexicalReranker
 from kp_core.packs.handle import check_namespace
@@ -86,8 +88,11 @@ class ModelOptions:
 
     def load(self) -> Session:
         """A session on the engine; raises `ModelError` where there is none."""
-        from kp_core import load_engine
+        with importing():
+            from kp_core import load_engine
 
+            if self.engine is None:
+                importlib.import_module("kp_core.engines.hf")
         settings = {} if self.dtype is None else {"dtype": self.dtype}
         try:
             return load_engine(self.model, engine=self.engine, **settings)
