@@ -168,3 +168,14 @@ def test_size_says_what_packs_take_before_there_are_any(kp: Kp, bank: Path) -> N
     code, out, _ = kp("size", "facts.jsonl", *TINY)
     assert (code, f"4 packs of {about['tokens']:,} tokens" in out) == (0, True)
     assert kp("size", "nothing.txt", *TINY)[0] == 1
+
+
+def test_inspect_draws_a_store(kp: Kp, bank: Path, tmp_path: Path) -> None:
+    code, _, err = kp("inspect", "bank", "--plot", "packs.svg")
+    assert (code, "holds no packs;" in err) == (1, True)
+    assert kp("ask", "bank", "Which bird?", "-k", "2", "--kv", "stored", "--max-tokens", "2", *TINY)[0] == 0
+    assert kp("inspect", "bank", "--plot", "packs.svg")[0] == 0
+    drawn = (tmp_path / "packs.svg").read_text()
+    assert "<svg" in drawn
+    code, _, err = kp("inspect", "bank/packs", "--plot", "packs.doc")
+    assert (code, ".png or .svg" in err) == (1, True)
