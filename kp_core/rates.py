@@ -29,6 +29,7 @@ _READ_BYTES = 64 * 2**20
 _READS = 7
 _LONGEST = 1.5  # How much longer a compressed pack may take to read.
 _COUNTED, _TIMED = 256, 8
+_WEEK_S = 7 * 24 * 3600
 MUCH_BYTES = 10**9
 """A compile that fills more of the disk is warned of."""
 
@@ -86,12 +87,14 @@ def measure_rates(engine: Session, folder: Path) -> Rates:
 def known_rates(engine: Session, folder: Path) -> Rates:
     """What `measure_rates` gave for this model, this machine and the disk of `folder`, measured the first time.
 
-    It is kept in the user's cache directory; where it cannot be read there, it is measured anew.
+    It is kept in the user's cache directory for a week, as a machine may have been busy; what cannot be read there is
+    measured anew.
     """
     about = f"{engine.fingerprint.id} {folder.stat().st_dev} {platform.node()} {os.cpu_count()}"
     path = cache_directory() / f"rates-{blake2b(about.encode(), digest_size=8).hexdigest()}.json"
     with suppress(OSError, ValueError, TypeError):
-        return Rates(**{name: float(value) for name, value in json.loads(path.read_bytes()).items()})
+        if time.time() - path.stat().st_mtime < _WEEK_S:
+            return Rates(**{name: float(value) for name, value in json.loads(path.read_bytes()).items()})
     rates = measure_rates(engine, folder)
     with suppress(OSError):
         replace_file(path, [json.dumps(asdict(rates)).encode()])

@@ -101,7 +101,7 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     if compare and explain:
         raise typer.BadParameter("--explain shows one prompt: with packs, or with --text; leave out --compare.")
     with ExitStack() as stack:
-        asker = _Asker(stack, place, options, max_tokens, lazy=explain)
+        asker = _Asker(stack, place, options, max_tokens, lazy=explain, once=True)
         found = asker.search(question, k)
         sources = {"question": question, "sources": [_source(each) for each in found]}
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
@@ -153,10 +153,20 @@ def chat(
 
 
 class _Asker:
-    """A collection, its packs and a model, for as long as `stack` is open; `lazy` packs cost nothing to make."""
+    """A collection, its packs and a model, for as long as `stack` is open.
 
-    def __init__(
-        self, stack: ExitStack, place: str, options: _AskOptions, max_tokens: int, *, lazy: bool = False
+    `lazy` packs cost nothing to make; `once` is for a process that answers one question.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a command was given
+        self,
+        stack: ExitStack,
+        place: str,
+        options: _AskOptions,
+        max_tokens: int,
+        *,
+        lazy: bool = False,
+        once: bool = False,
     ) -> None:
         # What is wrong with the options is known before minutes go into loading a model.
         self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
@@ -166,12 +176,13 @@ class _Asker:
             facts.search("anything")
         self.session = options.load()
         self._store, self._spaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
-        rates = None if lazy or options.kv != "auto" else known_rates(self.session, self._store.path)
-        kept: dict[str, Any] = {"unit": options.unit, "kv": "lazy" if lazy else options.kv, "rates": rates}
+        kv: KV = "lazy" if lazy or (options.kv == "auto" and "kv" not in self.session.engine.supports) else options.kv
+        rates = known_rates(self.session, self._store.path) if kv == "auto" else None
+        kept: dict[str, Any] = {"unit": options.unit, "kv": kv, "rates": rates}
         self._packs = Delivery(facts, self.session, self._store, accept=options.mismatch == "accept", **kept)
         self._is_new = False
-        if not lazy and self._packs.stores:
-            # A process that answers one question meets nothing twice; the next one does.
+        if once and self._packs.stores:
+            # This process meets nothing twice; the next one does.
             self._asked["keep"] = "always"
 
     def search(self, question: str, k: int) -> list[Found]:
@@ -195,14 +206,14 @@ class _Asker:
 
     def gain(self, made: Generation) -> str:
         """What stored KV saved this answer, or will save the next."""
-        rates = self._packs.rates
-        if rates is None or not rates.stores or not made.usage.pack_tokens:
+        usage = made.usage
+        if not usage.pack_tokens or not self._packs.stores:
             return ""
         if self._is_new:
             return "New packs are stored now: a question that finds them again reads them, and computes less."
-        read = made.usage.reused_tokens
-        seconds = read / rates.prefill_tokens_per_s
-        return f"{read} tokens were read from the store; computing them takes this machine about {seconds:.2f} s."
+        read = usage.reused_tokens
+        seconds = usage.ttft_s / max(1, usage.computed_tokens) * read
+        return f"{read} tokens were read, not computed; at the pace of this answer that saved about {seconds:.2f} s."
 
     def converse(self, request: dict[str, Any]) -> Generation:
         """The answer to the last message; the first are dropped while all are more than the model can read."""
