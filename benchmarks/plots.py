@@ -1,4 +1,4 @@
-"""Pictures of the benchmarks: one style, as SVG for light and dark pages, and as PNG."""
+"""Pictures of the benchmarks: one style, as SVG for light and for dark pages."""
 
 from __future__ import annotations
 
@@ -85,6 +85,5 @@ def _save(draw: Callable[[Figure], None], folder: Path, name: str) -> None:
         with mpl.rc_context(style):
             figure = Figure(figsize=(7, 4), layout="constrained")
             draw(figure)
-            if not suffix:
-                figure.savefig(folder / f"{name}.png", dpi=110)
-            figure.savefig(folder / f"{name}{suffix}.svg", transparent=True, metadata={"Date": None})
+            # On a page of unknown colour the light one is to be read too, so it brings its own.
+            figure.savefig(folder / f"{name}{suffix}.svg", transparent=bool(suffix), metadata={"Date": None})
