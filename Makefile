@@ -3,9 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# `pip` fetches what the lock names and nothing else.
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
+LOCKED := $(shell grep -c '==' requirements.lock)
+# uv where it is there: the same lock, sooner. It reads no settings of pip, so what it cannot find, pip is asked for.
+UV := $(shell command -v uv 2>/dev/null)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# $(call fetch,what,of how many): quiet, but never silent.
+fetch = $(if $(UV),$(UV) pip install --python $(BIN)/python $(1) ||) \
+  { $(PIP) install $(1) | $(BIN)/python .ci/counted.py $(2); }
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 
 # Runs a command and says how long it took.
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
@@ -16,12 +23,16 @@ timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
 setup: $(STAMP)
 
 $(STAMP): requirements.lock pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	@echo "Installing torch, then the other packages of requirements.lock ..."
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v >= (3, 11) or sys.exit("Knowledge Packs needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % v)'
+	@echo "Setting up $(VENV), once; this takes minutes."
+	@$(PYTHON) -m venv $(VENV)
 	@# torch first and with its own dependencies: which those are differs between machines with and without a GPU.
-	$(PIP) install $(TORCH)
-	$(PIP) install --no-deps -r requirements.lock
-	$(PIP) install --no-deps --no-build-isolation -e .
+	@echo "1 of 3: torch"
+	@$(call fetch,$(TORCH),12)
+	@echo "2 of 3: the packages of requirements.lock"
+	@$(call fetch,--no-deps -r requirements.lock,$(LOCKED))
+	@echo "3 of 3: Knowledge Packs"
+	@$(call fetch,--no-deps --no-build-isolation -e .,1)
 	@touch $(STAMP)
 
 # What tests of the playground drive. Only root can install it; others are told what to ask for.
@@ -31,7 +42,7 @@ setup-browser:
 	  echo 'There is no chromium: install it as root (Debian: apt-get install chromium). Browser tests are skipped.'
 
 demo: setup
-	$(BIN)/python -m cookbooks.demo
+	@$(BIN)/kp demo
 
 # A process for each core, with a thread each: torch's own threads gain little on small models, and wait for one another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
@@ -63,12 +74,13 @@ docs: setup
 # The tables of docs/results.md, those that take minutes first; hours on two cores. KP_DATA names the folder of the data.
 KP_DATA ?= ../shared/data
 BENCH_OUT ?= bench-results
-BENCHMARKS := ttft agent conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
+BENCHMARKS := ttft size chains agent conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
 bench: setup
 	mkdir -p $(BENCH_OUT)
 	for name in $(BENCHMARKS); do \
 	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.$$name --json $(BENCH_OUT)/$$name.json || exit 1; \
 	done
+	$(BIN)/python -m benchmarks.figures --results $(BENCH_OUT) --out $(BENCH_OUT)/figures
 	for dtype in float32 bfloat16; do \
 	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 500 --dtype $$dtype --json $(BENCH_OUT)/equivalence-$$dtype.json || exit 1; \
 	done

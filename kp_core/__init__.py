@@ -1,38 +1,45 @@
 """Knowledge compiled once into KV caches, delivered to open-weight models by a short handle in place of text.
 
-Importing this package loads neither transformers nor any framework; `load_engine` does, when it is called.
+Importing this package loads no library; each name is imported when it is first asked for.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kp_core.bundled import bundled_embedder
-from kp_core.compose import BlendComposer, Composer, ExactComposer, NaiveComposer, PacketComposer, SpliceComposer
-from kp_core.engines.base import Engine, TokenStream
-from kp_core.engines.comparing import Calibration, Comparison, calibrate_composer, compare_composers
-from kp_core.engines.local.tree import PrefixTree
-from kp_core.engines.request import Generation, Request
-from kp_core.engines.session import Session
-from kp_core.engines.shared import load_engine
-from kp_core.engines.streams import AsyncStream, Stream
-from kp_core.errors import KnowledgePackError
-from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
-from kp_core.kv import KVTensors
-from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.handle import Handle, find_handles, strip_handles
-from kp_core.packs.pack import KnowledgePack, Prefix
-from kp_core.packs.store import PackStore
-from kp_core.packs.view import Packs, PackSource, PackView
-from kp_core.plan import Plan, Region, Sampling
-from kp_core.prompt.prompt import Prompt, Span
-from kp_core.prompt.resolve import Message
-from kp_core.prompt.template import ChatTemplate
-from kp_core.renamed import keep_modules, old_names
-from kp_core.steering import Steering
-from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
-from kp_core.usage import Usage
+from kp_core.renamed import keep_modules
+
+if TYPE_CHECKING:
+    # The same as in `_PLACES`, for type checkers and editors.
+    from kp_core.bundled import bundled_embedder
+    from kp_core.compose import BlendComposer, Composer, ExactComposer, NaiveComposer, PacketComposer, SpliceComposer
+    from kp_core.engines.base import Engine, TokenStream
+    from kp_core.engines.comparing import Calibration, Comparison, calibrate_composer, compare_composers
+    from kp_core.engines.local.tree import PrefixTree
+    from kp_core.engines.request import Generation, Request
+    from kp_core.engines.session import Session
+    from kp_core.engines.shared import load_engine
+    from kp_core.engines.streams import AsyncStream, Stream
+    from kp_core.errors import KnowledgePackError
+    from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit, MemoryFactStore
+    from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
+    from kp_core.kv import KVTensors
+    from kp_core.packs.fingerprint import ModelFingerprint
+    from kp_core.packs.handle import Handle, find_handles, strip_handles
+    from kp_core.packs.pack import KnowledgePack, Prefix
+    from kp_core.packs.store import PackStore
+    from kp_core.packs.view import Packs, PackSource, PackView
+    from kp_core.plan import Plan, Region, Sampling
+    from kp_core.prompt.prompt import Prompt, Span
+    from kp_core.prompt.resolve import Message
+    from kp_core.prompt.template import ChatTemplate
+    from kp_core.steering import Steering
+    from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
+    from kp_core.usage import Usage
 
 __all__ = [
     "AsyncStream",
@@ -98,9 +105,53 @@ def bundled_model() -> Path:
     return bundled_model()
 
 
-__getattr__ = old_names(
-    __name__, Head=Prefix, ChromaFactBank=ChromaFactStore, FactBank=FactStore, MemoryFactBank=MemoryFactStore
-)
+_PLACES = {
+    "bundled": "bundled_embedder",
+    "compose": "BlendComposer Composer ExactComposer NaiveComposer PacketComposer SpliceComposer",
+    "engines.base": "Engine TokenStream",
+    "engines.comparing": "Calibration Comparison calibrate_composer compare_composers",
+    "engines.local.tree": "PrefixTree",
+    "engines.request": "Generation Request",
+    "engines.session": "Session",
+    "engines.shared": "load_engine",
+    "engines.streams": "AsyncStream Stream",
+    "errors": "KnowledgePackError",
+    "facts": "ChromaFactStore Fact FactStore Hit MemoryFactStore",
+    "facts.embed": "Embedder SentenceTransformerEmbedder",
+    "kv": "KVTensors",
+    "packs.fingerprint": "ModelFingerprint",
+    "packs.handle": "Handle find_handles strip_handles",
+    "packs.pack": "KnowledgePack Prefix",
+    "packs.store": "PackStore",
+    "packs.view": "Packs PackSource PackView",
+    "plan": "Plan Region Sampling",
+    "prompt.prompt": "Prompt Span",
+    "prompt.resolve": "Message",
+    "prompt.template": "ChatTemplate",
+    "steering": "Steering",
+    "tools": "Delta Tool ToolCall ToolCallDelta",
+    "usage": "Usage",
+}
+_MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
+_OLD = {"Head": "Prefix", "ChromaFactBank": "ChromaFactStore", "FactBank": "FactStore"}
+_OLD |= {"MemoryFactBank": "MemoryFactStore"}
+
+
+if not TYPE_CHECKING:  # A type checker is to miss what is not there.
+
+    def __getattr__(name: str) -> object:
+        """A name of `__all__`, or a folder of the package, imported when it is first asked for."""
+        if name in _OLD:
+            warnings.warn(f"`{__name__}.{name}` is now called `{_OLD[name]}`.", DeprecationWarning, stacklevel=2)
+            return __getattr__(_OLD[name])
+        if name in _MODULES:
+            globals()[name] = found = getattr(importlib.import_module(_MODULES[name]), name)
+            return found
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 _FOLDERS = {"packs": ("fingerprint", "handle", "pack", "store"), "prompt": ("resolve", "template")}
 keep_modules(
     {

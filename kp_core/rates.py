@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import secrets
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 
+from kp_core.bundled import cache_directory
 from kp_core.engines.session import Session
 from kp_core.errors import PackError
 from kp_core.packs.codec import Compression
+from kp_core.packs.durable import replace_file
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.pack import KnowledgePack
 
-__all__ = ["MUCH_BYTES", "CompileCost", "Rates", "compile_cost", "measure_rates", "near_folder"]
+__all__ = ["MUCH_BYTES", "CompileCost", "Rates", "compile_cost", "known_rates", "measure_rates", "near_folder"]
 
 _PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 _READ_BYTES = 64 * 2**20
 _READS = 7
 _LONGEST = 1.5  # How much longer a compressed pack may take to read.
 _COUNTED, _TIMED = 256, 8
+_WEEK_S = 7 * 24 * 3600
 MUCH_BYTES = 10**9
 """A compile that fills more of the disk is warned of."""
 
@@ -85,6 +91,23 @@ def measure_rates(engine: Session, folder: Path) -> Rates:
     sizes, times = zip(*(_measure(pack.compressed(each), folder) for each in ("none", "lossless")), strict=True)
     compressed = sizes[1] / sizes[0], times[1] / times[0]
     return Rates(prefill, _read_bandwidth(folder), pack.nbytes / len(pack.token_ids), *compressed)
+
+
+def known_rates(engine: Session, folder: Path) -> Rates:
+    """What `measure_rates` gave for this model, this machine and the disk of `folder`, measured the first time.
+
+    It is kept in the user's cache directory for a week, as a machine may have been busy; what cannot be read there is
+    measured anew.
+    """
+    about = f"{engine.fingerprint.id} {folder.stat().st_dev} {platform.node()} {os.cpu_count()}"
+    path = cache_directory() / f"rates-{blake2b(about.encode(), digest_size=8).hexdigest()}.json"
+    with suppress(OSError, ValueError, TypeError):
+        if time.time() - path.stat().st_mtime < _WEEK_S:
+            return Rates(**{name: float(value) for name, value in json.loads(path.read_bytes()).items()})
+    rates = measure_rates(engine, folder)
+    with suppress(OSError):
+        replace_file(path, [json.dumps(asdict(rates)).encode()])
+    return rates
 
 
 def _measure(pack: KnowledgePack, folder: Path) -> tuple[int, float]:

@@ -6,18 +6,48 @@ wrong (with `--repair`: that could not be repaired); 130 interrupted.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
-__all__ = ["main"]
+__all__ = ["INTERRUPTED", "importing", "main"]
+
+INTERRUPTED = "Interrupted. What was reported as done is stored; a build goes on from there.\n"
+
+
+def _leave(_signal: int, _frame: FrameType | None) -> None:
+    os.write(2, INTERRUPTED.encode())
+    os._exit(130)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Let an interrupt end the process at once: half an import is nothing to go on with, and libraries catch it."""
+    before = signal.getsignal(signal.SIGINT)
+    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
 
 
 def main() -> None:
     """Run `kp` and exit."""
     try:
-        from kp_core.cli.app import run
+        with importing():
+            from kp_core.cli.app import run
     except ImportError as error:
         sys.stderr.write(f'kp needs {error.name}: `pip install "knowledge-packs[cli]"`.\n')
         sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    sys.exit(run())
+    code = run()
+    # All is done and said; what libraries still do at the exit is not worth a traceback.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _leave)
+    sys.exit(code)

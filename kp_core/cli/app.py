@@ -2,48 +2,95 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import io
 import json
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command, get_group
 
-from kp_core.cli import asking, checking, doctor, editing, knowledge, looking, mcp, packet, play, steer
+from kp_core.cli import INTERRUPTED, importing
 from kp_core.cli.shared import ERRORS, WrongError, plain
 from kp_core.errors import KnowledgePackError
 
 __all__ = ["app", "run"]
 
-# Typer brings a Click of its own in some releases, and does not name this class.
+# Typer brings a Click of its own in some releases, and does not name these classes.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+
+_COMMANDS = {
+    "demo": ("demo", "See in a minute what packs do, with the bundled model."),
+    "build": ("knowledge", "Make a collection of the facts in files or a dataset, or go on with an interrupted build."),
+    "add": ("knowledge", "Add facts to a collection."),
+    "edit": ("editing", "Correct what a fact or a pack says, by a line behind it."),
+    "remove": ("knowledge", "Remove facts, and packs that no fact uses then."),
+    "gc": ("knowledge", "Remove packs that no fact uses any more."),
+    "search": ("searching", "Find the facts nearest to a question."),
+    "ask": ("asking", "Answer a question from a collection."),
+    "chat": ("asking", "Talk with a model about a collection."),
+    "play": ("play", "A page in the browser: packs and text side by side."),
+    "size": ("sizing", "What packs of a collection or of files take: tokens, disk, minutes."),
+    "inspect": ("looking", "What is in a collection, a store of packs or a pack file."),
+    "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
+    "doctor": ("doctor", "Machine, packages, whether a model is supported, and whether storing KV pays."),
+    "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
+    "steer": ("steer", "Change how a model speaks, without a word in the prompt."),
+    "packet": ("packet", "Soft tokens around packs: train them, and see what they are worth."),
+}
+"""Each command: the module that is imported when it is called, as some take seconds, and what it does."""
+
+_GUIDE = """\
+Knowledge Packs: facts found by meaning, and handed to a model without being read again.
+
+  kp demo                    see it in a minute; nothing to prepare
+  kp build notes FOLDER      make a collection of files: PDF, Word, Markdown, HTML, text
+  kp ask notes "QUESTION"    an answer from it; ask twice, and see what the second saves
+  kp size notes              what storing it for the model takes
+  kp --help                  all commands\
+"""
+
+
+class _Late(TyperGroup):
+    """Commands whose modules are imported when they are called."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
+        """See `TyperGroup.resolve_command`."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, None if name is None else _command(name), rest
+
+
+@functools.cache
+def _command(name: str) -> Any:  # noqa: ANN401 - a command of Click
+    """A command with its options."""
+    with importing():
+        found = getattr(importlib.import_module(f"kp_core.cli.{_COMMANDS[name][0]}"), name)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        alone.command(name)(found)
+        return get_command(alone)
+    return get_group(found)
+
 
 app = typer.Typer(
     name="kp",
-    no_args_is_help=True,
+    cls=_Late,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="markdown",
     epilog="Exit codes: 0 done · 1 error · 2 bad usage · 3 `verify` or `doctor` found a fault · 130 interrupted",
 )
-app.command()(knowledge.build)
-app.command()(knowledge.add)
-app.command()(editing.edit)
-app.command()(knowledge.remove)
-app.command()(knowledge.gc)
-app.command()(knowledge.search)
-app.command()(asking.ask)
-app.command()(asking.chat)
-app.command()(play.play)
-app.command()(looking.inspect)
-app.command()(checking.verify)
-app.command()(doctor.doctor)
-app.command()(mcp.mcp)
-app.add_typer(steer.steer)
-app.add_typer(packet.packet)
+for _name, (_, _about) in _COMMANDS.items():
+    app.command(_name, help=_about)(lambda: None)
 
 
 class _Plain(logging.Formatter):
@@ -53,6 +100,7 @@ class _Plain(logging.Formatter):
 
 @app.callback()
 def _top(
+    context: typer.Context,
     *,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks, and everything that is logged.")] = False,
 ) -> None:
@@ -65,6 +113,16 @@ def _top(
         warnings.simplefilter("ignore")
         # What is wrong with a file, we say in one sentence.
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)
+    if context.invoked_subcommand is None:
+        _guide()
+
+
+def _guide() -> None:
+    """What to do first, and which collections are here."""
+    from kp_core.facts.chroma import is_fact_store
+
+    here = sorted(each.name for each in Path().iterdir() if is_fact_store(each))
+    typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(here))}" if here else ""))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -75,11 +133,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
         given = ["--debug", *(argument for argument in given if argument != "--debug")]
     # Of the libraries below: a bar for every load of a model that takes a second.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that knows fewer signs shows others in their place; that is no error.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         code = app(given, standalone_mode=False, prog_name="kp")
         sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
-        sys.stderr.write("Interrupted. What was reported as done is stored; a build goes on from there.\n")
+        sys.stderr.write(INTERRUPTED)
         return 130
     except _UsageError as error:
         error.show()
@@ -93,10 +155,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (KnowledgePackError, *ERRORS) as error:
         if "--debug" in given:
             raise
-        message = str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"
-        message = plain(" ".join(message.splitlines()))
-        if "--json" in given:
-            sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
-        sys.stderr.write(f"kp: {message}\n")
+        _say(error, as_json="--json" in given)
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _say(error: Exception, *, as_json: bool) -> None:
+    message = str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"
+    message = plain(" ".join(message.splitlines()))
+    if as_json:
+        sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
+    sys.stderr.write(f"kp: {message}\n")

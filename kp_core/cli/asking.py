@@ -30,6 +30,7 @@ from kp_core.compose import Order, composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError
+from kp_core.rates import known_rates
 from kp_core.steering import load_steering
 
 __all__ = ["ask", "chat"]
@@ -45,7 +46,7 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
     """Which facts, what packs hold, and how which model uses them."""
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
-    kv: Annotated[KV, typer.Option(help="Store KV or not; auto: whichever is faster on this machine.")] = "lazy"
+    kv: Annotated[KV, typer.Option(help="Store KV or not; auto: where reading it is faster on this machine.")] = "auto"
     composer: Annotated[
         str,
         typer.Option(
@@ -100,7 +101,7 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     if compare and explain:
         raise typer.BadParameter("--explain shows one prompt: with packs, or with --text; leave out --compare.")
     with ExitStack() as stack:
-        asker = _Asker(stack, place, options, max_tokens, lazy=explain)
+        asker = _Asker(stack, place, options, max_tokens, lazy=explain, once=True)
         found = asker.search(question, k)
         sources = {"question": question, "sources": [_source(each) for each in found]}
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
@@ -119,22 +120,11 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
         return
     out = console()
     if compare:
-        out.print(Columns([Panel(each.text, title=way, width=56) for way, each in answers.items()]))
-        for way, each in answers.items():
-            out.print(f"{way}: {_usage(each)}")
-        about = _comparison(answers)
-        prompts = "the same prompt" if about["same_prompt"] else "another prompt"
-        out.print(
-            f"The model read {prompts} both times; the answers are {'the same' if about['same'] else 'not the same'}."
-        )
-        if about["same_prompt"] and not about["same"]:
-            out.print(
-                "A text is prefilled in one piece and packs one by one, which rounds differently in "
-                f"{asker.session.fingerprint.dtype}; --dtype float32 rounds too little to matter."
-            )
+        _show_comparison(answers, asker.session.fingerprint.dtype)
     _show_sources(found)
     if not compare:
-        out.print(_usage(next(iter(answers.values()))))
+        made = next(iter(answers.values()))
+        out.print("\n".join(filter(None, (_usage(made), asker.gain(made)))))
 
 
 @spread
@@ -163,10 +153,20 @@ def chat(
 
 
 class _Asker:
-    """A collection, its packs and a model, for as long as `stack` is open; `lazy` packs cost nothing to make."""
+    """A collection, its packs and a model, for as long as `stack` is open.
 
-    def __init__(
-        self, stack: ExitStack, place: str, options: _AskOptions, max_tokens: int, *, lazy: bool = False
+    `lazy` packs cost nothing to make; `once` is for a process that answers one question.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a command was given
+        self,
+        stack: ExitStack,
+        place: str,
+        options: _AskOptions,
+        max_tokens: int,
+        *,
+        lazy: bool = False,
+        once: bool = False,
     ) -> None:
         # What is wrong with the options is known before minutes go into loading a model.
         self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
@@ -176,12 +176,20 @@ class _Asker:
             facts.search("anything")
         self.session = options.load()
         self._store, self._spaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
-        kept: dict[str, Any] = {"unit": options.unit, "kv": "lazy" if lazy else options.kv}
+        kv: KV = "lazy" if lazy or (options.kv == "auto" and "kv" not in self.session.engine.supports) else options.kv
+        rates = known_rates(self.session, self._store.path) if kv == "auto" else None
+        kept: dict[str, Any] = {"unit": options.unit, "kv": kv, "rates": rates}
         self._packs = Delivery(facts, self.session, self._store, accept=options.mismatch == "accept", **kept)
+        self._is_new = False
+        if once and self._packs.stores:
+            # This process meets nothing twice; the next one does.
+            self._asked["keep"] = "always"
 
     def search(self, question: str, k: int) -> list[Found]:
         """The `k` units that have the best facts, with their packs."""
+        before = self._store.changes
         found = self._packs.search(question, k, **self._wanted)
+        self._is_new |= self._store.changes != before
         self._spaces |= {each.unit.namespace for each in found}
         return found
 
@@ -195,6 +203,17 @@ class _Asker:
         return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._asked} | {
             "view": self._store.view(*self._spaces)
         }
+
+    def gain(self, made: Generation) -> str:
+        """What stored KV saved this answer, or will save the next."""
+        usage = made.usage
+        if not usage.pack_tokens or not self._packs.stores:
+            return ""
+        if self._is_new:
+            return "New packs are stored now: a question that finds them again reads them, and computes less."
+        read = usage.reused_tokens
+        seconds = usage.ttft_s / max(1, usage.computed_tokens) * read
+        return f"{read} tokens were read, not computed; at the pace of this answer that saved about {seconds:.2f} s."
 
     def converse(self, request: dict[str, Any]) -> Generation:
         """The answer to the last message; the first are dropped while all are more than the model can read."""
@@ -231,6 +250,22 @@ def _typed(out: Console) -> str:
 def _comparison(answers: Mapping[str, Generation]) -> dict[str, bool]:
     prompts = {each.prompt.token_ids for each in answers.values()}
     return {"same_prompt": len(prompts) == 1, "same": len({each.text for each in answers.values()}) == 1}
+
+
+def _show_comparison(answers: Mapping[str, Generation], dtype: str) -> None:
+    out, about = console(), _comparison(answers)
+    out.print(Columns([Panel(each.text, title=way, width=56) for way, each in answers.items()]))
+    for way, each in answers.items():
+        out.print(f"{way}: {_usage(each)}")
+    prompts = "the same prompt" if about["same_prompt"] else "another prompt"
+    out.print(
+        f"The model read {prompts} both times; the answers are {'the same' if about['same'] else 'not the same'}."
+    )
+    if about["same_prompt"] and not about["same"]:
+        out.print(
+            "A text is prefilled in one piece and packs one by one, which rounds differently in "
+            f"{dtype}; --dtype float32 rounds too little to matter."
+        )
 
 
 def _show_sources(found: list[Found]) -> None:

@@ -21,7 +21,7 @@ from kp_core.packs.fingerprint import NUMERICS
 from kp_core.packs.store import PackStore
 from kp_core.rates import MUCH_BYTES, compile_cost, measure_rates, near_folder
 
-__all__ = ["CompileOptions", "say_plan"]
+__all__ = ["CompileOptions", "say_plan", "units_of"]
 
 _BATCH = 64
 
@@ -74,14 +74,6 @@ class CompileOptions(ModelOptions):
         about = {"packs": cost.packs, "tokens": cost.tokens, "bytes": cost.nbytes, "minutes": cost.seconds / 60}
         return about | {"stored": stored, "compress": compress}
 
-    def preview(self, facts: Iterable[Fact], bank_size: int) -> list[Fact]:
-        """The units that facts will make, about: which banks there will be, nobody knows before they are made."""
-        groups = defaultdict[object, list[str]](list)
-        for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
-            key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[self.unit]
-            groups[space, key].append(text)
-        return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
-
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
         """Say what it takes, and compile; an interrupted run goes on where it stopped."""
         compress = self.chosen(session, near_folder(store))
@@ -95,6 +87,15 @@ class CompileOptions(ModelOptions):
                 delivery.compile(part, progress=False)
                 bar.update(len(part))
         return plan
+
+
+def units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
+    """The units that facts will make, about: which banks there will be, nobody knows before they are made."""
+    groups = defaultdict[object, list[str]](list)
+    for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
+        key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
+        groups[space, key].append(text)
+    return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
 
 
 def say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:

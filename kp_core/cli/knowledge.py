@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `remove`, `gc`, `search`: facts into collections and out of them."""
+"""`kp build`, `add`, `remove`, `gc`: facts into collections and out of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
-from kp_core.cli.compiling import CompileOptions, say_plan
+from kp_core.cli.compiling import CompileOptions, say_plan, units_of
 from kp_core.cli.ingesting import SourceOptions, ingest, say, tell
 from kp_core.cli.places import Place, PlaceOptions, ReadOptions, is_collection, open_collection
 from kp_core.cli.shared import (
     JsonFlag,
-    SearchOptions,
     Where,
     checked_namespace,
     console,
@@ -27,11 +25,11 @@ from kp_core.cli.shared import (
 )
 from kp_core.delivery import Delivery
 from kp_core.errors import BankError, SourceError
-from kp_core.facts import ChromaFactStore, Fact, FactStore, Hit
+from kp_core.facts import ChromaFactStore, Fact, FactStore
 from kp_core.facts.banking import BANK_SIZE
 from kp_core.packs.store import PackStore
 
-__all__ = ["add", "build", "found_id", "gc", "remove", "search"]
+__all__ = ["add", "build", "found_id", "gc", "remove"]
 
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
@@ -77,7 +75,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
                 size = bank_size or held.bank_size
                 facts, folder = itertools.chain(held.facts(), facts), options.folder(place, held)
                 store = PackStore(folder) if is_store(folder) else None
-            plan = compiling.plan(compiling.preview(facts, size), store, compiling.load())
+            plan = compiling.plan(units_of(facts, compiling.unit, size), store, compiling.load())
             if as_json:
                 print_json({"dry_run": True, "plan": plan, "skipped": [str(error) for error in skipped]})
             else:
@@ -181,56 +179,6 @@ def gc(
         kept = _vacuum(opened, wanted=vacuum) if isinstance(opened, ChromaFactStore) else ""
     about = {"packs": packs, "vacuumed": isinstance(opened, ChromaFactStore) and not kept}
     _print(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
-
-
-@spread
-def search(  # noqa: PLR0913 - one parameter per option or group of options
-    place: Place,
-    question: Annotated[str, typer.Argument(metavar="QUESTION", help="What to look for.")],
-    *,
-    k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 4,
-    probes: Annotated[
-        int | None, typer.Option(min=1, help="Look into so many of the nearest banks. Default: at all facts.")
-    ] = None,
-    options: SearchOptions,
-    read: ReadOptions,
-    as_json: JsonFlag = False,
-) -> None:
-    """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
-    # Banks are made when they are first asked for.
-    with read.reading(place, read_only=probes is None) as opened:
-        hits = opened.search(question, k, probes=probes, **options.keywords())
-        folder = read.folder(place, opened)
-    store = PackStore(folder) if is_store(folder) else None
-    found = [_hit(hit, store) for hit in hits]
-    if as_json:
-        print_json({"question": question, "hits": found})
-        return
-    out = console()
-    for number, (hit, about) in enumerate(zip(hits, found, strict=True), 1):
-        title = f"  {hit.fact.title or hit.fact.id}"
-        out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
-        out.print(hit.fact.text)
-        bank = hit.bank and f"bank {hit.bank}"
-        parts = [str(about["handle"] or "no pack"), bank, hit.fact.source, f"id {hit.fact.id}"]
-        out.print(f"{' · '.join(part for part in parts if part)}\n", style="dim", soft_wrap=True)
-    out.print(f"Found {len(hits)} of {k}.")
-
-
-def _hit(hit: Hit, store: PackStore | None) -> dict[str, object]:
-    fact = hit.fact
-    handle = store.handle(fact.text, fact.namespace) if store else None
-    return {
-        "id": fact.id,
-        "score": hit.score,
-        "handle": str(handle) if store and handle in store else None,
-        "text": fact.text,
-        "title": fact.title,
-        "source": fact.source,
-        "metadata": dict(fact.metadata),
-        "namespace": fact.namespace,
-        "bank": hit.bank,
-    }
 
 
 def _print(data: dict[str, Any], said: str, *, as_json: bool) -> None:

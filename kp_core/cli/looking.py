@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kp_core import PackStore
 from kp_core.cli.places import PlaceOptions, is_collection, open_collection
 from kp_core.cli.shared import JsonFlag, TargetPath, is_store, located, print_json, read_one, show_table, spread
-from kp_core.errors import BankError
+from kp_core.errors import BankError, MissingDependencyError
 from kp_core.facts import ChromaFactStore
 from kp_core.packs.pack import KnowledgePack
 
@@ -20,9 +22,18 @@ _SHOWN = 5  # Entries that were used most.
 
 
 @spread
-def inspect(path: TargetPath, *, options: PlaceOptions, as_json: JsonFlag = False) -> None:
+def inspect(
+    path: TargetPath,
+    *,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="PICTURE", help="Draw how long packs are and what takes the disk: .png or .svg."),
+    ] = None,
+    options: PlaceOptions,
+    as_json: JsonFlag = False,
+) -> None:
     """Facts, namespaces, embedder, banks, sizes, fingerprints: what is in there."""
-    target = located(path)
+    target = folder = located(path)
     if is_collection(path):
         with open_collection(path, options, read_only=True) as facts:
             about = _collection(facts)
@@ -35,10 +46,35 @@ def inspect(path: TargetPath, *, options: PlaceOptions, as_json: JsonFlag = Fals
         about = _pack(read_one(target)) | {"file_bytes": target.stat().st_size}
     else:
         raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
+    if plot is not None:
+        if not is_store(folder):
+            raise BankError(f"Got --plot for {path}, which holds no packs; `kp ask` makes some.")
+        _draw(PackStore(folder), plot)
     if as_json:
         print_json(about)
     else:
         show_table(about)
+
+
+def _draw(store: PackStore, picture: Path) -> None:
+    """Draw `store`: how many packs have how many tokens, and the bytes of texts, of packs' KV and of what is kept."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingDependencyError('--plot needs matplotlib: `pip install "knowledge-packs[plot]"`.') from error
+    entries = [entry for handle in store for entry in store.entries(handle)]
+    kv, kept = sum(entry.stored_bytes for entry in entries), store.kept.nbytes
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    tokens, disk = figure.subplots(1, 2)
+    tokens.hist([len(entry.token_ids) for entry in entries], bins=20, color="#0072b2")
+    tokens.set(xlabel="tokens", ylabel="packs")
+    names = ("text and tokens", "KV of packs", "kept behind packs")
+    disk.barh(names, [size / 1e6 for size in (store.nbytes - kv, kv, kept)], color="#d95f02")
+    disk.set(xlabel="MB on disk")
+    try:
+        figure.savefig(picture)
+    except ValueError as error:
+        raise BankError(f"Got --plot {picture}; expected a name that ends in .png or .svg ({error}).") from error
 
 
 def _collection(store: ChromaFactStore) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
 import json
 import re
@@ -11,22 +12,20 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-from kp_core.engines.session import Session
-from kp_core.engines.shared import load_engine
+from kp_core.cli import importing
 from kp_core.errors import BankError, ModelError, PackError
 from kp_core.facts import Filter, LexicalReranker
-from kp_core.packs.file import read_pack
 from kp_core.packs.handle import check_namespace
-from kp_core.packs.objects import is_far, open_blobs
-from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.secret import is_made
+
+if TYPE_CHECKING:
+    from kp_core import KnowledgePack, Session
 
 __all__ = [
     "ERRORS",
@@ -53,7 +52,7 @@ __all__ = [
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
-ERRORS = (OSError, ValueError, RuntimeError, MemoryError)
+ERRORS = (ImportError, OSError, ValueError, RuntimeError, MemoryError)
 """What libraries raise besides our own errors; shown in one line unless --debug."""
 
 
@@ -92,6 +91,11 @@ class ModelOptions:
 
     def load(self) -> Session:
         """A session on the engine; raises `ModelError` where there is none."""
+        with importing():
+            from kp_core import load_engine
+
+            if self.engine is None:
+                importlib.import_module("kp_core.engines.hf")
         settings = {} if self.dtype is None else {"dtype": self.dtype}
         try:
             return load_engine(self.model, engine=self.engine, **settings)
@@ -210,16 +214,23 @@ def filter_of(where: str | None) -> Filter | None:
 
 def located(place: str) -> str | Path:
     """Where packs are: a URL as it is, else a path."""
+    from kp_core.packs.objects import is_far
+
     return place if is_far(place) else Path(place)
 
 
 def is_store(place: str | Path) -> bool:
     """Whether packs are kept in this folder, or under this URL."""
+    from kp_core.packs.objects import open_blobs
+    from kp_core.packs.secret import is_made
+
     return is_made(open_blobs(place))
 
 
 def read_one(path: Path) -> KnowledgePack:
     """The pack in a file; raises `PackError`, naming it, for what is none."""
+    from kp_core.packs.file import read_pack
+
     try:
         return read_pack(path.read_bytes())
     except PackError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from kp_core.bundled import bundled_embedder
 from kp_core.errors import BankError, MissingDependencyError
+from kp_core.facts.question import QuestionEncoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -121,11 +123,17 @@ class SentenceTransformerEmbedder:
         return np.empty((0, self.dimensions), np.float32) if rows is None else rows
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        """See `Embedder.embed_query`."""
+        """See `Embedder.embed_query`; where the bundled model is not loaded yet, it is not loaded for a question."""
+        if self._loaded is None and self._source is self._query_prompt is self._device is None:
+            return self._alone(text)
         vector = self._model().encode_query(
             text, prompt=self._query_prompt, normalize_embeddings=True, show_progress_bar=False
         )
         return np.asarray(vector, np.float32)
+
+    @cached_property
+    def _alone(self) -> QuestionEncoder:
+        return QuestionEncoder(bundled_embedder())
 
     def _model(self) -> SentenceTransformer:
         with self._lock:

@@ -27,6 +27,7 @@ from benchmarks import (
     side_by_side,
     ttft,
 )
+from benchmarks import figures as drawing
 from benchmarks.synthetic import synthetic
 from kp_core.edit import replaced
 
@@ -182,6 +183,18 @@ def test_scale(tmp_path: Path) -> None:
         assert {"add_s", "again_s", "banks_s", "add_1000_s", "ours: open_s", "ours: p50 ms"} <= set(figures)
 
 
+def test_figures_are_drawn_for_light_and_dark_pages(tmp_path: Path) -> None:
+    results, out = tmp_path / "results", tmp_path / "out"
+    results.mkdir()
+    rows = [{"tokens": 256, "text_s": 1.0, "pack_memory_s": 0.1, "pack_disk_s": 0.2}]
+    (results / "ttft.json").write_text(json.dumps({"rows": rows}))
+    drawing.main(["--results", str(results), "--out", str(out)])
+    assert sorted(path.name for path in out.iterdir()) == ["ttft-dark.svg", "ttft.svg"]
+    first = {path.name: path.read_bytes() for path in out.iterdir()}
+    drawing.main(["--results", str(results), "--out", str(out)])
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == first
+
+
 def test_copies_are_as_near_to_each_other_as_paragraphs_are() -> None:
     real = np.linalg.qr(np.random.default_rng(0).standard_normal((64, 64)))[0][:40].astype(np.float32)
     vectors = scale.blurred(real, 100)
@@ -239,7 +252,7 @@ def test_editing(tmp_path: Path) -> None:
     assert found["rebuild"]["asked"] > 0
     assert (found["rebuild"]["changed"], found["erratum"]["kept"]) == (1, 1)
     assert found["overwrite"]["computed_share"] < found["erratum"]["computed_share"]
-    assert len(list(tmp_path.glob("editing-*.svg"))) == 1
+    assert len(list(tmp_path.glob("editing-*.svg"))) == 2  # For light and for dark pages.
 
 
 @pytest.mark.slow

@@ -46,7 +46,13 @@ def one_engine(monkeypatch):
 
 
 def test_there_is_code_to_run():
-    assert {page for page, *_ in (block.values for block in BLOCKS)} >= {"README.md", "docs/agents.md", "docs/mcp.md"}
+    assert {page for page, *_ in (block.values for block in BLOCKS)} >= {
+        "README.md", "docs/agents.md", "docs/guide-langchain.md", "docs/guide-llamaindex.md", "docs/guide-python.md"
+    }
+
+
+def test_the_readme_is_short():
+    assert PAGES["README.md"].count("\n") < 150
 
 
 @pytest.mark.parametrize(("page", "code"), CODE, ids=[f"{name}-{number}" for number, (name, _) in enumerate(CODE)])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agent, common, grammar, stuffing
+from benchmarks import agent, chains, common, grammar, stuffing
 
 pytestmark = pytest.mark.slow
 
@@ -46,3 +46,15 @@ def test_grammar(tmp_path):
     figures = run(grammar, tmp_path, "--limit", "2", "--tokens", "48", "--repeats", "1")
     assert (figures["n"], figures["failed"], figures["failures"]) == (2, 0, [])
     assert set(figures["seconds_per_token"]) == {"grammar", "free"}
+
+
+def test_chains(tmp_path):
+    rows = run(chains, tmp_path, "--limit", "2", "--dtype", "float32")["rows"]
+    found = {row["way"]: row for row in rows}
+    assert [row["asked"] for row in rows] == [2, 2, 2, 1, 1]
+    for unit, asked in (("3 facts", 2), ("one bank", 1)):
+        text, packs = found[f"text, {unit}"], found[f"packs, {unit}"]
+        assert packs["same"] == asked
+        assert packs["right"] == text["right"]
+        assert packs["prompt_tokens"] + packs["pack_tokens"] == text["prompt_tokens"]
+    assert found["packs, one bank"]["computed_tokens"] < found["text, one bank"]["computed_tokens"]

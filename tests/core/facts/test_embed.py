@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from kp_core.bundled import bundled_embedder
 from kp_core.errors import MissingDependencyError
 from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.facts.question import QuestionEncoder
 
 BGE_PROMPT = "Represent this sentence for searching relevant passages: "
 TEXTS = ["A cat.", "The harbour master of Port Averley keeps nine bells in a row.", "Rain", "A kitten!"]
@@ -41,6 +43,24 @@ def test_a_question_is_embedded_plainly_unless_the_model_wants_a_prompt(embedder
     np.testing.assert_allclose(query, embedder.embed(["Who keeps bells?"])[0], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "text", [*TEXTS, "", " Who,\tkeeps\nBELLS? ", "Où est l'île? 港 🦀 \x07 [SEP]", "keeper of bells " * 200]
+)
+def test_a_question_alone_is_embedded_as_the_library_does_it(embedder: SentenceTransformerEmbedder, text: str) -> None:
+    alone = QuestionEncoder(bundled_embedder())(text)
+    assert (alone.shape, alone.dtype) == ((384,), np.float32)
+    np.testing.assert_allclose(alone, embedder.embed([text])[0], atol=1e-5)
+
+
+def test_a_question_alone_loads_no_library() -> None:
+    script = (
+        "import sys; from kp_core.facts.embed import SentenceTransformerEmbedder as E; E().embed_query('bells');"
+        "print({'torch', 'transformers', 'sentence_transformers'} & set(sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)  # noqa: S603
+    assert found.stdout.strip() == "set()"
+
+
 def test_the_prompt_goes_in_front_of_questions_only() -> None:
     folder = bundled_embedder()
     bge = SentenceTransformerEmbedder(folder, name="BAAI/bge-large-en-v1.5")
@@ -63,4 +83,4 @@ def test_without_the_library_the_install_line_is_given(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     embedder = SentenceTransformerEmbedder()
     with pytest.raises(MissingDependencyError, match=r'pip install "knowledge-packs\[embed\]"'):
-        embedder.embed_query("a")
+        embedder.embed(["a"])

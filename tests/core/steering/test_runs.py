@@ -158,7 +158,7 @@ def test_the_benchmark_of_code_compares_both_with_each(tmp_path, monkeypatch):
         *("unsteered", "both", "both, in words"),
         *(f"{name}, {way}" for name in ("documented", "defensive") for way in ("0.1", "0.24", "in words")),
     }
-    assert (tmp_path / "steering-code.png").exists()
+    assert (tmp_path / "steering-code.svg").exists()
 
 
 def test_the_code_of_the_page_runs(monkeypatch):

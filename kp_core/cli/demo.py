@@ -1,0 +1,257 @@
+"""`kp demo`: what packs do, on one screen and in a minute, with the bundled model and facts about invented islands."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from kp_core.cli.shared import ModelOptions, console, spread
+
+if TYPE_CHECKING:
+    from kp_core import Generation, Handle, PackView, Session
+
+__all__ = ["demo"]
+
+_TOKENS = (250, 1000, 4000)
+_SEARCHES, _FOUND = 8, 120  # How often the agent searches, and about how many tokens it finds.
+_QUESTION = "What is the name of the highest peak on Thranmoor?"
+_STYLED = "What is the sun?"
+_ALPHAS = {-1.0: "casual", 0.0: "as it is", 1.5: "formal"}
+_BAR = 36
+_NEXT = (
+    ("kp build notes FOLDER", "your own files: PDF, Word, Markdown, HTML, text"),
+    ("kp ask notes QUESTION", "ask twice, and see what the second question saves"),
+    ("kp chat notes", "go on asking"),
+    ("kp --help", "everything else; README.md has LangChain, LlamaIndex and Python"),
+)
+
+
+@spread
+def demo(*, model: ModelOptions) -> None:
+    """See in a minute what packs do: the same answer, sooner, at a prompt that does not grow, in a style of its own."""
+    began, out = time.perf_counter(), console()
+    out.print("Knowledge Packs: text is read once, and then only named.", style="bold")
+    with ExitStack() as stack:
+        # A line that stays: the first time, a bar of the conversion comes behind it.
+        out.print("Loading the model ...")
+        shown = _Demo(model.load(), Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))))
+        with _doing(out, "Compiling three packs, as is done once for each text"):
+            shown.compile()
+        _heading(out, 1, "The same answer", f"The question: {_QUESTION}")
+        shown.side_by_side(out)
+        _heading(out, 2, "How much sooner the first token comes", "Each pack is read from disk for its question.")
+        shown.sooner(out)
+        _heading(out, 3, "An agent whose prompt does not grow", "Tokens sent to the model after each of its searches:")
+        shown.agent(out)
+        _heading(out, 4, "A style that no prompt spends a token on", f"The question: {_STYLED}")
+        shown.style(out)
+    out.print("\nWhat to try next", style="bold")
+    for command, about in _NEXT:
+        out.print(f"  {command:<24}{about}")
+    out.print(f"\n{time.perf_counter() - began:.0f} s in all; every figure above was counted in this run.", style="dim")
+
+
+class _Demo:
+    """A model, the passages it is asked about, and their packs in a folder that goes with the demo."""
+
+    def __init__(self, session: Session, folder: Path) -> None:
+        from kp_core import PackStore
+
+        self.session, self._store = session, PackStore(folder)
+        facts = (files("kp_core.cli") / "isles.jsonl").read_text(encoding="utf-8")
+        self._facts = [str(json.loads(line)["text"]) for line in facts.splitlines()]
+        self._sizes = [len(session.tokenizer.encode(f"{fact}\n", add_special_tokens=False)) for fact in self._facts]
+        self.passages = {tokens: next(self._cut([tokens])) for tokens in _TOKENS}
+        self._handles: dict[int, Handle] = {}
+        self._took: dict[tuple[int, str], float] = {}
+        # The first pass sets up kernels and lays out weights, which is no part of anybody's question.
+        session.generate(self.passages[_TOKENS[0]], max_tokens=2)
+        session.clear_cache()
+
+    def _cut(self, sizes: Sequence[int]) -> Iterator[str]:
+        """Passages of about as many tokens as `sizes` say, of whole facts, one behind the other."""
+        first = 0
+        for wanted in sizes:
+            sums = itertools.accumulate(self._sizes[first:])
+            stop = first + max(1, sum(total <= wanted for total in sums))
+            yield "\n".join(self._facts[first:stop])
+            first = stop
+
+    @property
+    def _view(self) -> PackView:
+        return self._store.view("default")
+
+    def compile(self) -> None:
+        """The packs of the passages."""
+        for tokens, text in self.passages.items():
+            self._handles[tokens] = self._store.put(self.session.build_pack(text))
+
+    def answer(self, tokens: int, way: str, said: Callable[[str], object], *, most: int = 32) -> Generation:
+        """An answer from the passage of so many tokens, with nothing in memory, and from packs with KV on disk.
+
+        The text stands in the prompt as it is. That it is a pack's is recognised, and nothing of it is reused: so both
+        prompts are cut alike, and rounding cannot part their answers.
+        """
+        self.session.clear_cache()
+        knowledge = self.passages[tokens] if way == "text" else str(self._handles[tokens])
+        asked: dict[str, Any] = {"view": self._view, "reuse": way == "pack", "max_tokens": most}
+        with closing(self.session.stream(f"{knowledge}\n\nIn a few words: {_QUESTION}", **asked)) as stream:
+            for piece in stream:
+                said(piece)
+            made = stream.result()
+        self._took[tokens, way] = min(made.usage.ttft_s, self._took.get((tokens, way), made.usage.ttft_s))
+        return made
+
+    def side_by_side(self, out: Console) -> None:
+        """One question from text and from its pack."""
+        tokens = _TOKENS[1]
+        sides = {way: _Side(out, way) for way in ("text", "pack")}
+        made = {}
+        with _live(out, lambda: _beside(out, [side.shown() for side in sides.values()])):
+            for way, side in sides.items():
+                side.start()
+                made[way] = self.answer(tokens, way, side.said)
+                side.stop(made[way])
+        if not out.is_terminal:
+            out.print(_beside(out, [side.shown() for side in sides.values()]))
+        text, pack = made["text"], made["pack"]
+        same = text.token_ids == pack.token_ids
+        out.print(
+            f"{'The same' if same else 'Not the same'} {len(pack.token_ids)} tokens. The prompt that was read has "
+            f"{len(text.prompt):,} tokens both times; {pack.usage.pack_tokens:,} of them came from the pack."
+        )
+
+    def sooner(self, out: Console) -> None:
+        """The seconds until the first token, as bars."""
+        for tokens in _TOKENS:
+            for way in ("text", "pack"):
+                if (tokens, way) not in self._took:
+                    with _doing(out, f"Asking about {tokens:,} tokens as {way}"):
+                        self.answer(tokens, way, lambda _: None, most=1)
+        longest = max(self._took.values())
+        for tokens in _TOKENS:
+            text, pack = self._took[tokens, "text"], self._took[tokens, "pack"]
+            held = len(self._store.get(self._handles[tokens]).token_ids)
+            out.print(f"{held:>6,} tokens  text {_bar(out, text / longest)} {text:.2f} s", style="yellow")
+            out.print(f"{'':>14} pack {_bar(out, pack / longest)} {pack:.2f} s  {text / pack:.0f} x", style="green")
+
+    def agent(self, out: Console) -> None:
+        """What two agents send that search again and again; both keep what they have computed."""
+        found = list(self._cut([_FOUND] * _SEARCHES))
+        packs = [
+            str(self._store.put(self.session.build_pack(text, compiled_for="system", lazy=True))) for text in found
+        ]
+        sent: dict[str, list[int]] = {"text": [], "packs": []}
+        self.session.clear_cache()
+        with _doing(out, f"Searching {_SEARCHES} times, with text and with packs"):
+            for count in range(1, _SEARCHES + 1):
+                told = [{"role": "user", "content": text} for text in (*found[:count], _QUESTION)]
+                sent["text"].append(self.session.prefill(told).usage.prompt_tokens)
+                usage = self.session.prefill(_QUESTION, packs=packs[:count], placement="system", view=self._view).usage
+                sent["packs"].append(usage.prompt_tokens)
+        most = max(sent["text"])
+        for number, (text, pack) in enumerate(zip(*sent.values(), strict=True), 1):
+            line = Text(f"search {number}  ")
+            line.append(f"{_bar(out, text / most, _BAR // 2)} {text:<6,}", "yellow")
+            line.append(f"{_bar(out, pack / most, _BAR // 2)} {pack:,}", "green")
+            out.print(line)
+        out.print(f"{'':>10}{'text':<{_BAR // 2 + 8}}packs", style="dim")
+
+    def style(self, out: Console) -> None:
+        """One question, at three strengths of a steering."""
+        from kp_core.steering import preset
+
+        with _doing(out, "Making a steering of pairs of sentences, formal and casual"):
+            formal = self.session.make_steering(preset("formal"), progress=False)
+        for alpha, name in _ALPHAS.items():
+            steering = (formal, alpha) if alpha else None
+            made = self.session.generate(_STYLED, steering=steering, max_tokens=32, stop=["."])
+            line = Text(f"{name:>9}  ", "bold")
+            out.print(line.append(f"{made.text.strip()}  ({made.usage.prompt_tokens} tokens sent)", "not bold"))
+
+
+class _Side:
+    """One of two answers that stand side by side, and its clock."""
+
+    def __init__(self, out: Console, way: str) -> None:
+        self._way, self._width = way, out.width if out.width < 80 else out.width // 2
+        self._pieces: list[str] = []
+        self._began = self._ended = 0.0
+        self._told = "waiting"
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._began = time.perf_counter()
+
+    def said(self, piece: str) -> None:
+        """Show a piece of the answer."""
+        self._pieces.append(piece)
+
+    def stop(self, made: Generation) -> None:
+        """Stop the clock, and say what the answer cost."""
+        usage = made.usage
+        self._ended = time.perf_counter()
+        sent = len(made.prompt) if self._way == "text" else usage.prompt_tokens
+        self._told = f"{sent:,} tokens sent, {usage.computed_tokens:,} computed; first token after {usage.ttft_s:.2f} s"
+
+    def shown(self) -> RenderableType:
+        """The panel as it is now."""
+        now = (self._ended or time.perf_counter()) - self._began if self._began else 0.0
+        about = Text(self._told if self._ended or not self._began else "reading ...", "dim")
+        answer = Text("".join(self._pieces).strip() or " ", "yellow" if self._way == "text" else "green")
+        return Panel(Group(answer, about), title=f"{self._way}  {now:.1f} s", width=self._width, height=8)
+
+
+def _beside(out: Console, panels: Sequence[RenderableType]) -> RenderableType:
+    if out.width < 80:
+        return Group(*panels)
+    grid = Table.grid()
+    grid.add_row(*panels)
+    return grid
+
+
+@contextmanager
+def _live(out: Console, shown: Callable[[], RenderableType]) -> Iterator[None]:
+    """What `shown` gives, ten times a second where there is a terminal."""
+    if not out.is_terminal:
+        yield
+        return
+    with Live(console=out, get_renderable=shown, refresh_per_second=10):
+        yield
+
+
+@contextmanager
+def _doing(out: Console, words: str) -> Iterator[None]:
+    """Say what takes its time: on a terminal until it is done, else in a line."""
+    if out.is_terminal:
+        with out.status(f"{words} ...", spinner="dots" if _is_utf(out) else "line"):
+            yield
+    else:
+        out.print(f"{words} ...")
+        yield
+
+
+def _heading(out: Console, number: int, title: str, about: str) -> None:
+    out.print(Text.assemble((f"\n{number}. {title}", "bold"), ("  " + about, "dim")))
+
+
+def _is_utf(out: Console) -> bool:
+    return out.encoding.lower().startswith("utf")
+
+
+def _bar(out: Console, share: float, width: int = 0) -> str:
+    width = width or min(_BAR, max(10, out.width - 40))
+    return ("█" if _is_utf(out) else "#") * max(1, round(share * width))

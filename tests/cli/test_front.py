@@ -1,0 +1,191 @@
+"""What a newcomer meets: the guide, the demo, sizes, a picture, an interrupt, and what a second question saves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kp_core import rates
+from kp_core.cli import INTERRUPTED, demo
+from kp_core.cli.app import _COMMANDS, _command
+from tests.cli.conftest import ENVIRONMENT, Kp, as_json
+
+TINY = ("--engine", "tests.cli.engines:tiny")
+
+
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_TOKENS", (60, 120, 240))
+    monkeypatch.setattr(demo, "_FOUND", 40)
+    monkeypatch.setattr(demo, "_SEARCHES", 3)
+
+
+def test_kp_alone_says_what_to_do_and_which_collections_are_here(kp: Kp, bank: Path) -> None:
+    code, out, err = kp()
+    assert (code, err) == (0, "")
+    assert "kp demo" in out
+    assert out.splitlines()[-1] == f"Collections here: {bank.name}"
+
+
+def test_every_command_is_where_the_table_says() -> None:
+    for name in _COMMANDS:
+        assert _command(name).name == name
+        assert _command(name).help
+
+
+def test_a_search_loads_neither_torch_nor_what_stands_on_it(bank: Path) -> None:
+    script = (
+        "import sys; from kp_core.cli.app import run; run(['search', sys.argv[1], 'Which bird?', '-k', '1']);"
+        "print({'torch', 'transformers', 'sklearn'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", script, str(bank)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)  # noqa: S603
+    assert "heron" in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def check_demo(out: str, searches: int) -> None:
+    same = re.search(r"The same (\d+) tokens. The prompt that was read has ([\d,]+) .* ([\d,]+) of them came", out)
+    assert same, out
+    assert int(same[1]) > 0
+    assert int(same[2].replace(",", "")) > int(same[3].replace(",", "")) > 0
+    sent = [re.findall(r"[\d,]+", line)[1:] for line in out.splitlines() if line.startswith("search ")]
+    text, packs = ([int(row[at].replace(",", "")) for row in sent] for at in (0, 1))
+    assert len(text) == searches
+    assert text == sorted(set(text))
+    assert set(packs) == {packs[0]}
+    assert len(set(re.findall(r"\((\d+) tokens sent\)", out))) == 1
+    assert "every figure above was counted in this run" in out
+
+
+def test_the_demo_makes_its_points(kp: Kp, monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch)
+    code, out, err = kp("demo", *TINY)
+    assert code == 0, err
+    check_demo(out, 3)
+
+
+@pytest.mark.slow
+def test_the_demo_on_the_bundled_model(kp: Kp) -> None:
+    code, out, err = kp("demo")
+    assert code == 0, err
+    check_demo(out, demo._SEARCHES)
+    assert out.count("Mount Sarrow") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="A terminal of its own needs a Unix.")
+def test_the_demo_on_a_narrow_terminal_without_colours_and_signs() -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    script = (
+        "import sys; from kp_core.cli import app, demo; demo._TOKENS = (60, 120, 240); demo._FOUND = 40;"
+        f"sys.exit(app.run(['demo', *{TINY!r}]))"
+    )
+    plain = ENVIRONMENT | {"NO_COLOR": "1", "PYTHONIOENCODING": "ascii", "COLUMNS": "60", "TERM": "xterm"}
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=plain) as process:  # noqa: S603
+        os.close(theirs)
+        said = b""
+        try:
+            while part := os.read(ours, 4096):
+                said += part
+        except OSError:  # On Linux that is how a terminal ends.
+            pass
+        assert process.wait(60) == 0, said
+    os.close(ours)
+    assert said.isascii()
+    assert not re.search(rb"\x1b\[[\d;]*3[1-7]m", said)
+    shown = re.sub(rb"\x1b\[[^A-Za-z]*[A-Za-z]", b"", said).decode().splitlines()
+    assert max(len(line.strip()) for each in shown for line in each.split("\r")) <= 60
+
+
+@pytest.mark.parametrize("library", ["typer", "torch", "transformers"])
+def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str) -> None:
+    script = (
+        "import sys, kp_core.cli; seen = [];"
+        f"hook = lambda event, given: event == 'import' and given[0] == {library!r} and not seen "
+        "and (seen.append(1), print('up', flush=True));"
+        "sys.addaudithook(hook); kp_core.cli.main()"
+    )
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        command = [sys.executable, "-c", script, "ask", str(bank), "Which bird?"]
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # noqa: S603
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.decode()) == (130, INTERRUPTED)
+
+
+def test_the_second_question_is_told_what_it_saved(kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.cli.engines import tiny
+
+    known = rates.Rates(prefill_tokens_per_s=100.0, read_bytes_per_s=1e12, bytes_per_token=1000.0)
+    monkeypatch.setattr("kp_core.cli.asking.known_rates", lambda *_: known)
+    asked = ("ask", "bank", "Which bird is on the flag?", "-k", "2", "--max-tokens", "4", *TINY)
+    assert "New packs are stored now" in kp(*asked)[1]
+    tiny().clear_cache()
+    out = kp(*asked)[1]
+    told = re.search(
+        r"(\d+) reused, (\d+) computed; .* after ([\d.]+) s\n(\d+) tokens were read.*about ([\d.]+) s", out
+    )
+    assert told, out
+    reused, computed, first, read, saved = map(float, told.groups())
+    assert read == reused > 0
+    assert saved == pytest.approx(reused * first / computed, abs=0.02)
+    # As text there is nothing to save.
+    assert "were read" not in kp(*asked, "--text")[1]
+
+
+def test_rates_are_measured_once(kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.cli.engines import tiny
+
+    monkeypatch.setenv("KP_CACHE", str(tmp_path / "kept"))
+    first = rates.known_rates(tiny(), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "measure_rates", None)
+        assert rates.known_rates(tiny(), tmp_path) == first
+    [kept] = (tmp_path / "kept").iterdir()
+    day = time.time() - 8 * 24 * 3600
+    os.utime(kept, (day, day))
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "measure_rates", lambda *_: first)
+        rates.known_rates(tiny(), tmp_path)
+    assert kept.stat().st_mtime > day
+    kept.write_text("{")
+    assert isinstance(rates.known_rates(tiny(), tmp_path), rates.Rates)
+
+
+def test_size_says_what_packs_take_before_there_are_any(kp: Kp, bank: Path) -> None:
+    about = as_json(kp("size", "bank", *TINY, "--json"))
+    assert (about["facts"], about["packs"]) == (4, 4)
+    assert about["stored"]["none"]["nbytes"] > about["tokens"] * about["bytes_per_token"] > 0
+    assert about["stored"]["int8"]["nbytes"] < about["stored"]["none"]["nbytes"]
+    assert not (bank / "packs").exists()
+    files = as_json(kp("size", "facts.jsonl", *TINY, "--json"))
+    assert files["tokens"] == about["tokens"]
+    code, out, _ = kp("size", "facts.jsonl", *TINY)
+    assert (code, f"4 packs of {about['tokens']:,} tokens" in out) == (0, True)
+    assert kp("size", "nothing.txt", *TINY)[0] == 1
+
+
+def test_inspect_draws_a_store(kp: Kp, bank: Path, tmp_path: Path) -> None:
+    code, _, err = kp("inspect", "bank", "--plot", "packs.svg")
+    assert (code, "holds no packs;" in err) == (1, True)
+    assert kp("ask", "bank", "Which bird?", "-k", "2", "--kv", "stored", "--max-tokens", "2", *TINY)[0] == 0
+    assert kp("inspect", "bank", "--plot", "packs.svg")[0] == 0
+    drawn = (tmp_path / "packs.svg").read_text()
+    assert "<svg" in drawn
+    code, _, err = kp("inspect", "bank/packs", "--plot", "packs.doc")
+    assert (code, ".png or .svg" in err) == (1, True)
