@@ -11,7 +11,7 @@ TORCH := torch==2.13.0
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup demo test test-slow test-all lint bench clean lock
+.PHONY: setup setup-vllm demo test test-slow test-vllm test-all lint bench clean lock
 
 setup: $(STAMP)
 
@@ -23,6 +23,19 @@ $(STAMP): requirements.lock pyproject.toml
 	$(PIP) install --no-deps -r requirements.lock
 	$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+
+# vLLM wants an older transformers, so it has an environment of its own; nothing but `make test-vllm` needs it.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements-vllm.lock
+	$(PYTHON) -m venv $(VLLM)
+	@echo "Installing torch, then vLLM and the other packages of requirements-vllm.lock ..."
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r requirements-vllm.lock
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -e .
+	@touch $(VLLM_STAMP)
 
 demo: setup
 	$(BIN)/python -m cookbooks.demo
@@ -41,6 +54,11 @@ test-slow: setup
 test-all: test
 	$(MAKE) test-slow
 
+# Where vLLM cannot be installed (no build for this machine, no network), its tests are skipped, and it is said why.
+test-vllm:
+	@if $(MAKE) setup-vllm; then $(call timed,test-vllm,OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm); \
+	else echo "SKIPPED tests/vllm: 'make setup-vllm' failed; see above."; fi
+
 lint: setup
 	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports)
 
@@ -58,7 +76,7 @@ bench: setup
 	done
 
 clean:
-	rm -rf $(VENV) bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Makes requirements.lock anew from pyproject.toml, in a throwaway environment.
