@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kp_core.engines.local.buffer import BufferLayer, KVBuffer
 
@@ -91,7 +91,9 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, layers: in
     return buffer.view
 
 
-def _cached(stored: Iterator[BufferLayer], window: int | None) -> _Layer | DummyLayer:
+def _cached(stored: Iterator[BufferLayer], window: int | None) -> CacheLayerMixin:
     if window is None:
+        from transformers.cache_utils import DummyLayer  # Before 5.20 there is none, and no model that needs it.
+
         return DummyLayer()
     return _Window(next(stored), window) if window else _Layer(next(stored))
