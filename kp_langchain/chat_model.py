@@ -24,9 +24,6 @@ from kp_langchain.structured import answer_parser, call_parser, response_schema,
 
 __all__ = ["ChatKnowledgePacks"]
 
-_IGNORED_SETTINGS = ("api_key",)
-"""Fields of models behind an API; LangChain's own unit tests give them to every model."""
-
 _OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "strict", "stream", "stream_usage")
 """Options of a call that only LangChain knows. Nothing here depends on the last four: LangChain binds them for its own
 records, or for the protocol of other providers."""
@@ -57,7 +54,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     streaming: bool = False
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        super().__init__(**self._present(settings, *_IGNORED_SETTINGS))
+        super().__init__(**self._present(settings))
 
     @property
     def _llm_type(self) -> str:
@@ -70,6 +67,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
+            "base_url": self.base_url,
             "store": None if self.store is None else str(getattr(self.store, "path", self.store)),
             "namespaces": list(self.namespaces),
             "trusted_roles": sorted(self.trusted_roles),

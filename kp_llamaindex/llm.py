@@ -112,7 +112,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
 
     def to_payload(self) -> dict[str, Any]:
         """As LlamaIndex's events carry it; does not load the engine, so an event never waits for weights."""
-        engine = self.engine if self.engine is not None else loaded_engine(self.model, self.dtype, self.device)
+        engine = self.engine if self.engine is not None else loaded_engine(self.model, *self._where)
         about = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
         return {"class_name": self.class_name(), **about}
 

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli import asking, checking, doctor, editing, knowledge, looking, packet, steer
+from kp_core.cli import asking, checking, doctor, editing, knowledge, looking, packet, serving, steer
 from kp_core.cli.shared import ERRORS, WrongError, plain
 from kp_core.errors import KnowledgePackError
 
@@ -40,6 +40,8 @@ app.command()(asking.chat)
 app.command()(looking.inspect)
 app.command()(checking.verify)
 app.command()(doctor.doctor)
+app.command()(serving.serve)
+app.command()(serving.key)
 app.add_typer(steer.steer)
 app.add_typer(packet.packet)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kp_core.packs.fingerprint import CUT_RULE, ModelFingerprint
 
-__all__ = ["served_identity", "transfer_config"]
+__all__ = ["arguments", "served_identity", "transfer_config"]
 
 _CHUNK_TOKENS = "1024"  # What packs for servers are cut by; vLLM itself cuts by its load.
 
@@ -39,3 +39,21 @@ def transfer_config(store: str, identity: ModelFingerprint) -> dict[str, Any]:
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"store": str(store), "identity": identity.to_dict()},
     }
+
+
+def arguments(model: str, store: str, identity: ModelFingerprint, host: str, port: int) -> list[str]:
+    """The command line of `vllm serve` that serves a model with packs."""
+    import torch
+
+    given = {
+        "--host": host,
+        "--port": str(port),
+        "--dtype": identity.dtype,
+        "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
+        "--middleware": "kp_core.engines.vllm.middleware.PackMiddleware",
+        "--kv-transfer-config": json.dumps(transfer_config(store, identity)),
+        # It reads the grammars that clients of ours send.
+        "--structured-outputs-config": json.dumps({"backend": "guidance"}),
+    }
+    flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]
+    return ["serve", model, *(part for pair in given.items() for part in pair), *flags]
