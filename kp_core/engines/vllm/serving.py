@@ -42,7 +42,7 @@ def transfer_config(store: str, identity: ModelFingerprint) -> dict[str, Any]:
 
 
 def arguments(model: str, store: str, identity: ModelFingerprint, host: str, port: int) -> list[str]:
-    """The command line of `vllm serve` that serves a model with packs."""
+    """The options of `vllm serve` that serve a model with packs."""
     import torch
 
     given = {
@@ -56,4 +56,4 @@ def arguments(model: str, store: str, identity: ModelFingerprint, host: str, por
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }
     flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]
-    return ["serve", model, *(part for pair in given.items() for part in pair), *flags]
+    return ["--model", model, *(part for pair in given.items() for part in pair), *flags]
