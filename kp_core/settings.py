@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, SecretStr, create_model, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.request import OPTIONS, Request, current_names

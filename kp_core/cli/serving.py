@@ -56,7 +56,12 @@ def serve(  # noqa: PLR0913 - one parameter per option
     os.environ[VARIABLE] = json.dumps({**about, "identity": identity.to_dict()})
     os.environ[KEY_VARIABLE] = secrets.token_hex(32)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    started = ["-m", "vllm.entrypoints.openai.api_server", *arguments(model, store, identity, host, port), *(more or ())]
+    started = [
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        *arguments(model, store, identity, host, port),
+        *(more or ()),
+    ]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *started])  # noqa: S606 - vLLM takes this process, and its signals
 

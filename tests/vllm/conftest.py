@@ -12,10 +12,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.conftest import DEMO
 
 from kp_core import PackStore, bundled_model
 from kp_core.engines.vllm.access import add_key
+from tests.conftest import DEMO
 
 ROOT = Path(__file__).parents[2]
 TENANTS = tuple(f"tenant-{number}" for number in range(8))
@@ -70,7 +70,11 @@ class Server:
         headers = {"authorization": f"Bearer {self.keys.get(key, key)}"}
         content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         done = httpx.request(
-            method or ("GET" if body is None else "POST"), self.url + path, content=content, headers=headers, timeout=300
+            method or ("GET" if body is None else "POST"),
+            self.url + path,
+            content=content,
+            headers=headers,
+            timeout=300,
         )
         return done.status_code, done.json()
 
@@ -101,8 +105,9 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="session")
 def questions():
     """Twenty questions of the demo, each with the facts it needs between others: `(question, text)`."""
-    facts, asked = (list(map(json.loads, (DEMO / name).read_text().splitlines())) for name in
-                    ("facts.jsonl", "questions.jsonl"))
+    facts, asked = (
+        list(map(json.loads, (DEMO / name).read_text().splitlines())) for name in ("facts.jsonl", "questions.jsonl")
+    )
     texts = {fact["id"]: fact["text"] for fact in facts}
     found = []
     for number, each in enumerate(asked[:20]):

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
-from tests.vllm.conftest import TENANTS
 
 from kp_core import KnowledgePack, KVTensors, load_engine
 from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.errors import ModelError
 from kp_core.packs.handle import Handle
 from kp_core.packs.view import PackView
+from tests.vllm.conftest import TENANTS
 
 ISLES = "The Orrelay Isles have a coin, the tallin: a square piece of bronze with a round hole in it. " * 3
 
@@ -59,8 +59,14 @@ def test_a_restarted_server_answers_from_the_store(server):
 def test_no_tenant_answers_from_the_kv_of_another(server, smol):
     """Each tenant's pack of the same text has KV of its own, altered so that whoever reads it is found out."""
     about = VLLMEngine(server.url, api_key=server.keys["own"])
-    texts = [f"The {name} of Thranmoor is kept by {who} and sounds at {hour} every day but one." for name, who, hour in
-             (("bell", "Oda Wick", "noon"), ("horn", "Pell Saro", "dawn"), ("drum", "Ines Tarn", "dusk"))]
+    texts = [
+        f"The {name} of Thranmoor is kept by {who} and sounds at {hour} every day but one."
+        for name, who, hour in (
+            ("bell", "Oda Wick", "noon"),
+            ("horn", "Pell Saro", "dawn"),
+            ("drum", "Ines Tarn", "dusk"),
+        )
+    ]
     plain = [smol.build_pack(text, namespace="x") for text in texts]
     ids, expected = {}, {}
     for turn, (text, pack) in enumerate(zip(texts, plain, strict=True)):

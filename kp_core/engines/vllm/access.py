@@ -34,7 +34,7 @@ class Access:
 
 
 class Keys:
-    """The keys of a server. Without a file there is one access, for everybody, and the server is for this machine alone.
+    """The keys of a server. Without a file there is one access, for everybody who reaches it.
 
     The file is JSON: the SHA-256 of each key in hexadecimal, and what `Access` holds. Raises `ModelError` for another
     file. Keys are random and long, so a plain hash of them cannot be turned back.
@@ -71,7 +71,9 @@ def _read(path: Path) -> dict[str, Access]:
     try:
         return {str(digest): Access(**about) for digest, about in json.loads(path.read_bytes()).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path} is no file of keys ({error}). Make one with `kp key {path} --namespace NAME`.") from error
+        raise ModelError(
+            f"{path} is no file of keys ({error}). Make one with `kp key {path} --namespace NAME`."
+        ) from error
 
 
 def _hash(key: str) -> str:

@@ -48,14 +48,14 @@ class _Move:
 
 
 @dataclass
-class _Moves(KVConnectorMetadata):
+class _Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is no package of the checker's
     """What the worker has to do in one step."""
 
     loads: list[_Move] = field(default_factory=list)
     saves: list[_Move] = field(default_factory=list)
 
 
-class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is no package of the checker's
+class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
     """Loads the longest stored pack that a prompt begins with, and stores KV that was computed for one without.
 
     vLLM makes one in its scheduler and one in each worker. Raises `ModelError` at the start for a model other than the

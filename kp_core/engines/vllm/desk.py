@@ -67,7 +67,9 @@ class Desk:
         """Raise `HTTPError` where any text in `said` holds a token that steers the model: it would not stay text."""
         for text in _strings(said):
             if found := next((token for token in self._special if token in text), None):
-                raise HTTPError(400, f"Got the text of the special token {found!r}, which would not stay text. Remove it.")
+                raise HTTPError(
+                    400, f"Got the text of the special token {found!r}, which would not stay text. Remove it."
+                )
 
     async def answer(self, app: App, scope: Scope, access: Access, receive: Receive, send: Send) -> None:
         """One request below `/v1/packs`."""
@@ -117,7 +119,13 @@ class Desk:
         handle = await asyncio.to_thread(self.store.put, pack)
         salt = salt_of(access.namespaces, self.key)
         rights = Rights((namespace,), salt, save=True).sign(self.key)
-        ask = {"model": about["model"], "prompt": ids, "max_tokens": 1, "cache_salt": salt, "kv_transfer_params": rights}
+        ask = {
+            "model": about["model"],
+            "prompt": ids,
+            "max_tokens": 1,
+            "cache_salt": salt,
+            "kv_transfer_params": rights,
+        }
         status, answer = await call(app, scope, "POST", "/v1/completions", ask)
         if status != 200:
             raise HTTPError(status, f"The pack is stored as text; compiling it failed: {answer}")

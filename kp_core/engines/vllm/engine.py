@@ -14,7 +14,7 @@ from kp_core.engines.base import TokenStream
 from kp_core.errors import ModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.plan import Plan
+from kp_core.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["VLLMEngine"]
@@ -58,7 +58,9 @@ class VLLMEngine:
         with self._errors():
             response = self._client.get(f"{self.base_url}/v1/packs/model")
             if response.status_code == 404:
-                raise ModelError(f"{self.base_url} is a server without packs. Start it with `kp serve MODEL --store …`.")
+                raise ModelError(
+                    f"{self.base_url} is a server without packs. Start it with `kp serve MODEL --store …`."
+                )
             self._check(response)
             found: dict[str, Any] = response.json()
             return found
@@ -121,7 +123,7 @@ class VLLMEngine:
             body["structured_outputs"] = {"grammar": plan.grammar}
         return TokenStream(partial(self._answer, plan, body))
 
-    def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
+    def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's
         """Refused: KV stays where it was computed."""
         raise UnsupportedRequestError(f"{self.base_url} gives no KV: {self.lacks['kv']}.")
 
@@ -131,44 +133,50 @@ class VLLMEngine:
 
     def _answer(self, plan: Plan, body: dict[str, Any], stream: TokenStream) -> Iterator[int]:
         stream.computed_tokens = len(plan.prompt)
-        limit = plan.limit
-        # A server that is busy must not be waited for longer than the caller does.
-        left = httpx.USE_CLIENT_DEFAULT if limit.timeout is None else httpx.Timeout(max(limit.timeout - limit.spent, 1e-3))
-        request = self._client.build_request("POST", f"{self.base_url}/v1/completions", json=body, timeout=left)
         waiting: list[int] = []
-        ended: Any = None
-        try:
-            with self._errors(), _closing(self._client.send(request, stream=True)) as response:
-                if response.is_error:
-                    response.read()
-                self._check(response)
-                for event in _events(response):
-                    if event.get("choices"):  # What came last waits for the counts behind it.
-                        yield from waiting
-                        waiting = []
-                    if limit.is_set():
-                        stream.finish = "cancelled"
-                        return
-                    for choice in event.get("choices", ()):
-                        waiting += choice.get("token_ids") or ()
-                        ended = choice if choice.get("finish_reason") else ended
-                    usage = event.get("usage") or {}
-                    details = usage.get("prompt_tokens_details") or {}
-                    if usage:
-                        stream.computed_tokens = usage["prompt_tokens"] - details.get("cached_tokens", 0)
-                        break
-        except httpx.TimeoutException as error:
-            if limit.is_over:
-                stream.finish = "cancelled"
-                return
-            raise ModelError(f"{self.base_url} did not answer in time ({type(error).__name__}).") from error
-        is_end = ended is not None and ended["finish_reason"] == "stop" and not isinstance(ended.get("stop_reason"), str)
+        ended: dict[str, Any] | None = None
+        for event in self._events(body, plan.limit):
+            if plan.limit.is_set():
+                break
+            for choice in event.get("choices", ()):
+                yield from waiting  # The last ones wait for the counts, which come behind them.
+                waiting = choice.get("token_ids") or []
+                ended = choice if choice.get("finish_reason") else ended
+            if usage := event.get("usage"):
+                details = usage.get("prompt_tokens_details") or {}
+                stream.computed_tokens = usage["prompt_tokens"] - details.get("cached_tokens", 0)
+        if plan.limit.is_set():
+            stream.finish = "cancelled"
+            return
+        if ended is None:
+            raise ModelError(f"{self.base_url} ended the answer before it was complete.")
+        is_end = ended["finish_reason"] == "stop" and not isinstance(ended.get("stop_reason"), str)
         for at, token in enumerate(waiting, 1):
             if is_end and at == len(waiting):
                 stream.finish = "stop"
             yield token
-        if ended is None:
-            raise ModelError(f"{self.base_url} ended the answer before it was complete.")
+
+    def _events(self, body: dict[str, Any], limit: Limit) -> Iterator[dict[str, Any]]:
+        """The events of an answer, until the time is up; raises `ModelError` for one that says that it failed."""
+        # A server that is busy must not be waited for longer than the caller does.
+        left = {} if limit.timeout is None else {"timeout": max(limit.timeout - limit.spent, 1e-3)}
+        address = f"{self.base_url}/v1/completions"
+        try:
+            with self._errors(), self._client.stream("POST", address, json=body, **left) as response:
+                if response.is_error:
+                    response.read()
+                self._check(response)
+                for line in response.iter_lines():
+                    said = line.removeprefix("data: ")
+                    if said in (line, "[DONE]"):
+                        continue
+                    event: dict[str, Any] = json.loads(said)
+                    if error := event.get("error"):
+                        raise ModelError(f"{self.base_url} could not answer: {error.get('message', error)}")
+                    yield event
+        except httpx.TimeoutException as error:
+            if not limit.is_over:
+                raise ModelError(f"{self.base_url} did not answer in time ({type(error).__name__}).") from error
 
     def _check(self, response: httpx.Response) -> None:
         """Raise `ModelError` with what the server says is wrong."""
@@ -191,23 +199,3 @@ class VLLMEngine:
                 f"No server of `kp serve` answers at {self.base_url} ({type(error).__name__}: {error}). "
                 "Check the address, and that it has started."
             ) from error
-
-
-@contextmanager
-def _closing(response: httpx.Response) -> Iterator[httpx.Response]:
-    try:
-        yield response
-    finally:
-        response.close()
-
-
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The events of a stream; raises `ModelError` for one that says that the answer failed."""
-    for line in response.iter_lines():
-        said = line.removeprefix("data: ")
-        if said == line or said == "[DONE]":
-            continue
-        event: dict[str, Any] = json.loads(said)
-        if "error" in event:
-            raise ModelError(f"The server could not answer: {event['error'].get('message', event['error'])}")
-        yield event

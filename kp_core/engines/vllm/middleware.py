@@ -85,8 +85,9 @@ class PackMiddleware:
         rights = Rights(access.namespaces, salt, save=access.write)
         body |= {"cache_salt": salt, "kv_transfer_params": rights.sign(self.desk.key)}
         data, given = replay(body, receive)
-        headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
-        inner = {**scope, "headers": [*headers, (b"content-length", str(len(data)).encode())], "query_string": b""}
+        headers = [pair for pair in scope["headers"] if pair[0].lower() not in (b"content-length", b"content-type")]
+        headers += [(b"content-length", str(len(data)).encode()), (b"content-type", b"application/json")]
+        inner = {**scope, "headers": headers, "query_string": b""}
         return await self.app(inner, given, send)
 
     def _resolved(self, messages: object, access: Access) -> list[Any]:

@@ -17,7 +17,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.kept import EntryKey
 from kp_core.packs.layout import handle_of
-from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
 
 __all__ = ["Piece", "StoredPieces"]
@@ -92,7 +92,7 @@ class StoredPieces:
         return self.store.kept.has(self._head(piece), (piece.handle.namespace,))
 
     def read(self, piece: Piece, start: int) -> KVTensors:
-        """The KV of a prompt from token `start` to the end of a pack; raises `PackError` where it is lost or damaged."""
+        """The KV of a prompt from token `start` to the end of a pack; raises `PackError` where it is lost."""
         pack = self.store.get(piece.handle, piece.key)
         if pack.kv is None or not piece.key.fits(pack) or pack.token_ids != piece.token_ids:
             raise PackError(f"The KV of {piece.handle} is not stored any more, or of other tokens.")
@@ -110,12 +110,12 @@ class StoredPieces:
         if not self.has_prefix(piece) and piece.start:
             self.store.kept.write(self._head(piece), kv.slice(0, piece.start).clone())
         stored = self.store.peek(piece.handle, piece.key)
-        if stored is None or stored.stored_bytes and piece.key.fits(stored):
+        if stored is None or (stored.stored_bytes and piece.key.fits(stored)):
             return
         made = replace(
             stored,
             token_ids=piece.token_ids,
-            prefix=piece.key.prefix,
+            prefix=piece.key.prefix or Prefix(),
             fingerprint=self.model,
             kv=kv.slice(piece.start, piece.stop).clone(),
         )

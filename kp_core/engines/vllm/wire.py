@@ -81,7 +81,14 @@ async def call(app: App, scope: Scope, method: str, path: str, body: object = No
 
     data, receive = replay(body, silent)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
-    inner = {**scope, "method": method, "path": path, "raw_path": path.encode(), "headers": headers, "query_string": b""}
+    inner = {
+        **scope,
+        "method": method,
+        "path": path,
+        "raw_path": path.encode(),
+        "headers": headers,
+        "query_string": b"",
+    }
     status, parts = 500, bytearray()
 
     async def send(message: MutableMapping[str, Any]) -> None:
