@@ -33,7 +33,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     """A chat model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
     Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
-    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process. Handles
+    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process; or the
+    `base_url` and `api_key` of a server of `kp serve`, where `model` is the tokenizer's folder or id. Handles
     resolve through `store` (or the path of one), in the `namespaces` named, from messages of `trusted_roles`; all
     others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
     `packs`, `composer`, ...) is a field. Options of a call override the fields, and its packs stand behind the field's;

@@ -18,6 +18,14 @@ from kp_core.engines.vllm.access import add_key
 from tests.conftest import DEMO
 
 ROOT = Path(__file__).parents[2]
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    # Threads that are bound to cores wait for one another whenever something else runs there.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 TENANTS = tuple(f"tenant-{number}" for number in range(8))
 
 
@@ -43,7 +51,7 @@ class Server:
         vllms = ["--max-model-len", "2048", "--max-num-batched-tokens", "1024", "--max-num-seqs", "8"]
         self.process = subprocess.Popen(  # noqa: S603 - our own command
             [sys.executable, "-m", "kp_core.cli", *ours, "--port", str(port), "--dtype", "float32", "--", *vllms],
-            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "2", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            env=os.environ | SETTINGS,
             stdout=self.log,
             stderr=self.log,
         )
