@@ -18,7 +18,7 @@ SHELL := bash
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup setup-browser demo test test-slow test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser setup-vllm demo test test-slow test-vllm test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -40,6 +40,18 @@ setup-browser:
 	@command -v chromium >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; } || \
 	  echo 'There is no chromium: install it as root (Debian: apt-get install chromium). Browser tests are skipped.'
+# vLLM wants an older transformers, so it has an environment of its own; nothing but `make test-vllm` needs it.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+setup-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements-vllm.lock
+	$(PYTHON) -m venv $(VLLM)
+	@echo "Installing torch, then vLLM and the other packages of requirements-vllm.lock ..."
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r requirements-vllm.lock
+	$(VLLM)/bin/python -m pip --disable-pip-version-check --quiet install --no-deps --no-build-isolation -e .
+	@touch $(VLLM_STAMP)
 
 demo: setup
 	@$(BIN)/kp demo
@@ -62,6 +74,11 @@ test-all: test
 # Advisories against what the lock names; says so where it cannot ask.
 audit: setup
 	$(BIN)/python -m tests.audit
+
+# Where vLLM cannot be installed (no build for this machine, no network), its tests are skipped, and it is said why.
+test-vllm:
+	@if $(MAKE) setup-vllm; then $(call timed,test-vllm,OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm); \
+	else echo "SKIPPED tests/vllm: 'make setup-vllm' failed; see above."; fi
 
 lint: setup
 	$(call timed,lint,$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports)
@@ -86,7 +103,7 @@ bench: setup
 	done
 
 clean:
-	rm -rf $(VENV) build bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build bench-results .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Makes requirements.lock anew from pyproject.toml, in a throwaway environment.

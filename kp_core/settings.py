@@ -9,7 +9,16 @@ from collections.abc import Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Self, get_type_hints
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from kp_core.bundled import BUNDLED_MODEL
 from kp_core.engines.request import OPTIONS, Request, current_names
@@ -81,6 +90,10 @@ class EngineSettings(BaseModel):
     )
     dtype: str | None = None
     device: str | None = None
+    base_url: str | None = Field(
+        default=None, description="The address of a server of `kp serve`; `model` is then its tokenizer's folder or id."
+    )
+    api_key: SecretStr | None = Field(default=None, exclude=True, repr=False, description="The key for `base_url`.")
     store: Packs | None = Field(
         default=None, exclude=True, description="Where handles resolve: a `PackStore`, its path, or what acts as one."
     )
@@ -119,7 +132,12 @@ class EngineSettings(BaseModel):
     def _engine(self, model: str | None = None) -> Session:
         if self.engine is not None and model in (None, self.model_name):
             return self.engine
-        return shared_engine(model or self.model, self.dtype, self.device)
+        return shared_engine(model or self.model, *self._where)
+
+    @property
+    def _where(self) -> tuple[str | None, ...]:
+        key = None if self.api_key is None or self.base_url is None else self.api_key.get_secret_value()
+        return self.dtype, self.device, self.base_url, key
 
 
 class ModelSettings(EngineSettings, _Options):
@@ -155,8 +173,10 @@ class ModelSettings(EngineSettings, _Options):
                 f"Got store={self.store!r} and namespaces={self.namespaces!r}; expected both or neither. A handle "
                 "resolves only in a namespace that the model is given, e.g. `namespaces=['default']`."
             )
-        if self.engine is not None and (self.dtype or self.device):
-            raise ValueError("Got an engine together with dtype or device; the engine has its own.")
+        if (self.engine is not None or self.base_url) and (self.dtype or self.device):
+            raise ValueError("Got an engine or a base_url together with dtype or device; the engine has its own.")
+        if self.engine is not None and self.base_url:
+            raise ValueError("Got an engine and a base_url; expected one of them.")
         self._view()  # Namespaces are checked where they are made.
         as_steering(self._defaults().steering)
         return self

@@ -25,9 +25,6 @@ from kp_langchain.structured import answer_parser, call_parser, response_schema,
 
 __all__ = ["ChatKnowledgePacks"]
 
-_IGNORED_SETTINGS = ("api_key",)
-"""Fields of models behind an API; LangChain's own unit tests give them to every model."""
-
 _OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "strict", "stream", "stream_usage")
 """Options of a call that only LangChain knows. Nothing here depends on the last four: LangChain binds them for its own
 records, or for the protocol of other providers."""
@@ -37,7 +34,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     """A chat model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
     Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
-    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process. Handles
+    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process; or the
+    `base_url` and `api_key` of a server of `kp serve`, where `model` is the tokenizer's folder or id. Handles
     resolve through `store` (or the path of one), in the `namespaces` named, from messages of `trusted_roles`; all
     others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
     `packs`, `composer`, ...) is a field. Options of a call override the fields, and its packs stand behind the field's;
@@ -58,7 +56,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     streaming: bool = False
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        super().__init__(**self._present(settings, *_IGNORED_SETTINGS))
+        super().__init__(**self._present(settings))
 
     @property
     def _llm_type(self) -> str:
@@ -71,6 +69,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
+            "base_url": self.base_url,
             "store": None if self.store is None else str(getattr(self.store, "blobs", self.store)),
             "namespaces": list(self.namespaces),
             "trusted_roles": sorted(self.trusted_roles),

@@ -48,7 +48,8 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
     Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
-    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process. Handles
+    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process; or the
+    `base_url` and `api_key` of a server of `kp serve`, where `model` is the tokenizer's folder or id. Handles
     resolve through `store` (or the path of one), in the `namespaces` named, from messages of `trusted_roles`; all
     others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
     `packs`, `composer`, ...) is a field. Options of a call override the fields; unknown ones, of a model or of a call,
@@ -112,7 +113,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
 
     def to_payload(self) -> dict[str, Any]:
         """As LlamaIndex's events carry it; does not load the engine, so an event never waits for weights."""
-        engine = self.engine if self.engine is not None else loaded_engine(self.model, self.dtype, self.device)
+        engine = self.engine if self.engine is not None else loaded_engine(self.model, *self._where)
         about = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
         return {"class_name": self.class_name(), **about}
 

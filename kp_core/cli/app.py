@@ -43,6 +43,8 @@ _COMMANDS = {
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and whether storing KV pays."),
     "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
+    "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
+    "key": ("serving", "Make a key for `kp serve`."),
     "steer": ("steer", "Change how a model speaks, without a word in the prompt."),
     "packet": ("packet", "Soft tokens around packs: train them, and see what they are worth."),
 }

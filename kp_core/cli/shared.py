@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -82,7 +83,9 @@ class ModelOptions:
     engine: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FUNCTION", help="What makes the engine, called with the model. Default: Hugging Face."
+            metavar="URL|MODULE:FUNCTION",
+            help="The address of a server of `kp serve` (its key in KP_API_KEY), or what makes the engine, called with "
+            "the model. Default: Hugging Face.",
         ),
     ] = None
     dtype: Annotated[
@@ -96,7 +99,9 @@ class ModelOptions:
 
             if self.engine is None:
                 importlib.import_module("kp_core.engines.hf")
-        settings = {} if self.dtype is None else {"dtype": self.dtype}
+        settings: dict[str, str] = {} if self.dtype is None else {"dtype": self.dtype}
+        if (self.engine or "").startswith(("http://", "https://")) and (key := os.environ.get("KP_API_KEY")):
+            settings["api_key"] = key
         try:
             return load_engine(self.model, engine=self.engine, **settings)
         except TypeError as error:

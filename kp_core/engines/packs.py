@@ -53,6 +53,9 @@ class CheckedSource:
         made = pack.fingerprint
         if made in (self.fingerprint, ModelFingerprint.unknown()):
             return pack
+        if self.fingerprint.engine == "vllm" and made.same_model(self.fingerprint):
+            # Which KV a server reads, it decides itself; here only the tokens count.
+            return replace(pack, kv=None, fingerprint=self.fingerprint)
         if self.mismatch == "accept" and made.same_model(self.fingerprint):
             return pack
         if self.mismatch != "rebuild" and not made.is_legacy:

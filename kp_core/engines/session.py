@@ -205,10 +205,12 @@ class Session:
     ) -> Iterator[KnowledgePack]:
         """The packs of `texts`, in order and one at a time, so that any number fits in memory.
 
-        Each is bit-identical to what `build_pack` gives. A text too short to own a token, or longer than the
-        model has positions (seen before anything of it is computed), goes to `on_short` and is
-        left out; without that, its error is raised. A progress bar shows when it takes longer than a second.
+        Each is bit-identical to what `build_pack` gives; on a server all are lazy, and compiled there on first use. A
+        text too short to own a token, or longer than the model has positions (seen before anything of it is computed),
+        goes to `on_short` and is left out; without that, its error is raised. A progress bar shows when it takes longer
+        than a second.
         """
+        lazy = lazy or getattr(self.engine, "compiles_on_use", False)
         self._need("kv", "building packs", needed=not lazy)
         abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
         jobs = tokenised(self.template, abouts, compiled_for, on_short, self.max_positions)

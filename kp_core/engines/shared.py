@@ -12,7 +12,7 @@ from kp_core.errors import ModelError
 
 __all__ = ["load_engine", "loaded_engine", "session_of", "shared_engine"]
 
-_sessions: dict[tuple[str | None, str | None, str | None], Session] = {}
+_sessions: dict[tuple[str | None, ...], Session] = {}
 _loading = threading.Lock()
 
 
@@ -20,9 +20,17 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
     """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.load_session`.
 
     Without `model`, the bundled SmolLM2-135M-Instruct. `model` may also be an `Engine` of any kind, and `engine` names
-    a function that makes one, as `package.module:function`; it is called with `model` and `settings`. Raises
-    `ModelError` for what is neither.
+    a function that makes one, as `package.module:function`; it is called with `model` and `settings`. An `engine` that
+    is the address of a server (`http://…`, see `VLLMEngine`) answers there: `model` is then the tokenizer's folder or
+    id, where it is not what the server names, and `api_key` may be given. Raises `ModelError` for what is neither.
     """
+    if engine is not None and engine.startswith(("http://", "https://")):
+        from kp_core.engines.vllm.engine import VLLMEngine
+
+        if "dtype" in settings:
+            raise ModelError(f"Got dtype={settings['dtype']!r} for the server {engine}; it has its own.")
+        served = VLLMEngine(engine, tokenizer=model, **settings)
+        return Session(served, name=served.name)
     if engine is not None:
         module, _, name = engine.partition(":")
         try:
@@ -49,15 +57,28 @@ def session_of(engine: object) -> Session:
     return Session(engine)
 
 
-def shared_engine(model: str | None = None, dtype: str | None = None, device: str | None = None) -> Session:
-    """The session this process keeps for `(model, dtype, device)`, loaded when it is first asked for."""
-    key = (model, dtype, device)
+def shared_engine(
+    model: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+) -> Session:
+    """The session this process keeps for what it is asked for with, made when it is first asked for."""
+    key = (model, dtype, device, base_url, api_key)
     with _loading:
         if key not in _sessions:
-            _sessions[key] = load_engine(model, dtype=dtype, device=device)
+            served = {"engine": base_url, "api_key": api_key}
+            _sessions[key] = load_engine(model, **served if base_url else {"dtype": dtype, "device": device})
         return _sessions[key]
 
 
-def loaded_engine(model: str | None = None, dtype: str | None = None, device: str | None = None) -> Session | None:
+def loaded_engine(
+    model: str | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+) -> Session | None:
     """As `shared_engine`, but `None` where that would have to load; never waits."""
-    return _sessions.get((model, dtype, device))
+    return _sessions.get((model, dtype, device, base_url, api_key))

@@ -95,7 +95,7 @@ class PackStore:
 
     @property
     def changes(self) -> str:
-        """A token that is another one whenever anybody has added or removed a pack; costs one `stat`."""
+        """A token that is another one whenever anybody has added or removed a pack, or an entry; costs one `stat`."""
         found = self._files.recent("changes")
         return "" if found is None else found.version
 
@@ -126,7 +126,7 @@ class PackStore:
         `PackVersionError` when a later release wrote the file; the store is then as before.
         """
         handle, encoded = self.handle(pack.text, pack.namespace), encode_pack(pack)
-        slot, done = "", False
+        slot, done, absent = "", False, False
         while not done:
             slot, stored, absent = self._place(handle, pack)
             key = pack_key(handle, slot)
@@ -142,9 +142,12 @@ class PackStore:
                 self.blobs.delete(key)
                 done = False
         # After the pack, as a text alone is a pack whose file was lost.
+        entered = done and absent
         if self._files.write_text(handle, pack.text):
+            entered = True
             if self.blobs.stat(pack_key(handle)) is None:  # Somebody removed the pack in between.
                 self.blobs.delete(text_key(handle))
+        if entered:
             self._files.note_change()
         self._uses.note(f"{handle}{slot}")
         return handle

@@ -9,7 +9,6 @@ from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DummyLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
@@ -139,6 +138,8 @@ def _states(buffer: KVBuffer, layer: int) -> _States:
 def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States) -> object:
     if not states:
         if window is None:
+            from transformers.cache_utils import DummyLayer  # Before 5.20 there is none, and no model that needs it.
+
             return DummyLayer()
         return _Window(next(stored), window) if window else _Layer(next(stored))
     count = 1 + max(shape.index for shape, _ in states)

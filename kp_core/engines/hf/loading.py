@@ -23,7 +23,15 @@ from kp_core.errors import ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import CUT_RULE, NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["identity_of", "load", "memory_bytes", "name_of", "take_fingerprint"]
+__all__ = [
+    "identity_of",
+    "load",
+    "load_tokenizer",
+    "memory_bytes",
+    "name_of",
+    "take_fingerprint",
+    "tokenizer_identity",
+]
 
 # What a file of weights raises that is none, or pickles more than weights: torch unpickles nothing else.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
@@ -145,13 +153,26 @@ def identity_of(
     `source` is a folder or an id. Weights count as they are stored: neither how they are spread over safetensors files
     nor the dtype they are loaded in matters. Raises `ModelError`, and `TemplateError` without a chat template.
     """
-    try:
-        if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise _unreadable(source, error) from error
+    if tokenizer is None:
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
     identity = _identity(source, tokenizer, ChatTemplate(tokenizer, template_options))
     return ModelFingerprint(**identity, **dict.fromkeys(NUMERICS, "unknown"))
+
+
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
+    """The tokenizer of a folder or an id, which may hold no weights; raises `ModelError`."""
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise _unreadable(source, error) from error
+
+
+def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
+    """The fields of a fingerprint that a tokenizer alone decides."""
+    canonical = json.loads(tokenizer.backend_tokenizer.to_str())
+    for state_of_last_call in ("padding", "truncation"):
+        canonical.pop(state_of_last_call, None)
+    return {"tokenizer": digest([_stable(canonical)]), "chat_template": template.digest}
 
 
 def _identity(
@@ -177,15 +198,11 @@ def _identity(
         if state := adapter_state(base):
             acting = json.dumps(state, sort_keys=True, default=sorted)
             adapters = digest([acting.encode(), digest_tensors(added).encode()])
-    canonical = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state_of_last_call in ("padding", "truncation"):
-        canonical.pop(state_of_last_call, None)
     return {
         "weights": weights,
         "adapters": adapters,
         "config": digest([_stable({name: value for name, value in config.items() if name not in _VOLATILE})]),
-        "tokenizer": digest([_stable(canonical)]),
-        "chat_template": template.digest,
+        **tokenizer_identity(tokenizer, template),
         "rope": _stable(_rope(config)).decode(),
     }
 

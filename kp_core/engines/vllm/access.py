@@ -1,0 +1,80 @@
+"""Who may do what at a server: keys, hashed in a file, and what each of them reads."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from kp_core.errors import ModelError
+from kp_core.packs.handle import check_namespace
+from kp_core.packs.view import TRUSTED_ROLES
+
+__all__ = ["Access", "Keys", "add_key"]
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the holder of a key may do: read these namespaces, bring handles in these roles, and `write` packs."""
+
+    namespaces: tuple[str, ...]
+    trusted_roles: tuple[str, ...] = tuple(sorted(TRUSTED_ROLES))
+    write: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "namespaces", tuple(map(check_namespace, self.namespaces)))
+        object.__setattr__(self, "trusted_roles", tuple(self.trusted_roles))
+        if unknown := set(self.trusted_roles) - TRUSTED_ROLES:
+            raise ModelError(f"Got the trusted roles {sorted(unknown)}; expected some of {sorted(TRUSTED_ROLES)}.")
+
+
+class Keys:
+    """The keys of a server. Without a file there is one access, for everybody who reaches it.
+
+    The file is JSON: the SHA-256 of each key in hexadecimal, and what `Access` holds. Raises `ModelError` for another
+    file. Keys are random and long, so a plain hash of them cannot be turned back.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, everybody: Access | None = None) -> None:
+        self._everybody = everybody
+        self._found: Mapping[str, Access] = {} if path is None else _read(Path(path))
+
+    def access(self, key: str | None) -> Access | None:
+        """What the holder of `key` may do; `None` for a key that is none."""
+        if self._everybody is not None:
+            return self._everybody
+        digest = _hash(key or "")
+        # All are compared, so that the time says nothing about which.
+        found = [access for known, access in self._found.items() if hmac.compare_digest(known, digest)]
+        return found[0] if key and found else None
+
+
+def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: bool = False) -> str:
+    """A new key for these namespaces, added to the file of `Keys`; it is told once, and stored as a hash."""
+    file, key = Path(path), "kp-" + secrets.token_urlsafe(32)
+    known = _read(file) if file.exists() else {}
+    known = {**known, _hash(key): Access(tuple(namespaces), write=write)}
+    data = json.dumps({digest: asdict(access) for digest, access in known.items()}, indent=2) + "\n"
+    staged = file.with_name(file.name + ".new")
+    with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+        out.write(data)
+    staged.replace(file)
+    return key
+
+
+def _read(path: Path) -> dict[str, Access]:
+    try:
+        return {str(digest): Access(**about) for digest, about in json.loads(path.read_bytes()).items()}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{path} is no file of keys ({error}). Make one with `kp key {path} --namespace NAME`."
+        ) from error
+
+
+def _hash(key: str) -> str:
+    return sha256(key.encode()).hexdigest()

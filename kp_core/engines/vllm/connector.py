@@ -1,0 +1,213 @@
+"""What vLLM asks for KV that it has not computed: packs from a store go into its paged cache, and from it to the store.
+
+Named in `--kv-transfer-config` (see `serving.transfer_config`). A request loads and saves only what signed parameters
+grant it (`rights`): without them it is served as if there were no store. vLLM's own prefix cache comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from kp_core.engines.vllm.blocks import PagedKV
+from kp_core.engines.vllm.pieces import Piece, StoredPieces
+from kp_core.engines.vllm.rights import Rights, server_key
+from kp_core.errors import KnowledgePackError, ModelError, PackError, UnsupportedModelError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.store import PackStore
+
+__all__ = ["PackConnector"]
+
+logger = logging.getLogger(__name__)
+
+_TRIED = 16  # Longest packs whose KV is looked for; each look is a `stat` or two.
+
+
+@dataclass(frozen=True)
+class _Move:
+    """The tokens `start:stop` of a request, in these blocks, and the pack that ends them."""
+
+    piece: Piece
+    start: int
+    stop: int
+    blocks: tuple[int, ...]
+
+
+@dataclass
+class _Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is no package of the checker's
+    """What the worker has to do in one step."""
+
+    loads: list[_Move] = field(default_factory=list)
+    saves: list[_Move] = field(default_factory=list)
+
+
+class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
+    """Loads the longest stored pack that a prompt begins with, and stores KV that was computed for one without.
+
+    vLLM makes one in its scheduler and one in each worker. Raises `ModelError` at the start for a model other than the
+    one that was named, `UnsupportedModelError` for caches that packs do not fit. What cannot be read fails its request
+    (`kv_load_failure_policy="fail"`); the store has then set it aside, and the next request computes it.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        given = vllm_config.kv_transfer_config.kv_connector_extra_config
+        model = ModelFingerprint.from_dict(given["identity"])
+        _check(vllm_config, kv_cache_config, model)
+        self._key, self._pieces = server_key(), StoredPieces(PackStore(given["store"]), model)
+        self._ranks = vllm_config.parallel_config.tensor_parallel_size
+        self._heads = vllm_config.model_config.get_total_num_kv_heads()
+        self._cache: PagedKV | None = None
+        self._found: dict[str, tuple[Piece, int]] = {}
+        self._loads: list[_Move] = []
+        self._wanted: dict[str, Piece] = {}
+        self._failed: set[int] = set()
+
+    # In the scheduler.
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:  # noqa: ANN401
+        """How many tokens behind those at hand the store has."""
+        self._found.pop(request.request_id, None)
+        self._wanted.pop(request.request_id, None)
+        rights = Rights.read(request.kv_transfer_params, request.cache_salt, self._key)
+        # KV of an adapter, or behind pictures or embeddings, is not told by model and token ids.
+        if rights is None or request.lora_request is not None or request.mm_features or not request.prompt_token_ids:
+            return 0, False
+        try:
+            return self._match(request, rights, num_computed_tokens), False
+        except (OSError, KnowledgePackError) as error:
+            logger.warning("The store of packs cannot be asked; all is computed: %s", error)
+            return 0, False
+
+    def _match(self, request: Any, rights: Rights, computed: int) -> int:  # noqa: ANN401
+        # One token has to be computed for the logits.
+        token_ids = request.prompt_token_ids
+        for piece in islice(self._pieces.find(token_ids, rights.namespaces), _TRIED):
+            stored = self._pieces.has(piece)
+            ready = stored and (piece.start <= computed or self._pieces.has_prefix(piece))
+            if not ready and rights.save and self._ranks == 1 and request.request_id not in self._wanted:
+                self._wanted[request.request_id] = piece
+            stop = min(piece.stop, len(token_ids) - 1)
+            if ready:
+                if stop > computed:
+                    self._found[request.request_id] = (piece, computed)
+                return max(stop - computed, 0)
+        return 0
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
+        """Remember where what was found goes."""
+        found = self._found.pop(request.request_id, None)
+        if found is None or num_external_tokens <= 0:
+            return
+        piece, start = found
+        stop = start + num_external_tokens
+        size = self._vllm_config.cache_config.block_size
+        ids = blocks.get_block_ids()[0][start // size : -(-stop // size)]
+        self._loads.append(_Move(piece, start, stop, tuple(ids)))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What is to be loaded before this step, and stored after it."""
+        moves, self._loads = _Moves(self._loads), []
+        if self._wanted:
+            cached = scheduler_output.scheduled_cached_reqs
+            done = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
+            done |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            for name, scheduled in scheduler_output.num_scheduled_tokens.items():
+                piece = self._wanted.get(name)
+                if piece is not None and done.get(name, 0) + scheduled >= piece.stop:
+                    blocks = scheduler_output.kv_connector_block_state.get_block_ids(name)[0]
+                    needed = -(-piece.stop // self._vllm_config.cache_config.block_size)
+                    moves.saves.append(_Move(piece, 0, piece.stop, tuple(blocks[:needed])))
+                    del self._wanted[name]
+        return moves
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401, ARG002
+        """Forget the request; its blocks are free."""
+        self._found.pop(request.request_id, None)
+        self._wanted.pop(request.request_id, None)
+        return False, None
+
+    def request_finished_all_groups(
+        self,
+        request: Any,  # noqa: ANN401
+        block_ids: tuple[list[int], ...],
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`: there is one group."""
+        return self.request_finished(request, block_ids[0])
+
+    # In the workers.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the paged cache of this rank."""
+        rank = get_tensor_model_parallel_rank()
+        # With fewer heads than ranks, several ranks have the same one.
+        first = rank * self._heads // self._ranks
+        self._cache = PagedKV.of(kv_caches, first)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
+        """Write what this step needs into the cache; what cannot be read is told to the scheduler."""
+        moves = self._get_connector_metadata()
+        for move in moves.loads:
+            try:
+                kv = self._pieces.read(move.piece, move.start).slice(0, move.stop - move.start)
+                if self._cache is None or not self._cache.fits(kv):
+                    raise PackError(f"The KV of {move.piece.handle} has not the shape of this model's.")
+                self._cache.write(kv, move.blocks)
+                logger.info("Loaded %d tokens of %s.", kv.tokens, move.piece.handle)
+            except (OSError, KnowledgePackError) as error:
+                logger.warning("%s cannot be loaded, and its request fails: %s", move.piece.handle, error)
+                self._failed.update(move.blocks)
+
+    def wait_for_save(self) -> None:
+        """Store what was computed for packs in this step."""
+        for move in self._get_connector_metadata().saves:
+            try:
+                if self._cache is not None:
+                    self._pieces.write(move.piece, self._cache.read(move.blocks, move.stop))
+                    logger.info("Stored %d tokens of %s.", move.stop, move.piece.handle)
+            except (OSError, KnowledgePackError) as error:
+                logger.warning("The KV of %s was not stored: %s", move.piece.handle, error)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """The blocks that were not written; vLLM fails their requests."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: all layers are written before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Nothing: all layers are read behind the step."""
+
+
+def _check(config: VllmConfig, kv_cache_config: Any, model: ModelFingerprint) -> None:  # noqa: ANN401
+    groups: Sequence[Any] = kv_cache_config.kv_cache_groups
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    wrong: Mapping[str, bool] = {
+        f"the model computes in {dtype}, and was named with {model.dtype}": dtype != model.dtype,
+        f"its KV cache is {config.cache_config.cache_dtype}": config.cache_config.cache_dtype not in ("auto", dtype),
+        f"its layers keep {len(groups)} kinds of KV": len(groups) != 1,
+        "kv_load_failure_policy is not 'fail'": config.kv_transfer_config.kv_load_failure_policy != "fail",
+    }
+    found = [name for name, holds in wrong.items() if holds]
+    if found and len(groups) != 1:
+        raise UnsupportedModelError(f"{config.model_config.model} cannot use packs: {'; '.join(found)}.")
+    if found:
+        raise ModelError(
+            f"{config.model_config.model} cannot use packs as it was started: {'; '.join(found)}. "
+            "Start it with `kp serve`, and let --dtype and the KV cache be the same."
+        )

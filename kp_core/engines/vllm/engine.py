@@ -1,0 +1,201 @@
+"""The engine that asks a server: token ids go there, token ids come back. Needs a tokenizer, and no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import httpx
+
+from kp_core.engines.base import TokenStream
+from kp_core.errors import ModelError, UnsupportedRequestError
+from kp_core.kv import KVTensors
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.plan import Limit, Plan
+from kp_core.prompt.template import ChatTemplate
+
+__all__ = ["VLLMEngine"]
+
+
+class VLLMEngine:
+    """Answers plans on a server that `kp serve` started: the `Engine` protocol without a model of its own.
+
+    The server finds the packs that a prompt begins with by their token ids, in its own store, as far as the key reads
+    them; where it lacks KV it computes, and where the key may write it keeps what it computed. So packs are stored
+    without KV by whoever uses this engine on the same store, and compiled when they are first used.
+
+    `base_url` is the server's address, with `/v1` or without; `tokenizer` an object, a folder or an id, by default what
+    the server names. Raises `ModelError` when no such server answers, the key is refused, or the tokenizer or its chat
+    template is not that of the served model.
+    """
+
+    compiles_on_use = True
+    """Packs are built without KV: the server computes it."""
+    lacks: Mapping[str, str] = {
+        "kv": "the server keeps the KV of packs itself, and packs are compiled there when they are first used",
+        "compose": "a server reads exact packs only",
+        "steer": "a server reads exact packs only",
+    }
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        tokenizer: Any = None,  # noqa: ANN401 - of the transformers family
+        timeout: float = 600.0,
+    ) -> None:
+        self.base_url = base_url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(headers=headers, timeout=timeout, transport=httpx.HTTPTransport(retries=2))
+        self._given = tokenizer
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        with self._errors():
+            response = self._client.get(f"{self.base_url}/v1/packs/model")
+            if response.status_code == 404:
+                raise ModelError(
+                    f"{self.base_url} is a server without packs. Start it with `kp serve MODEL --store …`."
+                )
+            self._check(response)
+            found: dict[str, Any] = response.json()
+            return found
+
+    @property
+    def name(self) -> str:
+        """What the server calls its model."""
+        return str(self._about["model"])
+
+    @cached_property
+    def identity(self) -> ModelFingerprint:
+        """See `Engine.identity`; as the server says."""
+        return ModelFingerprint.from_dict(self._about["identity"])
+
+    @cached_property
+    def tokenizer(self) -> Any:  # noqa: ANN401
+        """See `Engine.tokenizer`; checked against the server's model."""
+        from kp_core.engines.hf.loading import load_tokenizer, tokenizer_identity
+
+        source = self._given or self._about["root"]
+        tokenizer = load_tokenizer(source) if isinstance(source, str) else source
+        mine = tokenizer_identity(tokenizer, ChatTemplate(tokenizer))
+        other = [name for name, digest in mine.items() if getattr(self.identity, name) != digest]
+        if other:
+            raise ModelError(
+                f"The tokenizer of {str(source)[:80]!r} is not that of the model at {self.base_url} "
+                f"({' and '.join(other)} differ). Pass the tokenizer of {self.name}."
+            )
+        return tokenizer
+
+    @property
+    def max_positions(self) -> int:
+        """See `Engine.max_positions`."""
+        return int(self._about["max_positions"])
+
+    @property
+    def supports(self) -> frozenset[str]:
+        """See `Engine.supports`."""
+        return frozenset({"sampling", "grammar"})
+
+    def run(self, plan: Plan) -> TokenStream:
+        """See `Engine.run`. What was reused is known at the end: a cancelled answer counts its prompt as computed."""
+        sampling = plan.sampling
+        body: dict[str, Any] = {
+            "model": self.name,
+            "prompt": list(plan.prompt.token_ids),
+            "max_tokens": plan.token_budget,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "repetition_penalty": sampling.repetition_penalty,
+            "stop": list(sampling.stop),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        if sampling.seed is not None:
+            body["seed"] = sampling.seed % 2**63
+        if plan.grammar is not None:
+            body["structured_outputs"] = {"grammar": plan.grammar}
+        return TokenStream(partial(self._answer, plan, body))
+
+    def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's
+        """Refused: KV stays where it was computed."""
+        raise UnsupportedRequestError(f"{self.base_url} gives no KV: {self.lacks['kv']}.")
+
+    def close(self) -> None:
+        """Close connections."""
+        self._client.close()
+
+    def _answer(self, plan: Plan, body: dict[str, Any], stream: TokenStream) -> Iterator[int]:
+        stream.computed_tokens = len(plan.prompt)
+        waiting: list[int] = []
+        ended: dict[str, Any] | None = None
+        for event in self._events(body, plan.limit):
+            if plan.limit.is_set():
+                break
+            for choice in event.get("choices", ()):
+                yield from waiting  # The last ones wait for the counts, which come behind them.
+                waiting = choice.get("token_ids") or []
+                ended = choice if choice.get("finish_reason") else ended
+            if usage := event.get("usage"):
+                details = usage.get("prompt_tokens_details") or {}
+                stream.computed_tokens = usage["prompt_tokens"] - details.get("cached_tokens", 0)
+        if plan.limit.is_set():
+            stream.finish = "cancelled"
+            return
+        if ended is None:
+            raise ModelError(f"{self.base_url} ended the answer before it was complete.")
+        is_end = ended["finish_reason"] == "stop" and not isinstance(ended.get("stop_reason"), str)
+        for at, token in enumerate(waiting, 1):
+            if is_end and at == len(waiting):
+                stream.finish = "stop"
+            yield token
+
+    def _events(self, body: dict[str, Any], limit: Limit) -> Iterator[dict[str, Any]]:
+        """The events of an answer, until the time is up; raises `ModelError` for one that says that it failed."""
+        # A server that is busy must not be waited for longer than the caller does.
+        left = {} if limit.timeout is None else {"timeout": max(limit.timeout - limit.spent, 1e-3)}
+        address = f"{self.base_url}/v1/completions"
+        try:
+            with self._errors(), self._client.stream("POST", address, json=body, **left) as response:
+                if response.is_error:
+                    response.read()
+                self._check(response)
+                for line in response.iter_lines():
+                    said = line.removeprefix("data: ")
+                    if said in (line, "[DONE]"):
+                        continue
+                    event: dict[str, Any] = json.loads(said)
+                    if error := event.get("error"):
+                        raise ModelError(f"{self.base_url} could not answer: {error.get('message', error)}")
+                    yield event
+        except httpx.TimeoutException as error:
+            if not limit.is_over:
+                raise ModelError(f"{self.base_url} did not answer in time ({type(error).__name__}).") from error
+
+    def _check(self, response: httpx.Response) -> None:
+        """Raise `ModelError` with what the server says is wrong."""
+        if response.is_error:
+            try:
+                error = response.json()["error"]
+                message = str(error["message"] if isinstance(error, dict) else error)
+            except (ValueError, KeyError, TypeError):
+                message = response.text[:200]
+            raise ModelError(f"{self.base_url} answered {response.status_code}: {message}")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TimeoutException:
+            raise
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise ModelError(
+                f"No server of `kp serve` answers at {self.base_url} ({type(error).__name__}: {error}). "
+                "Check the address, and that it has started."
+            ) from error

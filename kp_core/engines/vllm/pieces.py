@@ -1,0 +1,169 @@
+"""Which stored KV a prompt begins with, told by token ids alone."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from kp_core.errors import PackError
+from kp_core.kv import KVTensors
+from kp_core.packs.files import PackFiles
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import Handle
+from kp_core.packs.kept import EntryKey
+from kp_core.packs.layout import handle_of
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
+from kp_core.packs.store import PackStore
+
+__all__ = ["Piece", "StoredPieces"]
+
+logger = logging.getLogger(__name__)
+
+_HEAD = "prefix of packs"  # What `EntryKey.before` says of the KV that stands before packs.
+_FIRST = 4  # Tokens by which the packs behind one prefix are told apart at first.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A pack where a prompt has it: its tokens are `start:stop` of the prompt, and exactly its prefix stands before."""
+
+    handle: Handle
+    key: PackKey
+    token_ids: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """Where it begins: behind its prefix."""
+        return len(self.prefix)
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The token ids that stand before it."""
+        return self.key.prefix.token_ids if self.key.prefix else ()
+
+    def begins(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt begins with it, its prefix included."""
+        return tuple(token_ids[: self.stop]) == self.prefix + self.token_ids
+
+
+class StoredPieces:
+    """The packs of a store as vLLM needs them: KV from the first token on, of one model in one dtype.
+
+    A pack's KV begins behind its prefix, so that of the prefix is stored too, once for all packs of a namespace that
+    stand behind it. KV from other engines serves as well: for equal ids, weights and dtype it is equal up to rounding,
+    as what vLLM itself computes is from batch to batch. KV that was rounded for storage is not read.
+    """
+
+    def __init__(self, store: PackStore, model: ModelFingerprint) -> None:
+        self.store, self.model = store, model
+        self._files = PackFiles(store.blobs)
+        self._indexes: dict[str, _Index] = {}
+        self._lock = threading.Lock()
+
+    def find(self, token_ids: Sequence[int], namespaces: Collection[str]) -> Iterator[Piece]:
+        """The packs of these namespaces that a prompt begins with, the longest first; stored KV or not."""
+        with self._lock:
+            changes = self.store.changes
+            for name in namespaces:
+                index = self._indexes.setdefault(name, _Index(self._files, self.model))
+                index.refresh(name, changes)
+            found = chain.from_iterable(self._indexes[name].find(token_ids) for name in namespaces)
+            return iter(sorted(found, key=lambda piece: piece.stop, reverse=True))
+
+    def has(self, piece: Piece) -> bool:
+        """Whether the KV of a pack is stored."""
+        with suppress(PackError):
+            found = self.store.peek(piece.handle, piece.key)
+            return found is not None and piece.key.fits(found) and found.stored_bytes > 0
+        return False
+
+    def has_prefix(self, piece: Piece) -> bool:
+        """Whether the KV of all that stands before a pack is stored."""
+        return self.store.kept.has(self._head(piece), (piece.handle.namespace,))
+
+    def read(self, piece: Piece, start: int) -> KVTensors:
+        """The KV of a prompt from token `start` to the end of a pack; raises `PackError` where it is lost."""
+        pack = self.store.get(piece.handle, piece.key)
+        if pack.kv is None or not piece.key.fits(pack) or pack.token_ids != piece.token_ids:
+            raise PackError(f"The KV of {piece.handle} is not stored any more, or of other tokens.")
+        if start >= piece.start:
+            return pack.kv.slice(start - piece.start, len(piece.token_ids))
+        head = self.store.kept.read(self._head(piece), (piece.handle.namespace,))
+        if head is None or head.tokens != piece.start:
+            raise PackError(f"The KV of what stands before {piece.handle} is not stored any more.")
+        return KVTensors.concat([head.slice(start, piece.start), pack.kv])
+
+    def write(self, piece: Piece, kv: KVTensors) -> None:
+        """Store what the server computed: `kv` is that of all tokens up to the end of the pack."""
+        if kv.tokens != piece.stop:
+            raise PackError(f"Got KV of {kv.tokens} tokens for {piece.handle}; expected {piece.stop}.")
+        if not self.has_prefix(piece) and piece.start:
+            self.store.kept.write(self._head(piece), kv.slice(0, piece.start).clone())
+        stored = self.store.peek(piece.handle, piece.key)
+        if stored is None or (stored.stored_bytes and piece.key.fits(stored)):
+            return
+        made = replace(
+            stored,
+            token_ids=piece.token_ids,
+            prefix=piece.key.prefix or Prefix(),
+            fingerprint=self.model,
+            kv=kv.slice(piece.start, piece.stop).clone(),
+        )
+        self.store.put(made.compressed("lossless"))
+        if made.key != piece.key:  # A text that was stored for another engine has an entry more.
+            self.store.blobs.write("changes", [])
+
+    def _head(self, piece: Piece) -> EntryKey:
+        return EntryKey(self.model, 0, _HEAD, piece.prefix, (), piece.handle.namespace)
+
+
+class _Index:
+    """The entries of one namespace by their prefix and first tokens; only what is new in the store is looked at."""
+
+    def __init__(self, files: PackFiles, model: ModelFingerprint) -> None:
+        self._files, self._model, self._changes = files, model, ""
+        self._known: dict[tuple[Handle, str], str] = {}
+        self._found: dict[tuple[int, ...], dict[tuple[int, ...], dict[tuple[Handle, str], Piece]]] = {}
+
+    def refresh(self, namespace: str, changes: str) -> None:
+        if changes == self._changes and changes:
+            return
+        listed = {
+            entry: stat.version
+            for key, stat in self._files.blobs.list(f"packs/{namespace}/")
+            if key.endswith(".safetensors") and (entry := handle_of(key))
+        }
+        stale = {entry for entry, version in self._known.items() if listed.get(entry) != version}
+        for pieces in chain.from_iterable(behind.values() for behind in self._found.values()):
+            for entry in stale & pieces.keys():
+                del pieces[entry]
+        for entry in listed.keys() - (self._known.keys() - stale):
+            pack = self._files.look(*entry)
+            if pack is not None and self._serves(pack):
+                piece = Piece(entry[0], pack.key, pack.token_ids)
+                behind = self._found.setdefault(piece.prefix, defaultdict(dict))
+                behind[piece.token_ids[:_FIRST]][entry] = piece
+        self._known, self._changes = listed, changes
+
+    def find(self, token_ids: Sequence[int]) -> Iterator[Piece]:
+        for prefix, packs in self._found.items():
+            at = len(prefix)
+            if tuple(token_ids[:at]) != prefix:
+                continue
+            for count in range(1, _FIRST + 1):
+                pieces = packs.get(tuple(token_ids[at : at + count]), {})
+                yield from (piece for piece in pieces.values() if piece.begins(token_ids))
+
+    def _serves(self, pack: KnowledgePack) -> bool:
+        made = pack.fingerprint
+        return bool(pack.token_ids) and made.same_model(self._model) and made.dtype == self._model.dtype

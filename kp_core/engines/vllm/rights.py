@@ -1,0 +1,81 @@
+"""What a request may do with the packs of a server, signed: parameters that clients write themselves count nothing."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from hashlib import blake2b, sha256
+from typing import Any
+
+from kp_core.errors import ModelError
+from kp_core.packs.handle import check_namespace
+
+__all__ = ["KEY_VARIABLE", "PARAMETER", "Rights", "salt_of", "server_key"]
+
+PARAMETER = "kp"
+"""The one name in `kv_transfer_params` that is read."""
+KEY_VARIABLE = "KP_SERVE_KEY"
+"""The environment variable that hands the server's key, in hexadecimal, from `kp serve` to vLLM's processes."""
+_LIVES = 3600.0  # Seconds: a request may wait in vLLM's queue.
+
+
+@dataclass(frozen=True)
+class Rights:
+    """The namespaces whose packs a request may load, and whether KV computed for their packs is stored.
+
+    `salt` is the request's `cache_salt`: rights count for that salt alone. `expires` is in seconds since 1970.
+    """
+
+    namespaces: tuple[str, ...]
+    salt: str
+    save: bool = False
+    expires: float = 0.0
+
+    def sign(self, key: bytes) -> dict[str, str]:
+        """As `kv_transfer_params` of a request."""
+        claims = asdict(self) | {"expires": self.expires or time.time() + _LIVES}
+        text = base64.urlsafe_b64encode(json.dumps(claims, sort_keys=True).encode()).decode()
+        return {PARAMETER: f"{text}.{_mac(key, text)}"}
+
+    @classmethod
+    def read(cls, parameters: object, salt: str | None, key: bytes) -> Rights | None:
+        """What `kv_transfer_params` grant a request with this salt; `None` for what was not signed for it."""
+        signed = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
+        text, _, mac = str(signed).partition(".")
+        if not isinstance(signed, str) or not hmac.compare_digest(_mac(key, text).encode(), mac.encode()):
+            return None
+        claims: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
+        found = cls(**claims | {"namespaces": tuple(map(check_namespace, claims["namespaces"]))})
+        return found if found.salt == salt and found.expires > time.time() else None
+
+
+def _mac(key: bytes, text: str) -> str:
+    return hmac.new(key, b"kp-rights-v1\0" + text.encode(), sha256).hexdigest()
+
+
+def salt_of(namespaces: Iterable[str], key: bytes) -> str:
+    """The `cache_salt` of all who may read exactly these namespaces: they share what vLLM caches, nobody else does.
+
+    It names no pack, so that the next search of an agent still finds the prefix of its conversation.
+    """
+    names = "\0".join(sorted(set(namespaces)))
+    return blake2b(names.encode(), key=key[:64], person=b"kp-salt-v1", digest_size=32).hexdigest()
+
+
+def server_key() -> bytes:
+    """The key of this server; raises `ModelError` outside of one."""
+    try:
+        key = bytes.fromhex(os.environ.get(KEY_VARIABLE, ""))
+    except ValueError:
+        key = b""
+    if len(key) < 16:
+        raise ModelError(
+            f"Got no key in the environment variable {KEY_VARIABLE}; expected at least 16 bytes in hexadecimal. "
+            "`kp serve` makes one for each start."
+        )
+    return key

@@ -1,0 +1,59 @@
+"""What vLLM is started with, so that it serves packs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kp_core.packs.fingerprint import CUT_RULE, ModelFingerprint
+
+__all__ = ["arguments", "served_identity", "transfer_config"]
+
+_CHUNK_TOKENS = "1024"  # What packs for servers are cut by; vLLM itself cuts by its load.
+
+
+def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerprint:
+    """Which model a folder or an id is, as vLLM serves it: `dtype` is by default what its configuration says.
+
+    Raises `ModelError` and `TemplateError` as `kp_core.engines.hf.loading.identity_of`.
+    """
+    from kp_core.engines.hf.checkpoint import checkpoint_folder
+    from kp_core.engines.hf.loading import identity_of
+
+    made = identity_of(model)
+    if dtype in (None, "auto"):
+        config = json.loads((checkpoint_folder(model) / "config.json").read_bytes())
+        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        dtype = "bfloat16" if dtype == "float32" else dtype  # As vLLM's "auto".
+    return replace(made, dtype=str(dtype), chunk_tokens=_CHUNK_TOKENS, cuts=CUT_RULE, engine="vllm")
+
+
+def transfer_config(store: str, identity: ModelFingerprint) -> dict[str, Any]:
+    """The value of `--kv-transfer-config` with which vLLM reads and keeps the packs of `store`."""
+    return {
+        "kv_connector": "PackConnector",
+        "kv_connector_module_path": "kp_core.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": {"store": str(store), "identity": identity.to_dict()},
+    }
+
+
+def arguments(model: str, store: str, identity: ModelFingerprint, host: str, port: int) -> list[str]:
+    """The options of `vllm serve` that serve a model with packs."""
+    import torch
+
+    given = {
+        "--host": host,
+        "--port": str(port),
+        "--dtype": identity.dtype,
+        "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
+        "--middleware": "kp_core.engines.vllm.middleware.PackMiddleware",
+        "--kv-transfer-config": json.dumps(transfer_config(store, identity)),
+        # It reads the grammars that clients of ours send.
+        "--structured-outputs-config": json.dumps({"backend": "guidance"}),
+    }
+    flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]
+    return ["--model", model, *(part for pair in given.items() for part in pair), *flags]

@@ -1,0 +1,309 @@
+"""What stands around vLLM and needs none of it: rights, keys, packs found by token ids, and what is let through."""
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+import torch
+
+from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
+from kp_core.engines.request import Request
+from kp_core.engines.vllm.access import Access, Keys, add_key
+from kp_core.engines.vllm.desk import Desk
+from kp_core.engines.vllm.engine import VLLMEngine
+from kp_core.engines.vllm.middleware import PackMiddleware
+from kp_core.engines.vllm.pieces import StoredPieces
+from kp_core.engines.vllm.rights import Rights, salt_of
+from kp_core.engines.vllm.wire import send_json
+from kp_core.errors import ModelError, PackError
+from tests.conftest import tiny_engine
+
+KEY = bytes(range(32))
+TEXT = "The harbour bell of Vint is rung by Oda Wick at noon, and nobody knows for whom it is rung any more."
+
+
+def test_rights_count_only_as_they_were_signed_and_for_their_salt():
+    rights = Rights(("a", "b"), "salt", save=True)
+    signed = rights.sign(KEY)
+    found = Rights.read(signed, "salt", KEY)
+    assert (found.namespaces, found.save) == (("a", "b"), True)
+    assert Rights.read(signed, "other", KEY) is None
+    assert Rights.read(signed, None, KEY) is None
+    assert Rights.read(signed, "salt", KEY[::-1]) is None
+    assert Rights.read(Rights(("a",), "salt", expires=time.time() - 1).sign(KEY), "salt", KEY) is None
+    text, mac = signed["kp"].split(".")
+    for wrong in (
+        {},
+        None,
+        {"kp": 3},
+        {"kp": ""},
+        {"kp": text},
+        {"kp": f"{text}."},
+        {"kp": f"{text[:-4]}.{mac}"},
+        {"kp": "ü.ü"},
+    ):
+        assert Rights.read(wrong, "salt", KEY) is None
+
+
+def test_a_salt_is_that_of_the_namespaces_and_one_that_vllm_takes():
+    assert salt_of(["b", "a"], KEY) == salt_of(["a", "b", "a"], KEY)
+    assert len({salt_of(names, key) for names in (["a"], ["b"], ["a", "b"], ["ab"]) for key in (KEY, KEY[::-1])}) == 8
+    assert salt_of(["a"], KEY).isalnum()
+    assert len(salt_of(["a"], KEY)) <= 128
+
+
+def test_a_file_of_keys_holds_no_key(tmp_path):
+    file = tmp_path / "keys.json"
+    first, second = add_key(file, ["a"]), add_key(file, ["b", "c"], write=True)
+    assert first not in file.read_text()
+    assert file.stat().st_mode & 0o077 == 0
+    keys = Keys(file)
+    assert keys.access(first) == Access(("a",))
+    assert keys.access(second) == Access(("b", "c"), write=True)
+    assert keys.access(None) is keys.access("") is keys.access(first + "x") is None
+    file.write_text("[]")
+    with pytest.raises(ModelError, match="no file of keys"):
+        Keys(file)
+
+
+def served(session):
+    return replace(session.fingerprint, engine="vllm")
+
+
+def packed(session, text, namespace="a"):
+    """A pack of this model, and all KV up to its end."""
+    pack = session.build_pack(text, namespace=namespace)
+    head = next(session.engine.kv([session._planner.wanted(Prefix(), pack.prefix.token_ids)]))
+    return pack, KVTensors.concat([head, pack.kv])
+
+
+def test_the_longest_pack_that_a_prompt_begins_with_is_found_by_ids(tmp_path):
+    session, store = tiny_engine(), PackStore(tmp_path)
+    short, long = (session.build_pack(text, namespace="a") for text in (TEXT[:40], TEXT))
+    other = session.build_pack(TEXT, namespace="b")
+    pieces = StoredPieces(store, served(session))
+    ids = long.prefix.token_ids + long.token_ids + (1, 2)
+    assert not list(pieces.find(ids, ["a", "b"]))
+    for pack in (short, long, other):
+        store.put(pack)
+    found = list(pieces.find(ids, ["a"]))
+    assert [piece.handle for piece in found] == [store.handle(TEXT, "a"), store.handle(TEXT[:40], "a")]
+    assert {piece.handle.namespace for piece in pieces.find(ids, ["a", "b"])} == {"a", "b"}
+    assert [len(ids) - 2, len(ids) - 2 - len(long.token_ids) + len(short.token_ids)] == [each.stop for each in found]
+    assert not list(pieces.find(ids, ["c"]))
+    assert not list(pieces.find((9, *ids[1:]), ["a"]))
+    assert not list(pieces.find(ids[: len(long.prefix)], ["a"]))
+    store.remove(found[0].handle)
+    assert len(list(pieces.find(ids, ["a"]))) == 1
+
+
+def test_packs_of_another_model_dtype_or_rounding_are_not_read(tmp_path):
+    session, store = tiny_engine(), PackStore(tmp_path)
+    pack = session.build_pack(TEXT, namespace="a")
+    ids = pack.prefix.token_ids + pack.token_ids
+    for wrong in (
+        tiny_engine("qwen3").build_pack(TEXT, namespace="a"),
+        tiny_engine(dtype=torch.bfloat16).build_pack(TEXT, namespace="a"),
+        pack.compressed("int8"),
+    ):
+        store.put(wrong)
+        assert not list(StoredPieces(store, served(session)).find(ids, ["a"]))
+    store.put(pack)
+    assert list(StoredPieces(store, served(session)).find(ids, ["a"]))
+
+
+def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path):
+    session, store = tiny_engine(), PackStore(tmp_path)
+    pack, whole = packed(session, TEXT)
+    pieces = StoredPieces(store, served(session))
+    handle = store.put(pack.without_kv())
+    piece = next(pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
+    assert not pieces.has(piece)
+    pieces.write(piece, whole)
+    # Another replica, on the same store.
+    pieces = StoredPieces(PackStore(tmp_path), served(session))
+    piece = next(each for each in pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]) if pieces.has(each))
+    assert piece.handle == handle
+    assert pieces.has_prefix(piece)
+    for start in (0, 1, piece.start - 1, piece.start, piece.start + 3):
+        assert pieces.read(piece, start).equal(whole.slice(start, piece.stop))
+    with pytest.raises(PackError, match="expected"):
+        pieces.write(piece, whole.slice(0, 5))
+    store.forget("a")
+    with pytest.raises(PackError, match="before"):
+        StoredPieces(store, served(session)).read(piece, 0)
+
+
+class Gate:
+    """The middleware before an application that says what it was asked."""
+
+    def __init__(self, tmp_path, session, access):
+        self.store, self.seen = PackStore(tmp_path / "packs"), []
+
+        async def inner(scope, receive, send):
+            message = await receive() if scope["method"] == "POST" else {}
+            self.seen.append((scope["path"], json.loads(message.get("body") or b"null")))
+            await send_json(send, 200, {"ok": True})
+
+        self.gate = PackMiddleware.__new__(PackMiddleware)
+        self.gate.app = inner
+        self.gate.desk = Desk(self.store, "", served(session), Keys(None, access), KEY)
+        self.gate.desk.__dict__["tokenizer"] = session.tokenizer
+
+    def ask(self, method, path, body=None):
+        async def go():
+            transport = httpx.ASGITransport(self.gate)
+            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+                return await client.request(method, path, json=body)
+
+        return asyncio.run(go())
+
+    def chat(self, **body):
+        done = self.ask("POST", "/v1/chat/completions", body)
+        return done, self.seen[-1][1] if done.status_code == 200 else done.json()["error"]["message"]
+
+
+@pytest.fixture
+def gate(tmp_path):
+    return Gate(tmp_path, tiny_engine(), Access(("a",), ("user", "system")))
+
+
+def put(gate, text=TEXT, namespace="a"):
+    return str(gate.store.put(tiny_engine().build_pack(text, namespace=namespace, lazy=True)))
+
+
+def test_handles_become_text_for_whom_they_resolve(gate):
+    own, other = put(gate), put(gate, namespace="b")
+    messages = [
+        {"role": "developer", "content": own},
+        {"role": "user", "content": f"{own} {other}"},
+        {"role": "user", "content": [{"type": "text", "text": own}]},
+        {"role": "tool", "content": own, "tool_call_id": "1"},
+    ]
+    _, body = gate.chat(messages=messages, model="m")
+    assert [each["content"] for each in body["messages"]] == [TEXT, f"{TEXT} {other}", TEXT, own]
+    assert body["messages"][3]["tool_call_id"] == "1"
+    rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
+    assert (rights.namespaces, rights.save) == (("a",), False)
+
+
+def test_handles_inside_packs_are_not_followed(gate):
+    own = put(gate)
+    _, body = gate.chat(messages=[{"role": "user", "content": put(gate, f"See {own} for more about it.")}])
+    assert body["messages"][0]["content"] == f"See {own} for more about it."
+
+
+def test_what_clients_say_of_salts_and_rights_counts_nothing(gate):
+    forged = Rights(("b",), "mine", save=True).sign(b"x" * 32)
+    _, body = gate.chat(messages=[], cache_salt="mine", kv_transfer_params=forged)
+    assert body["cache_salt"] == salt_of(["a"], KEY)
+    assert Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY).namespaces == ("a",)
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"messages": [{"role": "user", "content": "a<|im_end|>b"}]},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a<|im_"}, {"type": "text", "text": "end|>"}]}
+            ]
+        },
+        {
+            "messages": [
+                {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "<|im_start|>"}}]}
+            ]
+        },
+        {"messages": [], "tools": [{"function": {"parameters": {"properties": {"<|im_end|>": {}}}}}]},
+    ],
+)
+def test_special_tokens_are_refused_wherever_they_stand(gate, where):
+    done, said = gate.chat(**where)
+    assert done.status_code == 400
+    assert "special token" in said
+    assert not gate.seen
+
+
+def test_a_pack_that_holds_a_special_token_is_refused_too(gate):
+    done, said = gate.chat(messages=[{"role": "user", "content": put(gate, TEXT + "<|im_end|>")}])
+    assert (done.status_code, "special token" in said) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"messages": [], "vllm_xargs": {"kv_transfer_params": {}}}, "unknown fields"),
+        ({"messages": [], "chat_template": "x"}, "unknown fields"),
+        ({"messages": [], "echo": True}, "echo"),
+        ({"messages": [], "prompt_logprobs": 0, "prompt_embeds": "x"}, "prompt_embeds"),
+        ({"messages": [1]}, "list of messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x"}]}]}, "text"),
+    ],
+)
+def test_what_is_not_listed_is_refused(gate, body, said):
+    done, message = gate.chat(**body)
+    assert (done.status_code, said in message) == (400, True)
+    assert not gate.seen
+
+
+def test_endpoints_that_are_not_listed_are_closed(gate):
+    for method, path in [
+        ("POST", "/v1/responses"),
+        ("POST", "/reset_prefix_cache"),
+        ("GET", "/docs"),
+        ("PUT", "/v1/completions"),
+        ("POST", "/v1/chat/completions/"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/tokenize"),
+    ]:
+        done = gate.ask(method, path, {})
+        assert done.status_code == 404, path
+        assert done.json()["error"]["type"] == "not_found_error"
+    assert not gate.seen
+    assert gate.ask("GET", "/v1/models").status_code == gate.ask("GET", "/health").status_code == 200
+
+
+def test_packs_of_others_look_like_none_at_all(gate):
+    own, other = put(gate), put(gate, namespace="b")
+    assert gate.ask("GET", f"/v1/packs/{own}").json()["text"] == TEXT
+    assert gate.ask("GET", "/v1/packs").json()["data"] == [own]
+    assert gate.ask("GET", "/v1/packs?namespace=b").json()["data"] == []
+    answers = [gate.ask(method, f"/v1/packs/{other}") for method in ("GET", "DELETE")]
+    unknown = gate.ask("GET", f"/v1/packs/kp:b/{'a' * 21}")
+    for answer in answers:
+        assert answer.status_code == unknown.status_code == 404
+        assert answer.text.replace(other, "X") == unknown.text.replace(f"kp:b/{'a' * 21}", "X")
+    assert gate.ask("DELETE", f"/v1/packs/{own}").status_code == 403
+    assert gate.ask("POST", "/v1/packs", {"text": "x", "namespace": "a"}).status_code == 403
+
+
+def test_an_engine_without_a_server_says_what_is_missing():
+    with pytest.raises(ModelError, match="No server of `kp serve` answers"):
+        load_engine(engine="http://127.0.0.1:9")
+    with pytest.raises(ModelError, match="has its own"):
+        load_engine(engine="http://127.0.0.1:9", dtype="float32")
+
+
+def test_packs_for_a_server_are_those_of_the_same_model_whatever_computed_them(tmp_path):
+    """The prompt that goes to a server is the canonical one, with packs from any engine of the model."""
+    session, store = tiny_engine(), PackStore(tmp_path)
+    about = {"model": "tiny", "root": "", "max_positions": session.max_positions, "identity": served(session).to_dict()}
+    engine = VLLMEngine("http://127.0.0.1:9", tokenizer=session.tokenizer)
+    engine.__dict__["_about"] = about
+    remote = load_engine(engine)
+    handle = store.put(session.build_pack(TEXT, namespace="a"))
+    view = store.view("a")
+    plans = [each._plan(f"{handle}\nWho rings it?", Request.of({"view": view}))[0] for each in (session, remote)]
+    assert plans[0].prompt.token_ids == plans[1].prompt.token_ids
+    assert plans[1].prompt.pack_tokens > 0
+    lazy = remote.build_pack(TEXT, namespace="a")
+    assert isinstance(lazy, KnowledgePack)
+    assert lazy.is_lazy
+    assert lazy.fingerprint == remote.fingerprint
+    other = VLLMEngine("http://127.0.0.1:9", tokenizer=session.tokenizer)
+    other.__dict__["_about"] = {**about, "identity": {**about["identity"], "tokenizer": "another"}}
+    with pytest.raises(ModelError, match="tokenizer differ"):
+        load_engine(other)
