@@ -47,7 +47,11 @@ def one_engine(monkeypatch):
 
 def test_there_is_code_to_run():
     assert {page for page, *_ in (block.values for block in BLOCKS)} >= {
-        "README.md", "docs/agents.md", "docs/guide-langchain.md", "docs/guide-llamaindex.md", "docs/guide-python.md"
+        "README.md",
+        "docs/agents.md",
+        "docs/guide-langchain.md",
+        "docs/guide-llamaindex.md",
+        "docs/guide-python.md",
     }
 
 
