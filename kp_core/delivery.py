@@ -273,8 +273,9 @@ class Delivery:
         """
         most = self._compiler.max_positions // 2
         for fact in facts:
-            plan = {"compiled_for": self.compiled_for, "lazy": True, "progress": False}
-            for pack in self._compiler.build_packs([fact.text], on_short=lambda *_: None, **plan):
+            for pack in self._compiler.build_packs(
+                [fact.text], compiled_for=self.compiled_for, lazy=True, progress=False, on_short=lambda *_: None
+            ):
                 if (count := len(pack.token_ids)) > most:
                     raise PackError(
                         f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {most:,}, "
