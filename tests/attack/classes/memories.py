@@ -1,0 +1,116 @@
+"""Agents' memory over LangGraph and MCP: hostile namespaces, keys, values and calls, a dictionary being the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from langgraph.store.base import InvalidNamespaceError
+from mcp import Client
+from tests.attack.harness import Case, LostError, WrongError, refused
+from tests.attack.mutate import text, value
+
+from kp_core import Fact, MemoryFactStore, PackStore, find_handles
+from kp_core.cli.mcp import memory_server
+from kp_core.delivery import Delivery
+from kp_langchain.store import KnowledgePackStore, namespace_of
+from tests.conftest import roomy_engine
+from tests.core.facts.test_facts import HashEmbedder
+
+SHORT = 60
+
+_LABELS = (
+    "a",
+    "b",
+    "a-b",
+    "a_2db",
+    "A",
+    "_h",
+    "é",
+    "e\u0301",
+    "x" * 61,
+    "x" * 62,
+    "a.b",
+    "langgraph",
+    "lg-a",
+    "default",
+    "*",
+)
+
+
+@contextmanager
+def attack(folder: Path) -> Iterator[Case]:  # noqa: C901 - one function for each way in
+    """See `harness.Attacks`."""
+    packs, facts = PackStore(folder / "packs"), MemoryFactStore(HashEmbedder())
+    memory = KnowledgePackStore(roomy_engine(), packs, facts, kv="lazy")
+    facts.add([Fact("What others know.", namespace="bo"), Fact("What nobody put.", namespace=namespace_of(("a",)))])
+    held: dict[tuple[tuple[str, ...], str], Any] = {}
+    served = Delivery(facts, roomy_engine(), packs, kv="lazy", compiled_for="system", namespace="ana")
+    server, told = memory_server(facts, lambda: served, "ana"), set[str]()
+
+    def label(draw: Random) -> str:
+        return draw.choice(_LABELS) if draw.random() < 0.7 else text(draw)
+
+    def over_langgraph(draw: Random) -> None:
+        labels = tuple(label(draw) for _ in range(draw.choice((0, 1, 1, 2, 3))))
+        key = draw.choice(("k", "K", "k/", "", text(draw)))
+        before = held.get((labels, key))
+        with refused(InvalidNamespaceError):
+            if draw.random() < 0.2:
+                memory.delete(labels, key)
+                held.pop((labels, key), None)
+            else:
+                put = {
+                    draw.choice(("text", text(draw))): draw.choice((text(draw), value(draw)))
+                    for _ in range(draw.choice((1, 1, 2)))
+                }
+                memory.put(labels, key, put)
+                held[labels, key] = json.loads(json.dumps(put))
+        with refused(InvalidNamespaceError):
+            item = memory.get(labels, key)
+            if (item and item.value) != (now := held.get((labels, key))):
+                raise (LostError if before == now else WrongError)(
+                    f"{labels!r} {key!r}: {item and item.value!r} for {now!r}"
+                )
+            prefix = labels[: draw.randrange(len(labels) + 1)]
+            query = draw.choice((None, text(draw)))
+            for found in memory.search(prefix, query=query, limit=draw.choice((1, 5, 1000))):
+                spaces = {handle.namespace for _, _, handle in find_handles(found.handle or "")}
+                right = (
+                    found.namespace[: len(prefix)] == prefix and held.get((found.namespace, found.key)) == found.value
+                )
+                if not right or spaces - {namespace_of(found.namespace)}:
+                    raise WrongError(f"{prefix!r} finds {found!r}")
+
+    async def over_mcp(draw: Random) -> None:
+        said = draw.choice((text(draw), value(draw)))
+        arguments = draw.choice(
+            ({"text": said}, {"question": said}, {"question": text(draw), "k": value(draw)}, {"k": 1}, {})
+        )
+        name = draw.choice(("remember", "search", "search", text(draw)))
+        async with Client(server) as client:
+            result = await client.call_tool(name, json.loads(json.dumps(arguments, default=str)))
+        if result.is_error:
+            if not result.content[0].text:
+                raise WrongError("an error that says nothing")
+            return
+        documents = result.meta["documents"]
+        told.update(document["text"] for document in documents if name == "remember")
+        spaces = {
+            handle.namespace for _, _, handle in find_handles("\n".join(each["handle"] or "" for each in documents))
+        }
+        if spaces - {"ana"} or not {document["text"] for document in documents} <= told:
+            raise WrongError(f"{name} {arguments!r} gives {documents!r}")
+
+    def case(draw: Random) -> None:
+        if draw.random() < 0.6:
+            over_langgraph(draw)
+        else:
+            asyncio.run(over_mcp(draw))
+
+    yield case
