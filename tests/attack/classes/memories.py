@@ -12,13 +12,13 @@ from typing import Any
 
 from langgraph.store.base import InvalidNamespaceError
 from mcp import Client
-from tests.attack.harness import Case, LostError, WrongError, refused
-from tests.attack.mutate import text, value
 
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles
 from kp_core.cli.mcp import memory_server
 from kp_core.delivery import Delivery
 from kp_langchain.store import KnowledgePackStore, namespace_of
+from tests.attack.harness import Case, LostError, WrongError, refused
+from tests.attack.mutate import text, value
 from tests.conftest import roomy_engine
 from tests.core.facts.test_facts import HashEmbedder
 
@@ -44,7 +44,7 @@ _LABELS = (
 
 
 @contextmanager
-def attack(folder: Path) -> Iterator[Case]:  # noqa: C901 - one function for each way in
+def attack(folder: Path) -> Iterator[Case]:
     """See `harness.Attacks`."""
     packs, facts = PackStore(folder / "packs"), MemoryFactStore(HashEmbedder())
     memory = KnowledgePackStore(roomy_engine(), packs, facts, kv="lazy")
