@@ -25,7 +25,7 @@ def tokenised(
     texts: Iterable[tuple[str, Mapping[str, str]]],
     compiled_for: CompiledFor,
     on_short: Callable[[str, PromptError], object] | None,
-    most: int,
+    most: int | None,
 ) -> Iterator[Job]:
     """The jobs of `texts`; one too short to own a token, or of more than `most`, goes to `on_short`, or is an error."""
     for text, about in texts:

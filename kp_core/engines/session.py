@@ -213,7 +213,7 @@ class Session:
         lazy = lazy or getattr(self.engine, "compiles_on_use", False)
         self._need("kv", "building packs", needed=not lazy)
         abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
-        jobs = tokenised(self.template, abouts, compiled_for, on_short, self.max_positions)
+        jobs = tokenised(self.template, abouts, compiled_for, on_short, None if lazy else self.max_positions)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
         found = built(jobs, self.engine, self._planner.wanted, namespace, made, lazy=lazy)
         for pack in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):

@@ -13,7 +13,7 @@ from kp_core import Fact, Handle, MemoryFactStore, PackStore, PackView, Session,
 from kp_core.errors import BankError, OptionError
 from kp_core.packs.view import TRUSTED_ROLES
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
-from tests.conftest import tiny_engine, until
+from tests.conftest import roomy_engine, tiny_engine, until
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_a_text_twice_is_one_pack(facts, shelf, embedder):
 
 
 def test_whole_banks_as_packs(facts, shelf, embedder):
-    retriever = made(facts, shelf, embedder, unit="bank", k=1, probes=1)
+    retriever = made(facts, shelf, embedder, roomy_engine(), unit="bank", k=1, probes=1)
     assert len(shelf) == len(retriever.fact_store.banks()) == 2
     for question in ("What bird is on the flag?", "Where do ships go?"):
         [document] = retriever.invoke(question)

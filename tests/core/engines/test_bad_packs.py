@@ -123,16 +123,15 @@ def test_pickled_weights_run_nothing_and_are_refused_by_name(kind, tmp_path):
     assert not made.exists()
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_text_longer_than_the_context_is_refused_before_anything_is_computed(lazy, store, monkeypatch, caplog):
+def test_a_text_longer_than_the_context_is_refused_before_anything_is_computed(store, monkeypatch, caplog):
     engine = tiny_engine()
     long = "gate " * 3000
     monkeypatch.setattr(engine.engine, "kv", lambda plans: [pytest.fail("computed") for _ in plans])
     with pytest.raises(ContextOverflowError, match="2048 positions"):
-        engine.build_pack(long, lazy=lazy)
+        engine.build_pack(long)
     monkeypatch.undo()
     # Those beside it are compiled.
-    made = compile_facts([Fact(long), Fact(TEXT)], engine, store, lazy=lazy, progress=False)
+    made = compile_facts([Fact(long), Fact(TEXT)], engine, store, progress=False)
     assert [handle is None for handle in made] == [True, False]
     assert "2048 positions" in caplog.text
     ChatTemplate(tiny_tokenizer()).tokenise_pack(long)
