@@ -45,8 +45,9 @@ def damaged(draw: Random, data: bytes, other: bytes = b"") -> bytes:
     """`data` with one to three hurts: bits, runs, cuts, repeats, or a stretch of `other`."""
     found = bytearray(data)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
-        # Half of the places are near the head, which would else be missed where the rest is large.
-        at = draw.randrange(min(len(found), draw.choice((16, 400, 10**9))) + 1)
+        # Places near the head and the end would else be missed where the rest is large.
+        reach = min(len(found), draw.choice((16, 400, 10**9, 200)))
+        at = draw.randrange(reach + 1) + (len(found) - reach if reach == 200 else 0)
         stop = at + draw.choice((1, 1, 4, 8, 60))
         kind = draw.randrange(8)
         if kind == 0:

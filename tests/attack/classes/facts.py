@@ -63,7 +63,7 @@ class Facts(StoreMachine):
     def add(self, texts, space, ttl, full) -> None:
         facts = [Fact(each, namespace=space, metadata={"at": place}) for place, each in enumerate(texts)]
         expires = None if ttl is None else time.time() + ttl
-        came, taken = self._coming(space, facts)
+        came = self._coming(space, facts)
         full, failed = full and self.chroma, None
         with full_disk(0) if full else nullcontext():
             try:
@@ -71,13 +71,10 @@ class Facts(StoreMachine):
             except BankError as error:
                 failed = error
         if failed is not None:
-            if not taken and not full:
+            if not full:
                 raise failed
-            if full:
-                self._learn(came)
+            self._learn(came)
             return
-        if taken:
-            raise WrongError("an id stands for two texts")
         for fact in came:
             # The clock runs on between two looks.
             found = self.store.get(fact.id, namespace=space)
@@ -85,15 +82,15 @@ class Facts(StoreMachine):
                 raise WrongError(f"{fact} was added, {found} is there")
             self.held[space, fact.id] = found
 
-    def _coming(self, space: str, facts: list[Fact]) -> tuple[list[Fact], bool]:
-        """Those of `facts` that are new, and whether one has the id of another text; what has expired goes first."""
+    def _coming(self, space: str, facts: list[Fact]) -> list[Fact]:
+        """Those of `facts` that are new; what has expired goes first. Of a text that was corrected the later one stays."""
         self.held = {key: fact for key, fact in self.held.items() if key[0] != space or _alive(fact)}
         mine = {fact_id: fact.text for (name, fact_id), fact in self.held.items() if name == space}
         new: dict[str, Fact] = {}
         for fact in facts:
-            if fact.text not in {*mine.values(), *(each.text for each in new.values())}:
+            if fact.id not in mine and fact.text not in {*mine.values(), *(each.text for each in new.values())}:
                 new[fact.id] = fact
-        return list(new.values()), bool(new.keys() & mine.keys())
+        return list(new.values())
 
     @precondition(lambda self: self._living())
     @rule(data=st.data(), text=_TEXTS)

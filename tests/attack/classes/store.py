@@ -114,9 +114,9 @@ class Packs(StoreMachine):
         with suppress(PackCorruptError, PackNotFoundError):
             self.store.get(handle)
             return
-        if handle not in self.textless and len(files) > 1:
+        if handle not in self.textless:
             raise LostError(f"{handle} had {len(files)} files, and {how} of {file.name} cost its text")
-        # All were damaged, or a text alone, which has no second copy.
+        # All were damaged.
         del self.held[handle]
 
     @invariant()
