@@ -100,6 +100,11 @@ class PackStore:
         return "" if found is None else found.version
 
     @property
+    def files(self) -> PackFiles:
+        """What lies under `packs/`, for engines that look at headers alone."""
+        return self._files
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files under `packs/`, which is what `max_bytes` bounds."""
         return sum(found.size for _, found in self.blobs.list("packs/"))

@@ -159,7 +159,7 @@ class VLLMEngine:
     def _events(self, body: dict[str, Any], limit: Limit) -> Iterator[dict[str, Any]]:
         """The events of an answer, until the time is up; raises `ModelError` for one that says that it failed."""
         # A server that is busy must not be waited for longer than the caller does.
-        left = {} if limit.timeout is None else {"timeout": max(limit.timeout - limit.spent, 1e-3)}
+        left: dict[str, Any] = {} if limit.timeout is None else {"timeout": max(limit.timeout - limit.spent, 1e-3)}
         address = f"{self.base_url}/v1/completions"
         try:
             with self._errors(), self._client.stream("POST", address, json=body, **left) as response:

@@ -66,7 +66,7 @@ class StoredPieces:
 
     def __init__(self, store: PackStore, model: ModelFingerprint) -> None:
         self.store, self.model = store, model
-        self._files = PackFiles(store.blobs)
+        self._files = store.files
         self._indexes: dict[str, _Index] = {}
         self._lock = threading.Lock()
 
@@ -121,7 +121,7 @@ class StoredPieces:
         )
         self.store.put(made.compressed("lossless"))
         if made.key != piece.key:  # A text that was stored for another engine has an entry more.
-            self.store.blobs.write("changes", [])
+            self.store.files.note_change()
 
     def _head(self, piece: Piece) -> EntryKey:
         return EntryKey(self.model, 0, _HEAD, piece.prefix, (), piece.handle.namespace)
