@@ -10,7 +10,7 @@ from functools import partial
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, PromptError
+from kp_core.errors import BankError, PackError, PromptError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.packs.codec import Compression, check_compression
@@ -20,7 +20,7 @@ from kp_core.packs.view import Packs
 from kp_core.rates import MUCH_BYTES, CompileCost, compile_cost
 from kp_core.units import Unit
 
-__all__ = ["compile_facts", "open_facts"]
+__all__ = ["compile_facts", "open_facts", "refuse_unreadable"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +139,20 @@ def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: 
     if not fits or pack.prefix != plan.prefix:
         return False
     return lazy or pack.stored_bytes > 0 or not store.get(store.handle(pack.text, pack.namespace), pack.key).is_lazy
+
+
+def refuse_unreadable(facts: Iterable[Fact], engine: Session, compiled_for: CompiledFor) -> None:
+    """See `Delivery.refuse_unreadable`."""
+    most = engine.max_positions // 2
+    for fact in facts:
+        for pack in engine.build_packs(
+            [fact.text], compiled_for=compiled_for, lazy=True, progress=False, on_short=lambda *_: None
+        ):
+            if (count := len(pack.token_ids)) > most:
+                raise PackError(
+                    f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {most:,}, "
+                    "half of what the model reads. Cut it into several."
+                )
 
 
 def open_facts(

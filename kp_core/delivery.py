@@ -12,11 +12,11 @@ from typing import Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.compiling import compile_facts
+from kp_core.compiling import compile_facts, refuse_unreadable
 from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, BusyError, PackError, PackNotFoundError
+from kp_core.errors import BankError, BusyError, PackNotFoundError
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
@@ -271,16 +271,7 @@ class Delivery:
 
         Each request that finds it would fail. For what strangers and models want to store; computes nothing.
         """
-        most = self._compiler.max_positions // 2
-        for fact in facts:
-            for pack in self._compiler.build_packs(
-                [fact.text], compiled_for=self.compiled_for, lazy=True, progress=False, on_short=lambda *_: None
-            ):
-                if (count := len(pack.token_ids)) > most:
-                    raise PackError(
-                        f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {most:,}, "
-                        "half of what the model reads. Cut it into several."
-                    )
+        refuse_unreadable(facts, self._compiler, self.compiled_for)
 
     def forget(self, handle: Handle) -> None:
         """Remove a pack; nothing where there is none."""

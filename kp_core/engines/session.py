@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
+from kp_core.engines.base import Engine, TokenStream
 from kp_core.engines.building import built, stored, tokenised
 from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
@@ -25,6 +25,7 @@ from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
 from kp_core.engines.keeping import Keeper, write_kept
 from kp_core.engines.many import Asked, Key, generate_many
+from kp_core.engines.offered import OfEngine
 from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
@@ -47,7 +48,7 @@ from kp_core.tools import Delta
 __all__ = ["Session"]
 
 
-class Session:
+class Session(OfEngine):
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
     `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
@@ -64,10 +65,8 @@ class Session:
         template: ChatTemplate | None = None,
         probe: Callable[[], float] = lambda: math.nan,
     ) -> None:
-        self.engine = engine
+        super().__init__(engine, name or type(engine).__name__)
         self._probe = cache(probe)
-        self.name = name or type(engine).__name__
-        """What people call the model."""
         self.template = template or ChatTemplate(engine.tokenizer)
         """The model's chat template."""
         self.tokenizer: Any = engine.tokenizer
@@ -252,29 +251,6 @@ class Session:
         span = Span(start, start + len(pack.token_ids), PackRef("", pack))
         return self._cache("pin").pin(self._planner.pinned(pack, span))
 
-    def unpin(self, pinned: object) -> None:
-        """Let the prefix tree evict a pinned pack again."""
-        self._cache("unpin").unpin(pinned)
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of KV in the prefix tree, which its budget bounds."""
-        return self._cache("cached_bytes").cached_bytes
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of KV per token."""
-        return self._cache("bytes_per_token").bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
-        return self._cache("state_bytes").state_bytes
-
-    def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use."""
-        self._cache("clear_cache").clear_cache()
-
     def _plan(
         self,
         messages: Sequence[Message] | str,
@@ -332,11 +308,3 @@ class Session:
             for each in learned:
                 wanted = self._planner.wanted(each.prefix, each.token_ids)
                 self.when_idle(partial(stored, each.pack(), self.engine, wanted, put))
-
-    def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
-        if needed and capability not in self.engine.supports:
-            raise refusal(self.engine, self.name, capability, what)
-
-    def _cache(self, what: str) -> CachingEngine:
-        self._need("cache", what)
-        return cast("CachingEngine", self.engine)

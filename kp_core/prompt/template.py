@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeAlias
 from kp_core.errors import ContextOverflowError, PromptError, ShortTextError, TemplateError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
-from kp_core.packs.view import PackRef, PackView, Segment
+from kp_core.packs.view import PackRef, PackView
+from kp_core.prompt.checking import SpanCheck, checked
 from kp_core.prompt.conversation import (
     Turn,
     TurnShaper,
@@ -29,9 +30,10 @@ from kp_core.prompt.conversation import (
     with_instruction,
     with_memory,
 )
-from kp_core.prompt.encoding import Encoded, PromptEncoder
+from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.prompt import Prompt, Span, common_length
 from kp_core.prompt.resolve import Message
+from kp_core.prompt.slot import SLOT, filled
 from kp_core.prompt.spans import Marks
 from kp_core.tools import AnswerShape, ToolFormat, format_of
 
@@ -44,7 +46,6 @@ _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'
 # After a final newline only the next pack or the caller's system message can follow, both of which begin with a letter
 # or a sign.
 _PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
-_SLOT = "{pack}"
 _FREE = AnswerShape()
 _Inputs: TypeAlias = tuple[list[dict[str, Any]], Mapping[str, Any]]
 
@@ -58,18 +59,6 @@ class TokenisedPack:
     text: str
     token_ids: tuple[int, ...]
     prompt: Prompt
-
-
-@dataclass(frozen=True)
-class SpanCheck:
-    """What `ChatTemplate.verify` found about one pack: how much of its text its tokens deliver."""
-
-    handle: str
-    tokens: int
-    delivered: str
-    """Characters delivered as KV."""
-    as_text: str
-    """Characters at the edges that share a token with what is around the pack, and are prefilled with it."""
 
 
 class ChatTemplate:
@@ -178,13 +167,13 @@ class ChatTemplate:
             raise PromptError("Got a blank text; expected something to know.")
         if compiled_for == "system":
             followers = _PRINTED_FOLLOWER
-            messages: Sequence[Message] = ({"role": "system", "content": _SLOT}, {"role": "user", "content": "?"})
+            messages: Sequence[Message] = ({"role": "system", "content": SLOT}, {"role": "user", "content": "?"})
         else:
             followers = _ANY_FOLLOWER
-            messages = ({"role": "user", "content": _SLOT},) if isinstance(compiled_for, str) else compiled_for
+            messages = ({"role": "user", "content": SLOT},) if isinstance(compiled_for, str) else compiled_for
         pack = KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown())
         reference = PackRef("", pack, memory=compiled_for == "system")
-        prompt = self._prompt(self._shaper.shape(_filled(messages, reference)), {}, add_generation_prompt=True)
+        prompt = self._prompt(self._shaper.shape(filled(messages, reference)), {}, add_generation_prompt=True)
         if not self.carries_packs:
             raise ShortTextError("The chat template changes the text of messages, so no pack can be found in a prompt.")
         if not prompt.spans:
@@ -221,13 +210,7 @@ class ChatTemplate:
 
         Raises `TemplateError` at the first token that differs.
         """
-        encoded = self._encoder.encode(prompt.rendered)
-        got, expected = prompt.token_ids, encoded.ids
-        if (at := common_length(got, expected)) < min(len(got), len(expected)):
-            raise TemplateError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
-        if len(got) != len(expected):
-            raise TemplateError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
-        return tuple(_check(span, encoded) for span in prompt.spans)
+        return checked(prompt, self._encoder.encode(prompt.rendered))
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
@@ -329,30 +312,8 @@ def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
     return messages, options
 
 
-def _check(span: Span, encoded: Encoded) -> SpanCheck:
-    delivered = encoded.text_of(span.start, span.stop)
-    before, found, after = span.reference.text.partition(delivered)
-    if not found:
-        raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
-    return SpanCheck(span.handle, len(span), delivered, before + after)
-
-
 def _instruction(schema: Mapping[str, Any]) -> str:
     # A small model repeats a schema that says nothing.
     if set(schema) == {"type"}:
         return f"Answer with a JSON {schema['type']}, and nothing else."
     return f"Answer with JSON that fits this JSON Schema, and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
-
-
-def _filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
-    """`messages` with `reference` where they say `{pack}`."""
-    turns = []
-    for turn in to_turns(messages, None):
-        segments: list[Segment] = []
-        for segment in turn.segments:
-            before, slot, after = str(segment).partition(_SLOT)
-            segments += [before, reference, after] if slot else [before]
-        turns.append(turn.with_segments(segments))
-    if sum(segment is reference for turn in turns for segment in turn.segments) != 1:
-        raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will be.")
-    return tuple(turns)

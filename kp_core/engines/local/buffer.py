@@ -45,9 +45,12 @@ class CacheShape:
         return sum(prod(state.shape) * state.dtype.itemsize for state in self.states)
 
     def fits(self, kv: KVTensors) -> bool:
-        """Whether `kv` has these layers."""
+        """Whether `kv` has these layers, and the states that the model needs to go on behind it."""
         sides = zip(kv.keys, kv.values, strict=True)
-        return self.layers == tuple((len(key), key.shape[2], value.shape[2]) for key, value in sides)
+        states = [(tuple(state.shape), state.dtype) for state in kv.states]
+        return self.layers == tuple((len(key), key.shape[2], value.shape[2]) for key, value in sides) and states == [
+            (state.shape, state.dtype) for state in self.states
+        ]
 
     @property
     def bytes_per_token(self) -> int:

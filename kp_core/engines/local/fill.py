@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,24 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kp_core.compose import Stretch, WrappingComposer
 from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
-from kp_core.engines.local.computing import Computing, PlacedModel
+from kp_core.engines.local.computing import PlacedModel
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
+from kp_core.engines.local.packs import PackKV
 from kp_core.engines.local.scheduler import BatchingModel, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
-from kp_core.errors import KVShapeError, PackNotFoundError
 from kp_core.kv import KVTensors
-from kp_core.packs.handle import Handle, find_handles
-from kp_core.packs.pack import KnowledgePack
 from kp_core.plan import Limit, Plan, Region, Sampling
-from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.prompt import Prompt
 
 __all__ = ["Cancelled", "Filled", "Filler", "LocalModel"]
-
-logger = logging.getLogger(__name__)
 
 
 class LocalModel(PlacedModel, BatchingModel, Protocol):
@@ -94,6 +88,7 @@ class Filler:
         # One prompt at a time: a second one that begins alike then finds the KV of the first.
         self._filling = threading.Lock()
         self.scheduler = Scheduler(model)
+        self._packs = PackKV(model, self.scheduler)
 
     def _tree(self, cache_bytes: int) -> PrefixTree:
         return PrefixTree(cache_bytes, has_states=bool(self.model.shape.states))
@@ -143,10 +138,10 @@ class Filler:
     def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
         run = self._at(self.match(plan, tree, logits=logits), plan.prompt, capacity)
         try:
-            self._prefetch(plan, run.buffer.length)
+            self._packs.prefetch(plan, run.buffer.length)
             for region in plan.regions:
                 is_composed, is_there = region.composer is not None, region.stop <= run.buffer.length
-                kv = None if is_there else self._load(region, plan, run)
+                kv = None if is_there else self._packs.load(region, plan, run)
                 if region.composer is not None and (kv is not None or is_there):
                     run.approximate += 0 if region.composer.exact else sum(map(len, region.spans))
                 if is_composed and kv is not None:
@@ -166,7 +161,7 @@ class Filler:
         for start, stop in plan.kept.wanted if plan.kept else ():
             if plan.kept and stop <= until:
                 kv = replace(run.buffer.read(start, stop), states=states.get(stop, ()))
-                if self._fits(kv):
+                if self.model.shape.fits(kv):
                     plan.kept.take(start, stop, kv.to("cpu"))
 
     def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
@@ -220,8 +215,10 @@ class Filler:
                 if run.path.is_canonical and not is_last:
                     if ready is not None:
                         kv = ready.slice(start - region.start, stop - region.start)
-                    elif plan.kept is not None and (read := plan.kept.read(start, stop)) and self._fits(read):
-                        kv = self._placed(read)
+                    elif (
+                        plan.kept is not None and (read := plan.kept.read(start, stop)) and self.model.shape.fits(read)
+                    ):
+                        kv = self._packs.placed(read)
                 if kv is not None:
                     run.buffer.append(kv)
                 else:
@@ -259,86 +256,6 @@ class Filler:
         is_kept = getattr(region.composer, "keeps", True)
         if is_kept and run.path.is_open and run.path.tokens == region.start:
             run.path.extend((*prompt.token_ids[region.start : region.stop], region.label), kv)
-
-    def _load(self, region: Region, plan: Plan, run: Filled) -> KVTensors | None:
-        """The KV that a pack or a composer brings for a region, on the device of the cache."""
-        if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
-            return None
-        packs = []
-        for span in region.spans or (region.span,):
-            if isinstance(region.composer, WrappingComposer):
-                packs.append(self._wrapped(span, region.composer, plan, run))
-                continue
-            pack = self._read(span, plan)
-            if pack is None or pack.kv is None or not self._fits(pack.kv):
-                logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
-                return None
-            if not self.model.shape.fits(pack.kv):
-                logger.warning(
-                    "Pack %s has KV of other layers than the model; it is computed from its text.", span.handle
-                )
-                return None
-            packs.append(pack)
-        kv = packs[0].kv if region.composer is None else self._compose(region, packs, plan, run)
-        if kv is None or kv.tokens != len(region):
-            raise KVShapeError(
-                f"The composer {region.composer and region.composer.key!r} made KV of {kv and kv.tokens} tokens; "
-                f"expected {len(region)}, as the pack {region.span.handle} has at its position."
-            )
-        return self._placed(kv)
-
-    def _prefetch(self, plan: Plan, length: int) -> None:
-        """Have a store that is far away bring all packs near at once that are read behind the first `length` tokens."""
-        if plan.reuse and (fetch := getattr(plan.packs, "prefetch", None)):
-            regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
-            spans = [span for region in regions for span in region.spans or (region.span,) if span is not None]
-            wanted = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
-            fetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
-
-    def _placed(self, kv: KVTensors) -> KVTensors:
-        """`kv` on the device and in the dtype of the cache."""
-        shape = self.model.shape
-        keys, values = (tuple(t.to(shape.device, shape.dtype) for t in side) for side in (kv.keys, kv.values))
-        return KVTensors(keys, values, tuple(state.to(shape.device) for state in kv.states))
-
-    def _fits(self, kv: KVTensors) -> bool:
-        """Whether KV from outside ends with the states that the model needs to go on from there."""
-        wanted = [(state.shape, state.dtype) for state in self.model.shape.states]
-        return [(tuple(state.shape), state.dtype) for state in kv.states] == wanted
-
-    def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
-        """The pack of a span with its KV, as long as it is still the one that was planned with."""
-        planned = pack = span.pack
-        if pack.kv is None and plan.packs is not None and find_handles(span.handle):
-            try:
-                pack = plan.packs.get(Handle.parse(span.handle), planned.key)
-            except PackNotFoundError:
-                return None
-        same = ("token_ids", "prefix", "fingerprint", "cuts")
-        if any(getattr(pack, name) != getattr(planned, name) for name in same):
-            return None
-        return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
-
-    def _wrapped(self, span: Span, composer: WrappingComposer, plan: Plan, run: Filled) -> KnowledgePack:
-        """A wrapped pack with its KV: from the store, else compiled now and kept there."""
-        kv = plan.kept.read(span.start, span.stop) if plan.kept else None
-        if kv is None:
-            kv = composer.compile(span.pack, Computing(self.model, self.scheduler, run.buffer))
-            run.computed += len(span)
-            if plan.kept and find_handles(span.handle):
-                plan.kept.take(span.start, span.stop, kv.to("cpu"))
-        return replace(span.pack, kv=self._placed(kv))
-
-    def _compose(self, region: Region, packs: Sequence[KnowledgePack], plan: Plan, run: Filled) -> KVTensors | None:
-        """What the composer of a region makes."""
-        if region.composer is None:
-            return None
-        ids = plan.prompt.token_ids
-        stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
-        forward = Computing(self.model, self.scheduler, run.buffer)
-        kv = region.composer.fill(stretch, packs, forward)
-        run.computed += min(forward.tokens, len(region))
-        return kv
 
 
 def _check(limit: Limit) -> None:

@@ -1,0 +1,108 @@
+"""What a region of a plan gets without a forward pass of its own: KV of packs, composed where they stand elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kp_core.compose import Stretch, WrappingComposer
+from kp_core.engines.local.computing import Computing
+from kp_core.engines.local.scheduler import Scheduler
+from kp_core.errors import KVShapeError, PackNotFoundError
+from kp_core.kv import KVTensors
+from kp_core.packs.handle import Handle, find_handles
+from kp_core.packs.pack import KnowledgePack
+from kp_core.plan import Plan, Region
+from kp_core.prompt.prompt import Span
+
+if TYPE_CHECKING:
+    from kp_core.engines.local.fill import Filled, LocalModel
+
+__all__ = ["PackKV"]
+
+logger = logging.getLogger(__name__)
+
+
+class PackKV:
+    """Brings the KV of packs to a model's cache; what composers compute, `scheduler` takes turns for."""
+
+    def __init__(self, model: LocalModel, scheduler: Scheduler) -> None:
+        self._model, self._scheduler = model, scheduler
+
+    def load(self, region: Region, plan: Plan, run: Filled) -> KVTensors | None:
+        """The KV that a pack or a composer brings for a region, on the device of the cache."""
+        if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
+            return None
+        packs = []
+        for span in region.spans or (region.span,):
+            if isinstance(region.composer, WrappingComposer):
+                packs.append(self._wrapped(span, region.composer, plan, run))
+                continue
+            pack = self._read(span, plan)
+            if pack is None or pack.kv is None:
+                logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
+                return None
+            if not self._model.shape.fits(pack.kv):
+                logger.warning(
+                    "Pack %s has KV of other layers or states than the model; it is computed from its text.",
+                    span.handle,
+                )
+                return None
+            packs.append(pack)
+        kv = packs[0].kv if region.composer is None else self._compose(region, packs, plan, run)
+        if kv is None or kv.tokens != len(region):
+            raise KVShapeError(
+                f"The composer {region.composer and region.composer.key!r} made KV of {kv and kv.tokens} tokens; "
+                f"expected {len(region)}, as the pack {region.span.handle} has at its position."
+            )
+        return self.placed(kv)
+
+    def prefetch(self, plan: Plan, length: int) -> None:
+        """Have a store that is far away bring all packs near at once that are read behind the first `length` tokens."""
+        if plan.reuse and (fetch := getattr(plan.packs, "prefetch", None)):
+            regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
+            spans = [span for region in regions for span in region.spans or (region.span,) if span is not None]
+            wanted = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
+            fetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
+
+    def placed(self, kv: KVTensors) -> KVTensors:
+        """`kv` on the device and in the dtype of the cache."""
+        shape = self._model.shape
+        keys, values = (tuple(t.to(shape.device, shape.dtype) for t in side) for side in (kv.keys, kv.values))
+        return KVTensors(keys, values, tuple(state.to(shape.device) for state in kv.states))
+
+    def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
+        """The pack of a span with its KV, as long as it is still the one that was planned with."""
+        planned = pack = span.pack
+        if pack.kv is None and plan.packs is not None and find_handles(span.handle):
+            try:
+                pack = plan.packs.get(Handle.parse(span.handle), planned.key)
+            except PackNotFoundError:
+                return None
+        same = ("token_ids", "prefix", "fingerprint", "cuts")
+        if any(getattr(pack, name) != getattr(planned, name) for name in same):
+            return None
+        return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
+
+    def _wrapped(self, span: Span, composer: WrappingComposer, plan: Plan, run: Filled) -> KnowledgePack:
+        """A wrapped pack with its KV: from the store, else compiled now and kept there."""
+        kv = plan.kept.read(span.start, span.stop) if plan.kept else None
+        if kv is None:
+            kv = composer.compile(span.pack, Computing(self._model, self._scheduler, run.buffer))
+            run.computed += len(span)
+            if plan.kept and find_handles(span.handle):
+                plan.kept.take(span.start, span.stop, kv.to("cpu"))
+        return replace(span.pack, kv=self.placed(kv))
+
+    def _compose(self, region: Region, packs: Sequence[KnowledgePack], plan: Plan, run: Filled) -> KVTensors | None:
+        """What the composer of a region makes."""
+        if region.composer is None:
+            return None
+        ids = plan.prompt.token_ids
+        stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
+        forward = Computing(self._model, self._scheduler, run.buffer)
+        kv = region.composer.fill(stretch, packs, forward)
+        run.computed += min(forward.tokens, len(region))
+        return kv
