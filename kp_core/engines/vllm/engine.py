@@ -138,6 +138,8 @@ class VLLMEngine:
         for event in self._events(body, plan.limit):
             if plan.limit.is_set():
                 break
+            if error := event.get("error"):
+                raise ModelError(f"{self.base_url} could not answer: {error.get('message', error)}")
             for choice in event.get("choices", ()):
                 yield from waiting  # The last ones wait for the counts, which come behind them.
                 waiting = choice.get("token_ids") or []
@@ -157,12 +159,14 @@ class VLLMEngine:
             yield token
 
     def _events(self, body: dict[str, Any], limit: Limit) -> Iterator[dict[str, Any]]:
-        """The events of an answer, until the time is up; raises `ModelError` for one that says that it failed."""
+        """The events of an answer, until the time is up."""
         # A server that is busy must not be waited for longer than the caller does.
-        left: dict[str, Any] = {} if limit.timeout is None else {"timeout": max(limit.timeout - limit.spent, 1e-3)}
+        timeout = self._client.timeout
+        if limit.timeout is not None:
+            timeout = httpx.Timeout(max(limit.timeout - limit.spent, 1e-3))
         address = f"{self.base_url}/v1/completions"
         try:
-            with self._errors(), self._client.stream("POST", address, json=body, **left) as response:
+            with self._errors(), self._client.stream("POST", address, json=body, timeout=timeout) as response:
                 if response.is_error:
                     response.read()
                 self._check(response)
@@ -171,12 +175,10 @@ class VLLMEngine:
                     if said in (line, "[DONE]"):
                         continue
                     event: dict[str, Any] = json.loads(said)
-                    if error := event.get("error"):
-                        raise ModelError(f"{self.base_url} could not answer: {error.get('message', error)}")
                     yield event
-        except httpx.TimeoutException as error:
+        except ModelError:
             if not limit.is_over:
-                raise ModelError(f"{self.base_url} did not answer in time ({type(error).__name__}).") from error
+                raise
 
     def _check(self, response: httpx.Response) -> None:
         """Raise `ModelError` with what the server says is wrong."""
@@ -192,8 +194,8 @@ class VLLMEngine:
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except httpx.TimeoutException:
-            raise
+        except httpx.TimeoutException as error:
+            raise ModelError(f"{self.base_url} did not answer in time ({type(error).__name__}).") from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise ModelError(
                 f"No server of `kp serve` answers at {self.base_url} ({type(error).__name__}: {error}). "
