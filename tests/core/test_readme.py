@@ -49,9 +49,9 @@ def test_there_is_code_to_run():
     assert {page for page, *_ in (block.values for block in BLOCKS)} >= {
         "README.md",
         "docs/agents.md",
-        "docs/guide-langchain.md",
-        "docs/guide-llamaindex.md",
-        "docs/guide-python.md",
+        "docs/langchain.md",
+        "docs/llamaindex.md",
+        "docs/python.md",
     }
 
 
