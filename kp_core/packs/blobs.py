@@ -8,15 +8,16 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from kp_core.errors import PackError
-from kp_core.packs.codec import Buffer
 from kp_core.packs.durable import discard_left, discard_stale, make_dirs, publish, stage, sync_dir
 
-__all__ = ["BlobStat", "Blobs", "FolderBlobs", "check_key"]
+__all__ = ["BlobStat", "Blobs", "Buffer", "FolderBlobs", "check_key"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _KEY = re.compile(r"(?!staging(?:/|$))[a-z0-9][a-z0-9_.-]*(?:/[a-z0-9][a-z0-9_.-]*)*")
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
+from kp_core.packs.blobs import Buffer
 
 __all__ = [
     "COMPRESSIONS",
-    "Buffer",
     "Compression",
     "check_compression",
     "decode",
@@ -30,7 +30,6 @@ __all__ = [
     "rounded",
 ]
 
-Buffer: TypeAlias = bytes | bytearray | memoryview
 Compression: TypeAlias = Literal["none", "lossless", "int8"]
 """How the KV of a pack is stored. `lossless`: the most significant byte of each number, which holds its sign and
 exponent and repeats, goes through zstd; the others do not shrink. `int8`: eight bits a number, with a scale for each

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kp_core.errors import PackCorruptError, PackError, PackVersionError
 from kp_core.kv import KVTensors
-from kp_core.packs.codec import Buffer, decode, digest, encode, in_threads
+from kp_core.packs.blobs import Buffer
+from kp_core.packs.codec import decode, digest, encode, in_threads
 from kp_core.packs.content import DTYPES, PackContent, from_json, mapping, string, tensor_names, to_json
 from kp_core.packs.pack import KnowledgePack
 

@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from kp_core.errors import HandleError, PackCorruptError
-from kp_core.packs.blobs import Blobs, BlobStat
-from kp_core.packs.codec import Buffer
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer
 from kp_core.packs.file import EncodedPack, PackHeader, encode_pack, header_stop, read_header, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, mint

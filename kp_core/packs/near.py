@@ -7,8 +7,7 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.codec import Buffer
+from kp_core.packs.blobs import Buffer, FolderBlobs
 
 __all__ = ["NearBlobs"]
 

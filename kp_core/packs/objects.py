@@ -13,8 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from kp_core.errors import MissingDependencyError, PackError
-from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs, check_key
-from kp_core.packs.codec import Buffer
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, check_key
 from kp_core.packs.near import NearBlobs
 
 __all__ = ["ObjectBlobs", "is_far", "open_blobs"]

@@ -178,7 +178,10 @@ class Constraint:
                 return None
             way += step
             said = self._text(step)
+            was_inside = scan.inside
             scan, thought = JsonScan() if thought.is_open else scan.feed(said), thought.feed(said)
+            if was_inside and not scan.inside:  # The next string may end as this one did.
+                taken.clear()
         return way
 
 

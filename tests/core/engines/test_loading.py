@@ -314,7 +314,7 @@ def test_a_model_that_changes_under_its_engine_is_refused(change):
     engine.generate(TEXT, max_tokens=1)
     change(model)
     for request in (lambda: engine.generate(TEXT, max_tokens=1), lambda: engine.build_pack(TEXT)):
-        with pytest.raises(ModelChangedError, match="Make a new engine"):
+        with pytest.raises(ModelChangedError, match="make a new engine"):
             request()
     engine_of(model)
 

@@ -1,6 +1,7 @@
 """Training soft tokens: on tiny models, against the engine that uses them, interrupted and gone on with."""
 
 import json
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -132,9 +133,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     train(out, minutes=0)
     before, stage = file.read_bytes(), durable.stage
 
+    @contextmanager
     def full(folder, chunks):
-        stage(folder, [b"half"]).unlink()
-        raise OSError(28, "No space left on device")
+        with stage(folder, [b"half"]):
+            raise OSError(28, "No space left on device")
+        yield
 
     monkeypatch.setattr(durable, "stage", full)
     with pytest.raises(WrapperError, match=r"could not be written \(No space left on device"):

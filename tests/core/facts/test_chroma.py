@@ -530,7 +530,7 @@ def test_what_was_acknowledged_survives_being_killed(tmp_path, kills):
     assert Path(tmp_path / "facts" / "chroma.sqlite3").is_file()
 
 
-_HOLD = """
+_HOLD_FILE = """
 import sqlite3, sys
 held = sqlite3.connect(sys.argv[1], isolation_level=None)
 held.execute("BEGIN " + sys.argv[2])
@@ -541,7 +541,7 @@ sys.stdin.read()
 
 @contextmanager
 def locked(folder, how):
-    command = [sys.executable, "-c", _HOLD, str(folder / "chroma.sqlite3"), how]
+    command = [sys.executable, "-c", _HOLD_FILE, str(folder / "chroma.sqlite3"), how]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:  # noqa: S603 - our own words
         assert process.stdout.readline() == b"held\n"
         yield
