@@ -142,7 +142,7 @@ def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: 
 
 
 def refuse_unreadable(facts: Iterable[Fact], engine: Session, compiled_for: CompiledFor) -> None:
-    """See `Delivery.refuse_unreadable`."""
+    """See `Delivery.refuse_unreadable`; computes nothing, and is for what strangers and models want to store."""
     most = engine.max_positions // 2
     for fact in facts:
         for pack in engine.build_packs(

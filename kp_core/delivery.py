@@ -267,10 +267,7 @@ class Delivery:
         )
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
-        """Raise `PackError` for a text of more than half of the tokens that the model reads.
-
-        Each request that finds it would fail. For what strangers and models want to store; computes nothing.
-        """
+        """Raise `PackError` for a text of more than half of what the model reads: requests that find it would fail."""
         refuse_unreadable(facts, self._compiler, self.compiled_for)
 
     def forget(self, handle: Handle) -> None:

@@ -13,7 +13,6 @@ import base64
 import hashlib
 import itertools
 import json
-import operator
 import os
 import re
 import time
@@ -27,7 +26,6 @@ from langgraph.store.base import (
     BaseStore,
     GetOp,
     ListNamespacesOp,
-    MatchCondition,
     Op,
     PutOp,
     Result,
@@ -45,19 +43,13 @@ from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError
 from kp_core.facts import Filter
 from kp_core.packs.view import Packs
+from kp_langchain.matching import has_labels, matches
 
 __all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
 
 _PREFIX, _LONGEST = "lg-", 64
 _ABOUT, _UNSEARCHED = "langgraph", "unsearched"
 _GROWTH = 4  # As in `kp_core.delivery`.
-
-_ORDERED: dict[str, Callable[[float, float], bool]] = {
-    "$gt": operator.gt,
-    "$gte": operator.ge,
-    "$lt": operator.lt,
-    "$lte": operator.le,
-}
 
 Labels: TypeAlias = tuple[str, ...]
 
@@ -228,7 +220,7 @@ class KnowledgePackStore(BaseStore):
             if fact.namespace not in spaces or not _is_item(fact):
                 return False
             value = _about(fact)["value"] if asked else {}
-            return all(_matches(value.get(name), wanted) for name, wanted in asked.items())
+            return all(matches(value.get(name), wanted) for name, wanted in asked.items())
 
         def held(where: Filter | None = None) -> Iterator[tuple[Fact, None]]:
             facts = (fact for name in spaces for fact in self._facts.facts(where=where, namespace=name))
@@ -264,7 +256,7 @@ class KnowledgePackStore(BaseStore):
         held = [
             labels[: op.max_depth]
             for name, labels in self._spaces()
-            if all(_has(labels, wanted) for wanted in op.match_conditions or ())
+            if all(has_labels(labels, wanted) for wanted in op.match_conditions or ())
             and any(map(_is_item, self._facts.facts(namespace=name)))
         ]
         return sorted(set(held))[op.offset : op.offset + op.limit]
@@ -300,32 +292,3 @@ def _text(value: Mapping[str, Any], fields: Sequence[str] | None) -> tuple[str, 
     text = "\n".join(said)
     found = bool(text.strip())
     return text if found else json.dumps(value, ensure_ascii=False), found or fields is None
-
-
-def _has(labels: Labels, wanted: MatchCondition) -> bool:
-    """Whether a namespace begins, or ends, as is wanted."""
-    path = wanted.path
-    part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
-    return len(part) == len(path) and all(label in {held, "*"} for held, label in zip(part, path, strict=True))
-
-
-def _matches(held: object, wanted: object) -> bool:
-    """Whether a field of a value is as LangGraph's filter wants it."""
-    if isinstance(wanted, Mapping):
-        if any(str(how).startswith("$") for how in wanted):
-            return all(_compares(held, how, value) for how, value in wanted.items())
-        return isinstance(held, Mapping) and all(_matches(held.get(name), value) for name, value in wanted.items())
-    if isinstance(wanted, list | tuple):
-        return isinstance(held, list) and len(held) == len(wanted) and all(map(_matches, held, wanted))
-    return held == wanted
-
-
-def _compares(held: Any, how: str, wanted: Any) -> bool:  # noqa: ANN401 - what JSON can say
-    if how in {"$eq", "$ne"}:
-        return (held == wanted) is (how == "$eq")
-    if how not in _ORDERED:
-        raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(_ORDERED)}.")
-    try:
-        return bool(_ORDERED[how](float(held), float(wanted)))
-    except (TypeError, ValueError):
-        return False

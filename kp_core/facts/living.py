@@ -23,8 +23,7 @@ __all__ = ["LivingFacts"]
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 512
-_SAMPLE = 32
+_BATCH, _SAMPLE = 512, 32
 # Cosine of a text's vector in the store and its vector made anew: models round, and batches pad.
 _SAME = 0.999
 # A bank that is left with one of so many facts joins its neighbours.
@@ -291,8 +290,7 @@ class LivingFacts(SearchedFacts):
             yield f"it counts {len(table)} facts and lists {len(ids)}."
         chosen = np.random.default_rng(self.random_state).permutation(len(ids))[:_SAMPLE]
         rows = table.rows([ids[at] for at in chosen.tolist()], vectors=True)
-        facts = [row.fact for row in rows]
-        made = self._embed(facts, None)
+        facts, made = [row.fact for row in rows], self._embed([row.fact for row in rows], None)
         wrong = [f.id for f, row, own in zip(facts, rows, made, strict=True) if not _alike(row.vector, own)]
         if wrong:
             yield f"of {len(facts)} facts looked at, {len(wrong)} have the vector of another text, e.g. {wrong[0]}."

@@ -229,10 +229,7 @@ class PackStore:
                 yield found
 
     def remove(self, handle: Handle) -> None:
-        """Remove the pack, its text, its files in quarantine and all that was kept behind it.
-
-        Raises `PackNotFoundError` when there are none.
-        """
+        """Remove the pack, its text, files in quarantine and what was kept behind it, or raise `PackNotFoundError`."""
         self.kept.drop(pack=handle)
         aside = [key for key, _ in self.blobs.list(f"quarantine/{handle.namespace}.{handle.id}.")]
         # Text first: a text alone would come back as a pack.
@@ -289,8 +286,7 @@ class PackStore:
             return slot, found
         of_model, behind = slots(key)
         if found is None or found.fingerprint != key.model:
-            own = self._files.look(handle, of_model)
-            if own is None:
+            if (own := self._files.look(handle, of_model)) is None:
                 return slot, found
             slot, found = of_model, own
         other = None if key.fits(found) else self._files.look(handle, behind)
@@ -301,8 +297,7 @@ class PackStore:
 
         It is the first place that is its own, or free, or holds what is of no use to anybody.
         """
-        of_model, behind = slots(pack.key)
-        mine = False
+        mine, (of_model, behind) = False, slots(pack.key)
         for slot in ("", of_model, behind):
             if mine and slot != behind:
                 continue

@@ -1,0 +1,49 @@
+"""What LangGraph's filters and conditions ask of an item."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from langgraph.store.base import MatchCondition
+
+from kp_core.errors import BankError
+
+__all__ = ["has_labels", "matches"]
+
+_ORDERED: dict[str, Callable[[float, float], bool]] = {
+    "$gt": operator.gt,
+    "$gte": operator.ge,
+    "$lt": operator.lt,
+    "$lte": operator.le,
+}
+
+
+def has_labels(labels: tuple[str, ...], wanted: MatchCondition) -> bool:
+    """Whether a namespace begins, or ends, as is wanted."""
+    path = wanted.path
+    part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
+    return len(part) == len(path) and all(label in {held, "*"} for held, label in zip(part, path, strict=True))
+
+
+def matches(held: object, wanted: object) -> bool:
+    """Whether a field of a value is as LangGraph's filter wants it."""
+    if isinstance(wanted, Mapping):
+        if any(str(how).startswith("$") for how in wanted):
+            return all(_compares(held, how, value) for how, value in wanted.items())
+        return isinstance(held, Mapping) and all(matches(held.get(name), value) for name, value in wanted.items())
+    if isinstance(wanted, list | tuple):
+        return isinstance(held, list) and len(held) == len(wanted) and all(map(matches, held, wanted))
+    return held == wanted
+
+
+def _compares(held: Any, how: str, wanted: Any) -> bool:  # noqa: ANN401 - what JSON can say
+    if how in {"$eq", "$ne"}:
+        return (held == wanted) is (how == "$eq")
+    if how not in _ORDERED:
+        raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(_ORDERED)}.")
+    try:
+        return bool(_ORDERED[how](float(held), float(wanted)))
+    except (TypeError, ValueError):
+        return False
