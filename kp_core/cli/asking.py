@@ -30,7 +30,7 @@ from kp_core.compose import Order, composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError
-from kp_core.rates import known_rates
+from kp_core.rates import known_rates, near_folder
 from kp_core.steering import load_steering
 
 __all__ = ["ask", "chat"]
@@ -177,7 +177,7 @@ class _Asker:
         self.session = options.load()
         self._store, self._spaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
         kv: KV = "lazy" if lazy or (options.kv == "auto" and "kv" not in self.session.engine.supports) else options.kv
-        rates = known_rates(self.session, self._store.path) if kv == "auto" else None
+        rates = known_rates(self.session, near_folder(self._store)) if kv == "auto" else None
         kept: dict[str, Any] = {"unit": options.unit, "kv": kv, "rates": rates}
         self._packs = Delivery(facts, self.session, self._store, accept=options.mismatch == "accept", **kept)
         self._is_new = False

@@ -41,7 +41,7 @@ def site(played, tmp_path_factory) -> Iterator[str]:
     page.close(verbose=False)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Its event loop runs in this thread, where other tests start loops of their own.
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright")
     found = shutil.which("chromium")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from kp_core.engines.hf.cache import states_of
 from kp_core.engines.hf.kinds import CacheKind, kind_of, rope_parameters
 from kp_core.engines.hf.loading import _best_device, _best_dtype, _unreadable, memory_bytes
 
@@ -18,7 +21,7 @@ __all__ = ["Foresight", "foresee"]
 
 logger = logging.getLogger(__name__)
 
-_PROBE = 8
+_PROBE, _DIMENSIONS = 8, 4
 
 
 @dataclass(frozen=True)
@@ -77,21 +80,18 @@ def _cache_numbers(empty: Any, config: Any) -> tuple[int, int]:  # noqa: ANN401
     try:
         with torch.inference_mode():
             ids = torch.zeros(1, _PROBE, dtype=torch.long, device="meta")
-            empty(input_ids=ids, past_key_values=cache, use_cache=True)
+            takes = (
+                "cache_params" if "cache_params" in inspect.signature(empty.forward).parameters else "past_key_values"
+            )
+            empty(input_ids=ids, **{takes: cache}, use_cache=True)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
         # Experts are chosen by what the numbers are, and here are none.
         logger.debug("%s gives no shapes: %s", config.model_type, error)
         return _by_config(config, sum(type(layer).__name__ != "DummyLayer" for layer in cache.layers)), 0
-    per_token = states = 0
-    for layer in cache.layers:
-        for name, tensor in vars(layer).items():
-            if not isinstance(tensor, Tensor):
-                continue
-            if name in ("keys", "values"):
-                per_token += tensor.numel() // max(1, tensor.shape[2]) if tensor.dim() == 4 else 0
-            else:
-                states += tensor.numel() * tensor.element_size()
-    return per_token, states
+    kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    held = [each for each in kept if isinstance(each, Tensor) and each.dim() == _DIMENSIONS]
+    states = sum(prod(state.shape) * state.dtype.itemsize for state in states_of(cache))
+    return sum(each.numel() // max(1, each.shape[2]) for each in held), states
 
 
 def _by_config(config: Any, layers: int) -> int:  # noqa: ANN401

@@ -24,9 +24,10 @@ def test_the_configuration_tells_what_the_model_is(kind, tmp_path):
     loaded = CausalModel(model)
     assert seen.kind == loaded.kind
     assert (seen.bytes_per_token, seen.positions) == (loaded.shape.bytes_per_token, loaded.max_positions)
+    assert seen.state_bytes in {0, loaded.shape.state_bytes}, "0 where experts let no shapes through"
     # Some keep the gates of their experts in float32, as loading them does.
     weights = sum(each.numel() * each.element_size() for each in set(model.parameters()))
-    assert weights <= seen.weight_bytes <= 1.01 * weights
+    assert 0.98 * weights <= seen.weight_bytes <= 1.01 * weights
 
 
 def test_the_longest_prompt_is_what_memory_or_the_model_holds(tmp_path, monkeypatch):

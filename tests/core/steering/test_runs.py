@@ -31,7 +31,7 @@ def test_the_benchmark_runs_every_section(tmp_path, capsys, monkeypatch):
     assert set(figures["composition"]["kept"]) == sums | {"formal + concise, apart", "instructed: both"}
     names = ("alpha", "layers", "composition", "pairs", "cache")
     assert {path.name for path in plots.iterdir()} == {
-        f"steering-{name}.{suffix}" for name in names for suffix in ("png", "svg")
+        f"steering-{name}{suffix}.svg" for name in names for suffix in ("", "-dark")
     }
     assert "Tokens added by steering: 0" in capsys.readouterr().out
     # What was answered is not asked again.
