@@ -53,19 +53,19 @@ def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> 
 def _locked(directory: Path) -> tuple[int, str]:
     while True:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".tmp", dir=directory)
-        _lock(descriptor)
-        # Somebody may have taken it for a leftover before it was locked.
+        # Somebody may have taken it for a leftover before it was locked; then that one is waited for.
+        _lock(descriptor, wait=True)
         if fcntl is None or Path(name).exists():
             return descriptor, name
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Whether the file is locked now: nobody else had it, and the file system knows locks."""
+def _lock(descriptor: int, *, wait: bool = False) -> bool:
+    """Whether the file is locked now: nobody else had it, or has it after a `wait`, and the file system knows locks."""
     if fcntl is None:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         return False
     return True

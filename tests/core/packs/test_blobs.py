@@ -13,9 +13,8 @@ import pytest
 
 from benchmarks.objects import blobs_at
 from kp_core.errors import PackError
-from kp_core.packs.blobs import Blobs, BlobStat, FolderBlobs
-from kp_core.packs.durable import replace_file
-from kp_core.packs.file import Buffer
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
+from kp_core.packs.durable import discard_left, replace_file, stage
 from kp_core.packs.objects import ObjectBlobs
 from kp_core.packs.store import PackCorruptWarning, PackStore
 from tests.core.packs.made import make_pack, same
@@ -258,3 +257,24 @@ def test_a_place_of_somebody_else_is_not_swept(tmp_path):
     with pytest.raises(PackError, match="no store"):
         PackStore(tmp_path)
     assert (tmp_path / "staging" / "mine.tmp").exists()
+
+
+def test_what_is_being_written_is_never_taken_for_a_leftover(tmp_path):
+    lost, done = [], threading.Event()
+
+    def sweep():
+        while not done.is_set():
+            discard_left(tmp_path)
+
+    def write(_):
+        with stage(tmp_path, [b"x"]) as staged:
+            if not staged.exists():
+                lost.append(staged)
+
+    with ThreadPoolExecutor(6) as pool:
+        sweeping = [pool.submit(sweep) for _ in range(3)]
+        list(ThreadPoolExecutor(3).map(write, range(1500)))
+        done.set()
+    assert all(each.result() is None for each in sweeping)
+    assert not lost
+    assert not list(tmp_path.iterdir())
