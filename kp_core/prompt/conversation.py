@@ -279,11 +279,11 @@ def _normalised(call: object) -> _Call:
         raise PromptError(f"Got the tool call {call!r}; expected a mapping with a 'function'.")
     function = call.get("function", call)
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except json.JSONDecodeError as error:
-            raise PromptError(f"Got tool call arguments that are not JSON: {arguments!r}.") from error
+    try:
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        json.dumps(arguments, default=dict)  # Other mappings are as good as dictionaries.
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"Got tool call arguments that are not JSON: {error}.") from error
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise PromptError(f"Got the tool call {call!r}; expected a function with a name.")
     return tool_call(function["name"], arguments, call.get("id"))
