@@ -86,6 +86,9 @@ def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
 
 
 def _understood(how: str, value: object) -> bool:
+    # An empty title or source does not stand in a record.
+    if "" in (value if isinstance(value, list | tuple | set | frozenset) else [value]):
+        return False
     if how == "$in" and isinstance(value, list | tuple | set | frozenset):
         return bool(value) and len({type(each) for each in value}) == 1 and all(_scalar(each) for each in value)
     # Chroma orders numbers alone.

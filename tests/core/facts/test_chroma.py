@@ -572,3 +572,11 @@ def test_a_folder_that_was_there_becomes_its_owners_alone(tmp_path):
     with ChromaFactStore(folder, HashEmbedder()) as facts:
         facts.add([Fact("A gate.")])
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_facts_without_a_title_are_found_by_that(tmp_path):
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as store:
+        store.add([Fact("The mill turns.", id="bare"), Fact("The bell is cracked.", id="named", title="Bell")])
+        for where in ({"title": ""}, {"title": {"$in": ["", "Mill"]}}, {"source": "", "title": {"$ne": "Bell"}}):
+            assert [fact.id for fact in store.facts(where=where)] == ["bare"]
+            assert [hit.fact.id for hit in store.search("mill", 2, where=where)] == ["bare"]
