@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from kp_core.errors import BankError, BankLockedError
 from kp_core.facts.banking import BANK_SIZE
-from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
+from kp_core.facts.client import check_unlocked, drop_replaced_banks, is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.facts.living import LivingFacts
@@ -86,6 +86,9 @@ class ChromaFactStore(LivingFacts):
                 # Two objects on one folder see each other's changes, and change it one at a time.
                 self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
             self._opened = {name: self._table(name, each) for name, each in held.items()}
+            if self._lock is not None:
+                with self._writing, told(self.where):
+                    drop_replaced_banks(self._client)  # Left by a process that was killed making banks anew.
         except BaseException:
             self.close()
             raise

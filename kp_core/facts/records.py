@@ -13,6 +13,7 @@ import numpy as np
 from kp_core.errors import BankError, KnowledgePackError
 from kp_core.facts.banking import Bank, Vectors
 from kp_core.facts.base import Fact, Filter, Hit, content_id
+from kp_core.facts.client import bank_name, drop_replaced_banks
 from kp_core.facts.filters import predicate
 from kp_core.facts.table import Row, alive
 
@@ -259,18 +260,14 @@ class ChromaTable(QueriedCollection):
         with told(self.where):
             if banks is not None:
                 made = self._client.create_collection(
-                    self._bank_name(token),
+                    bank_name(self.namespace, token),
                     metadata={_OURS + "kind": "banks", _OURS + "namespace": self.namespace},
                     configuration={"hnsw": {"space": "cosine"}},
                     embedding_function=None,
                 )
                 _write_banks(QueriedCollection(made, self.namespace, self.where), banks)
             self.collection.modify(metadata={**self._metadata(), _OURS + "banks": token})
-            for other in self._client.list_collections():
-                about = other.metadata or {}
-                own = (about.get(_OURS + "kind"), about.get(_OURS + "namespace")) == ("banks", self.namespace)
-                if own and other.name != self._bank_name(token):
-                    self._client.delete_collection(other.name)
+            drop_replaced_banks(self._client, self.namespace)
 
     def _banks_of(self, which: Mapping[str, Any]) -> list[Bank]:
         banks = self._bank_collection()
@@ -286,17 +283,14 @@ class ChromaTable(QueriedCollection):
             self._banks, self._token = None, token
             with told(self.where):
                 names = {each.name for each in self._client.list_collections()} if token else set()
-                if self._bank_name(token) in names:
-                    held = self._client.get_collection(self._bank_name(token), embedding_function=None)
+                if bank_name(self.namespace, token) in names:
+                    held = self._client.get_collection(bank_name(self.namespace, token), embedding_function=None)
                     self._banks = QueriedCollection(held, self.namespace, self.where)
         return self._banks
 
     def _metadata(self) -> dict[str, Any]:
         with told(self.where):
             return dict(self._client.get_collection(self.collection.name, embedding_function=None).metadata or {})
-
-    def _bank_name(self, token: str) -> str:
-        return f"kp-{self.namespace}-banks-{token}"
 
 
 def _narrowed(where: Filter | None) -> dict[str, Any]:
