@@ -580,3 +580,23 @@ def test_facts_without_a_title_are_found_by_that(tmp_path):
         for where in ({"title": ""}, {"title": {"$in": ["", "Mill"]}}, {"source": "", "title": {"$ne": "Bell"}}):
             assert [fact.id for fact in store.facts(where=where)] == ["bare"]
             assert [hit.fact.id for hit in store.search("mill", 2, where=where)] == ["bare"]
+
+
+def test_banks_that_a_killed_rebuild_left_go_at_the_next_open(tmp_path):
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        store.build(facts_of(20))
+        banks = store.banks()
+        [counting] = [each.name for each in store._own_collections() if "-banks-" in each.name]
+        # As `switch_banks` stands when it is killed: before the old ones go, or before the new ones count.
+        left = store._client.create_collection(
+            "kp-default-banks-left", metadata={"kp:kind": "banks", "kp:namespace": "default"}, embedding_function=None
+        )
+        left.add(ids=["0"], embeddings=[[1.0]])
+        store._client.create_collection("kp-default-banks-foreign", embedding_function=None)
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True) as store:
+        assert store.banks() == banks, "a reader takes nothing away"
+        assert "kp-default-banks-left" in {each.name for each in store._client.list_collections()}
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        names = {each.name for each in store._client.list_collections()}
+        assert names == {"kp-default-facts", "kp-default-banks-foreign", counting}
+        assert store.banks() == banks
