@@ -32,8 +32,8 @@ from kp_core.facts.client import open_client
 
 __all__ = ["kill_facts", "kill_packs", "main", "run"]
 
-_AT_ONCE = 5
-_GONE = 4
+# Few at once, and so many that Chroma writes its index, which it does after a thousand changes.
+_AT_ONCE, _GONE = (5, 400), (4, 350)
 _PACKS, _TOKENS = 6, 200
 _LONGEST = 1.0
 
@@ -70,14 +70,15 @@ def kill_facts(rounds: int, seed: int, folder: Path) -> Figures:
         said = _killed((_change_facts, _read_facts), folder, f"{seed}.{number}", draw.uniform(0, _LONGEST), figures)
         for kind, named in said:
             if kind == "+":
-                texts |= {f"{named}/{part}" for part in range(_AT_ONCE)}
+                texts |= {f"{named}/{part}" for part in range(_count(_AT_ONCE, named))}
             else:
                 texts = (texts - set(named)) | ({f"{named[0]}'"} if kind == "*" else set())
         with ChromaFactStore(folder, Numbered(), bank_size=10) as store:
             held = {fact.text for fact in store.facts()}
             # One change may have been under way when the process died: done, not done, but never half of it.
             gone, more = texts - held, held - texts
-            figures["lost"] += (len(gone), len(more)) not in {(0, 0), (_GONE, 0), (0, _AT_ONCE), (1, 1)}
+            may = {(0, 0), (1, 1), *((count, 0) for count in _GONE), *((0, count) for count in _AT_ONCE)}
+            figures["lost"] += (len(gone), len(more)) not in may
             figures["unclean"] += bool(store.verify())
             texts = held
         with closing(open_client(folder)) as client:
@@ -165,10 +166,11 @@ def _change_facts(folder: Path, name: str, told: Connection) -> None:
     told.send("ready")
     while True:
         step += 1
-        store.add([Fact(f"{name}/{step}/{number}") for number in range(_AT_ONCE)])
-        told.send(("+", f"{name}/{step}"))
+        named = f"{name}/{step}"
+        store.add([Fact(f"{named}/{number}") for number in range(_count(_AT_ONCE, named))])
+        told.send(("+", named))
         if step % 2 == 0:
-            gone = [fact for fact, _ in zip(store.facts(), range(_GONE), strict=False)]
+            gone = [fact for fact, _ in zip(store.facts(), range(_count(_GONE, named)), strict=False)]
             store.delete(fact.id for fact in gone)
             told.send(("-", [fact.text for fact in gone]))
         if step % 3 == 0:
@@ -177,6 +179,10 @@ def _change_facts(folder: Path, name: str, told: Connection) -> None:
             told.send(("*", [old.text]))
         if step % 7 == 0:
             store.rebuild()
+
+
+def _count(of: tuple[int, int], named: str) -> int:
+    return of[int(named.rpartition("/")[2]) % 4 == 0]
 
 
 def _read_facts(folder: Path, told: Connection) -> None:

@@ -121,7 +121,7 @@ def _top(
 
 def _guide() -> None:
     """What to do first, and which collections are here."""
-    from kp_core.facts.chroma import is_fact_store
+    from kp_core.facts.folder import is_fact_store
 
     here = sorted(each.name for each in Path().iterdir() if is_fact_store(each))
     typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(here))}" if here else ""))

@@ -16,9 +16,9 @@ from kp_core.cli.shared import did_you_mean, located
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore, FactStore
 from kp_core.facts.base import content_id
-from kp_core.facts.chroma import is_fact_store
 from kp_core.facts.client import is_url
 from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.facts.folder import is_fact_store
 
 __all__ = ["Place", "PlaceOptions", "ReadOptions", "is_collection", "open_collection"]
 

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
-
-from kp_core.errors import BankError, BankLockedError
+from kp_core.errors import BankError
 from kp_core.facts.banking import BANK_SIZE
 from kp_core.facts.client import check_unlocked, drop_replaced_banks, is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
+from kp_core.facts.folder import FACTS, SCHEMA, check_index, prepared
+from kp_core.facts.index import end_repair, needs_repair
 from kp_core.facts.living import LivingFacts
 from kp_core.facts.records import ChromaTable, told
 from kp_core.facts.table import Table
-from kp_core.packs.durable import replace_file
 
-__all__ = ["ChromaFactStore", "is_fact_store"]
+__all__ = ["ChromaFactStore"]
 
-_MARKER, _LOCK, _SCHEMA = "kp.json", "kp.lock", 1
-_FACTS = "facts"
 _HNSW = {"space": "cosine", "ef_search": 200}
 _BUNDLED = "all-MiniLM-L6-v2"
 
@@ -69,8 +64,10 @@ class ChromaFactStore(LivingFacts):
         self.where = str(path or type(client).__name__)
         self.read_only, self._lock, self._closed = read_only, None, False
         if self.path is not None:
-            self._lock = _prepared(self.path, read_only=read_only, wait=wait)
+            self._lock = prepared(self.path, read_only=read_only, wait=wait)
         try:
+            if self.path is not None:
+                check_index(self.path, self._lock)
             with told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
                 held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
@@ -82,13 +79,12 @@ class ChromaFactStore(LivingFacts):
                 random_state=random_state,
                 near_duplicate=near_duplicate,
             )
+            self._opened = {name: self._table(name, each) for name, each in held.items()}
             if self.path is not None:
                 # Two objects on one folder see each other's changes, and change it one at a time.
                 self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
-            self._opened = {name: self._table(name, each) for name, each in held.items()}
-            if self._lock is not None:
-                with self._writing, told(self.where):
-                    drop_replaced_banks(self._client)  # Left by a process that was killed making banks anew.
+                if self._lock is not None:
+                    self._mend(self.path)
         except BaseException:
             self.close()
             raise
@@ -183,6 +179,15 @@ class ChromaFactStore(LivingFacts):
                 for own in self._own_collections():
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
 
+    def _mend(self, path: Path) -> None:
+        """Put right what a process left that was killed: banks that it was making anew, indexes that it was writing."""
+        with self._writing, told(self.where):
+            drop_replaced_banks(self._client)
+            if needs_repair(path):
+                for table in self._tables(None):
+                    self._renew(table)
+                end_repair(path)
+
     def _own_collections(self) -> list[Any]:
         """The collections that carry our marker; others in the same database are somebody else's."""
         ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
@@ -209,8 +214,8 @@ class ChromaFactStore(LivingFacts):
     def _open(self, namespace: str) -> Table:
         if found := self._tables(namespace):
             return found[0]
-        name = f"kp-{namespace}-{_FACTS}"
-        about = {"kind": _FACTS, "schema": _SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
+        name = f"kp-{namespace}-{FACTS}"
+        about = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
         about["bank_size"] = self.bank_size
         with told(self.where):
             if name in {each.name for each in self._client.list_collections()}:
@@ -228,9 +233,9 @@ class ChromaFactStore(LivingFacts):
 
     def _table(self, namespace: str, collection: Any) -> ChromaTable:  # noqa: ANN401
         about = _about(collection)
-        if about["schema"] != _SCHEMA:
+        if about["schema"] != SCHEMA:
             raise BankError(
-                f"{self.where}: {collection.name} has schema {about['schema']}; this release knows {_SCHEMA}."
+                f"{self.where}: {collection.name} has schema {about['schema']}; this release knows {SCHEMA}."
             )
         if about["embedder"] != self.embedder.name:
             one = collection.get(limit=1, include=["embeddings"])["embeddings"]
@@ -262,50 +267,6 @@ class ChromaFactStore(LivingFacts):
 _WRITING: dict[str, threading.RLock] = {}
 
 
-def is_fact_store(path: Path) -> bool:
-    """Whether a `ChromaFactStore` lies in this folder."""
-    return (path / _MARKER).is_file()
-
-
-def _prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
-    """The lock of a folder of ours, made where there is nothing; `None` for a reader."""
-    if not is_fact_store(path):
-        others = (
-            sorted(each.name for each in path.iterdir() if not each.name.startswith("kp.")) if path.is_dir() else []
-        )
-        others = [name for name in others if name != "packs" and not name.endswith(".tmp")]
-        if "facts.jsonl" in others:
-            raise BankError(
-                f"{path} holds facts of version 0.1, which kept them in files of its own. Build them again from their "
-                f"sources into another folder, or from it: `kp build NEW {path / 'facts.jsonl'}`."
-            )
-        if "chroma.sqlite3" in others:
-            raise BankError(
-                f"{path} holds a Chroma database that we did not make; it stays as it is. Read it with "
-                "`ChromaFactStore.from_collection(name, path=...)`, or give another folder."
-            )
-        if others:
-            raise BankError(
-                f"{path} holds other things ({', '.join(others[:3])}), and stays as it is. Give a new folder."
-            )
-        if read_only:
-            raise BankError(f"Got {path} to read; there are no facts in it. Add some there first.")
-        replace_file(path / _MARKER, [json.dumps({"kind": _FACTS, "schema": _SCHEMA}).encode()])
-        with suppress(OSError):  # It may have been there; Chroma's files are readable by all who may enter it.
-            path.chmod(0o700)
-    if read_only:
-        return None
-    lock = FileLock(path / _LOCK, thread_local=False, is_singleton=True, mode=0o600)
-    try:
-        lock.acquire(timeout=wait)
-    except Timeout as error:
-        raise BankLockedError(
-            f"{path} is open for writing in another process. Wait for it (`wait=seconds`), read with `read_only=True`, "
-            "or let both use a server (`chroma run`)."
-        ) from error
-    return lock
-
-
 def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
     held = (collection.metadata or {}).items()
     return {key.removeprefix("kp:"): value for key, value in held if key.startswith("kp:")}
@@ -313,7 +274,7 @@ def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
 
 def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
     about = _about(collection)
-    ours = about.get("kind") == _FACTS and collection.name == f"kp-{about.get('namespace')}-{_FACTS}"
+    ours = about.get("kind") == FACTS and collection.name == f"kp-{about.get('namespace')}-{FACTS}"
     return str(about["namespace"]) if ours else None
 
 

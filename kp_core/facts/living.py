@@ -139,10 +139,7 @@ class LivingFacts(SearchedFacts):
                 found += [f"Namespace {table.namespace!r}: {each}" for each in wrong]
                 if wrong and repair:
                     self._check_writes()
-                    rows = pages(table)
-                    while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
-                        table.put(batch, self._embed(batch, None))
-                    self._make_banks(table)
+                    self._renew(table)
         return found
 
     def _add(self, batch: Sequence[Fact], vectors: Vectors | None, overwrite: bool) -> Added:  # noqa: FBT001
@@ -236,6 +233,13 @@ class LivingFacts(SearchedFacts):
         ids = [row.fact.id for row in rows]
         table.switch_banks(make_banks(ids, _stacked(rows), self.bank_size, self.random_state))
         logger.info("Made banks of %d facts of %r.", len(ids), table.namespace)
+
+    def _renew(self, table: Table) -> None:
+        """Embed all facts of a table anew, and make its banks anew."""
+        rows = pages(table)
+        while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
+            table.put(batch, self._embed(batch, None))
+        self._make_banks(table)
 
     def _settle(self, table: Table) -> None:
         """Put facts that a writer who was killed left without a bank into one, and take out what is gone."""
