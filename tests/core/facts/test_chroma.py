@@ -174,9 +174,11 @@ def test_a_second_writer_is_told_and_a_reader_reads(tmp_path):
             for change in (lambda: reader.add([Fact("x")]), lambda: reader.delete(["x"]), reader.rebuild, reader.banks):
                 with pytest.raises(BankError, match="read_only=True"):
                     change()
-        threading.Timer(0.3, process.communicate, ["\n"]).start()
+        ending = threading.Timer(0.3, process.communicate, ["\n"])
+        ending.start()
         with ChromaFactStore(tmp_path / "facts", HashEmbedder(), wait=60) as store:
             assert len(store) == 1
+        ending.join()
 
 
 def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
