@@ -44,10 +44,12 @@ _PACE_TOKENS = 128
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
+    With `keep_attention` it keeps the attention that it was loaded with, which rounds in its own way.
+
     Raises `UnsupportedModelError`, with the reason, for architectures that do not go on from what they cache.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False) -> None:
         self.kind = kind_of(model.config)
         """What its layers keep."""
         self.lacks = self.kind.lacks
@@ -70,7 +72,12 @@ class CausalModel:
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether it can be asked for the logits of some tokens alone."""
         self.shape = self._measure_shape()
-        self._install_attention()
+        self.engine = "local"
+        """Kind of engine, for the fingerprint."""
+        if keep_attention:
+            self.engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers keeps it there alone
+        else:
+            self._install_attention()
         if self.kind.is_recurrent:
             self._check_states()
         let_go()  # Requests may come in other threads.
