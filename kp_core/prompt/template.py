@@ -35,7 +35,7 @@ from kp_core.prompt.prompt import Prompt, Span, common_length
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.slot import SLOT, filled
 from kp_core.prompt.spans import Marks
-from kp_core.tools import AnswerShape, ToolFormat, format_of
+from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
 __all__ = ["ChatTemplate", "Placement", "SpanCheck", "TokenisedPack"]
 
@@ -79,10 +79,10 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._encoder = PromptEncoder(tokenizer, "".join(map(self._literals, self._sources())))
         self._shaper = TurnShaper(self._try_render)
-        self.tool_format: ToolFormat = format_of(self.source) if self._shaper.takes_tools else format_of("")
+        self.tool_format: ToolFormat = format_of(self.source) if self._shaper.shows_calls else format_of("")
         """How the model writes tool calls."""
-        self.thinks = "</think>" in self.source
-        """Whether answers may begin with reasoning in a `<think>` block."""
+        self.thought = thought_of(self.source)
+        """What stands around reasoning at the beginning of an answer, if there may be any."""
         self._doubted = False
         self.carries_packs = True
         """Whether packs are found in prompts; a template that changes the text of messages hides them, and they go as
@@ -140,7 +140,7 @@ class ChatTemplate:
         turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
         if shape.tools:
-            turns = self._shaper.offer(turns, shape.tools)
+            turns = self._shaper.offer(turns, shape.tools, self.tool_format)
             if self._shaper.takes_tools:
                 switches["tools"] = map_strings([tool.to_dict() for tool in shape.tools], self._encoder.escape)
         if shape.schema is not None:
@@ -215,9 +215,11 @@ class ChatTemplate:
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
             return {}
-        if "enable_thinking" not in self.source:
-            raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
-        return {"enable_thinking": thinking}
+        if "enable_thinking" in self.source:
+            return {"enable_thinking": thinking}
+        if "thinking is defined" in self.source:  # DeepSeek's name of it.
+            return {"thinking": thinking}
+        raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
 
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}

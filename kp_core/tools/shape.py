@@ -81,10 +81,9 @@ class AnswerShape:
         """Whether the answer must be a call."""
         return bool(self.tools) and self.choice not in ("auto", "none")
 
-    @property
-    def is_free(self) -> bool:
-        """Whether any text is an answer."""
-        return not self.tools and self.schema is None
+    def is_free(self, form: ToolFormat) -> bool:
+        """Whether any text is an answer: a model that writes calls in a language of its own need not write JSON."""
+        return self.schema is None and (not self.tools or (form.read is not None and not self.is_forced))
 
     def grammar(self, form: ToolFormat, token: Callable[[str], int | None], *, thinks: bool, opened: bool) -> str:
         """The Lark grammar of answers of this shape, with calls in `form`.
@@ -95,7 +94,7 @@ class AnswerShape:
         options, rules = self._calls(form, token) if self.callable else ([], [])
         if self.schema is not None:
             options.append("answer")
-            rules.append(f"answer: {_json_rule(self.schema)}")
+            rules.append(f"answer: {_literals(form.answer, form, token)} {_json_rule(self.schema)}")
         elif not self.is_forced:
             name, text = self._free_text(form, token)
             options.append(name)
@@ -122,7 +121,7 @@ class AnswerShape:
 
     def _calls(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[list[str], list[str]]:
         """How an answer with calls begins and goes on, and the rules for it."""
-        several = self.parallel if self.parallel is not None else not self.is_forced
+        several = bool(form.between) and (self.parallel if self.parallel is not None else not self.is_forced)
         rules = [f"call_{at}: {_call(tool, form, token)}" for at, tool in enumerate(self.callable)]
         rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(self.callable))))
         between, closing = _literals(form.between, form, token), _literals(form.closing, form, token)
@@ -142,7 +141,7 @@ class AnswerShape:
 
 
 def _call(tool: Tool, form: ToolFormat, token: Callable[[str], int | None]) -> str:
-    if form.separator:
+    if form.separator is not None:
         return f"{json.dumps(tool.name)} {_literals(form.separator, form, token)} {_json_rule(tool.parameters)}"
     # References inside the schema are relative to its root, so the definitions move to the root of the call.
     parameters = {key: value for key, value in tool.parameters.items() if key not in ("$defs", "definitions")}

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor
 
 __all__ = [
     "checkpoint_folder",
+    "commit_of",
     "digest",
     "digest_files",
     "digest_tensors",
@@ -57,6 +58,14 @@ def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
     return Path(
         snapshot_download(str(source), revision=revision, allow_patterns=wanted, local_files_only=revision is not None)
     )
+
+
+def commit_of(source: str | Path, revision: str | None = None) -> str | None:
+    """The commit of a repository that was just read into the local cache; `None` for what is a folder."""
+    if Path(source).is_dir():
+        return None
+    found = try_to_load_from_cache(str(source), "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
 
 
 def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:

@@ -30,6 +30,7 @@ __all__ = ["identity_of", "take_fingerprint", "tokenizer_identity"]
 
 _VOLATILE = {
     "_name_or_path",
+    "checkpoint_commit",
     "checkpoint_stamp",
     "architectures",
     "dtype",
@@ -55,7 +56,7 @@ def take_fingerprint(
     """
     if isinstance(source, str | Path) and stamp_files(Path(source)) != model.config.checkpoint_stamp:
         raise ModelChangedError(f"The files of {str(source)!r} changed after they were loaded. Make a new engine.")
-    revision = getattr(model.config, "_commit_hash", None)
+    revision = getattr(model.config, "checkpoint_commit", None)
     numerics = (str(model.shape.dtype).removeprefix("torch."), str(chunk_tokens), CUT_RULE, model.engine)
     return ModelFingerprint(
         **_identity(source, tokenizer, template, revision), **dict(zip(NUMERICS, numerics, strict=True))

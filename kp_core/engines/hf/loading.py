@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.hf.checkpoint import place_of, stamp_files
+from kp_core.engines.hf.checkpoint import commit_of, place_of, stamp_files
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
 
@@ -72,7 +72,8 @@ def load(
         loaded = AutoModelForCausalLM.from_pretrained(place, dtype=wanted, **hub, **options)
     except _UNREADABLE as error:
         raise unreadable(model, error) from (error if Path(model).exists() else None)
-    loaded.config.checkpoint_stamp = stamp  # See `kp_core.engines.hf.identity`.
+    # For `kp_core.engines.hf.identity`.
+    loaded.config.checkpoint_stamp, loaded.config.checkpoint_commit = stamp, commit_of(place, hub.get("revision"))
     _check_present(loaded)
     return (loaded if "device_map" in options else loaded.to(where)), tokenizer
 

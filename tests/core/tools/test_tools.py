@@ -14,7 +14,7 @@ from benchmarks.grammar import random_schema, valid_answer
 from kp_core import Request, Tool
 from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
 from kp_core.testing import CHATML, tiny_tokenizer
-from kp_core.tools import FORMATS, AnswerReader, AnswerShape, format_of
+from kp_core.tools import FORMATS, HARMONY, THINK, AnswerReader, AnswerShape, HarmonyReader, format_of
 from tests.conftest import tiny_engine
 
 WEATHER = {
@@ -70,7 +70,7 @@ def test_calls_are_read_wherever_the_pieces_are_cut(name, places):
 @pytest.mark.parametrize("opened", [False, True])
 def test_reasoning_is_told_from_the_answer(places, opened):
     said = ("" if opened else "<think>\n") + "Is 2 < 3? Yes.\n</think>\n\nYes, 2 < 3."
-    reader = AnswerReader(None, thinks=True, opened=opened)
+    reader = AnswerReader(None, thought=THINK, opened=opened)
     deltas = read(reader, cut(said, places))
     assert (reader.reasoning, reader.text) == ("Is 2 < 3? Yes.", "Yes, 2 < 3.")
     assert "".join(delta.reasoning for delta in deltas) == reader.reasoning
@@ -84,7 +84,7 @@ def test_without_tools_and_thoughts_text_is_text(text, places):
 @given(st.text(alphabet='<tol_ca \n"{}', max_size=40), st.lists(st.integers(0, 60), max_size=6))
 def test_nothing_is_lost_while_it_might_be_markup(text, places):
     for form in FORMATS:
-        reader = AnswerReader(form, ("weather",), thinks=True)
+        reader = AnswerReader(form, ("weather",), thought=THINK)
         said = "".join(delta.text for delta in read(reader, cut(text, places)))
         begun = re.search("<tool_(c|ca)$", text) if form.name == "hermes" else None
         assert said.strip() == (text[: begun.start()] if begun else text).strip()
