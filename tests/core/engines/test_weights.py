@@ -13,7 +13,9 @@ from kp_core import load_engine
 from kp_core.bundled import installed_file
 from kp_core.engines.hf.identity import identity_of
 from kp_core.engines.hf.loading import LOADING
-from kp_core.errors import MissingDependencyError, ModelError, OptionError
+from kp_core.engines.local.buffer import CacheShape, KVBuffer
+from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, OptionError
+from kp_core.kv import KVTensors
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.core.engines.test_loading import edit, offline, save, unloaded
 
@@ -112,7 +114,7 @@ def test_a_revision_of_an_id_is_that_model(offline, tmp_path):
         save(offline / "snapshots" / commit, tiny_model("llama", seed=seed))
         (offline / "refs" / revision).write_text(commit)
     for revision, commit in commits.items():
-        found = engine_of("veyl/bell", revision=revision, dtype="float32", token="hf_nobody").fingerprint
+        found = engine_of("veyl/bell", revision=revision, dtype="float32", token="hf_nobody").fingerprint  # noqa: S106
         assert found.same_model(identity_of(offline / "snapshots" / commit))
     # What is read is what was loaded, also where the name has moved on.
     engine = engine_of("veyl/bell", dtype="float32")
@@ -266,3 +268,35 @@ def test_the_bundled_gguf_file_is_the_bundled_model(smol):
     known = load_engine(device="cpu", dtype="bfloat16").generate("Name a colour.", max_tokens=8)
     assert found.token_ids == known.token_ids
     assert set(engine.fingerprint.diff(smol.fingerprint)) <= {"weights", "config", "tokenizer", "dtype", "rope"}
+
+
+# Several devices
+
+
+def test_kv_stays_where_its_layer_is():
+    """No two devices are here, so the second holds shapes alone."""
+    first, second = torch.device("cpu"), torch.device("meta")
+    shape = CacheShape(((2, 8, 8), (2, 8, 8)), torch.float32, first, devices=(first, second))
+    buffer = KVBuffer(shape, 8)
+    assert [layer.keys.device for layer in buffer.layers] == [first, second]
+    kv = shape.placed(KVTensors((torch.ones(2, 3, 8),) * 2, (torch.ones(2, 3, 8),) * 2))
+    assert [(key.device, value.device) for key, value in zip(kv.keys, kv.values, strict=True)] == [
+        (first, first),
+        (second, second),
+    ]
+    buffer.append(kv)
+    found = KVTensors.concat([buffer.read(0, 2), buffer.read(2, 3)])
+    assert (found.tokens, [key.device for key in found.keys]) == (3, [first, second])
+    with pytest.raises(KVShapeError, match="on meta; expected .* on cpu as its keys"):
+        KVTensors(kv.keys[:1], kv.values[1:])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
+def test_a_model_on_two_devices_answers_as_on_one(tmp_path):
+    save(tmp_path)
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    engine = engine_of(tmp_path, device=None, dtype="float32", device_map={**places, "model.rotary_emb": 0})
+    one = engine_of(tmp_path, device="cuda:0", dtype="float32")
+    assert same_from_pack_as_from_text(engine).token_ids == same_from_pack_as_from_text(one).token_ids
+    assert {key.device.index for key in engine.build_pack(TEXT).kv.keys} == {0, 1}
+    assert "compose" not in engine.engine.supports
