@@ -287,7 +287,7 @@ def test_kv_stays_where_its_layer_is():
     buffer.append(kv)
     found = KVTensors.concat([buffer.read(0, 2), buffer.read(2, 3)])
     assert (found.tokens, [key.device for key in found.keys]) == (3, [first, second])
-    with pytest.raises(KVShapeError, match="on meta; expected .* on cpu as its keys"):
+    with pytest.raises(KVShapeError, match=r"on meta; expected .* on cpu as its keys"):
         KVTensors(kv.keys[:1], kv.values[1:])
 
 
