@@ -46,7 +46,7 @@ class Reading:
             markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
         self._kept = {token: marker for marker in markers if (token := self._special(marker)) is not None}
         self.grammar = None
-        if not shape.is_free(form):
+        if not shape.is_free(form, thought):
             self.grammar = shape.grammar(form, self._special, thinks=thinks, opened=self.opened)
 
     def read(self, plan: Plan, stream: TokenStream) -> Generator[Delta, None, Generation]:
@@ -79,9 +79,12 @@ class Reading:
             stream.close()
 
     def _special(self, marker: str) -> int | None:
-        """The id of `marker`, when it is a special token."""
-        added = self._tokenizer.added_tokens_decoder
-        return next((number for number, token in added.items() if token.special and token.content == marker), None)
+        """The id of `marker`, when it is a special token, or one that llguidance takes for one."""
+        in_brackets = marker.startswith("<") and marker.endswith(">")
+        for number, token in self._tokenizer.added_tokens_decoder.items():
+            if token.content == marker and (token.special or in_brackets):
+                return int(number)
+        return None
 
 
 class AnswerText:

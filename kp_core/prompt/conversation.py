@@ -294,7 +294,10 @@ def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _joined(first: Turn, second: Turn) -> Turn:
-    gap = (_GAP,) if first.segments and second.segments else ()
+    last = first.segments[-1] if first.segments else ""
+    # Memory ends its line, as in `with_instruction`.
+    ends_line = isinstance(last, PackRef) and last.text.endswith("\n")
+    gap = (_GAP,) if first.segments and second.segments and not ends_line else ()
     return replace(
         first, segments=(*first.segments, *gap, *second.segments), tool_calls=(*first.tool_calls, *second.tool_calls)
     )

@@ -166,10 +166,8 @@ class ChatTemplate:
         if not text.strip():
             raise PromptError("Got a blank text; expected something to know.")
         if compiled_for == "system":
-            followers = _PRINTED_FOLLOWER
             messages: Sequence[Message] = ({"role": "system", "content": SLOT}, {"role": "user", "content": "?"})
         else:
-            followers = _ANY_FOLLOWER
             messages = ({"role": "user", "content": SLOT},) if isinstance(compiled_for, str) else compiled_for
         pack = KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown())
         reference = PackRef("", pack, memory=compiled_for == "system")
@@ -183,7 +181,9 @@ class ChatTemplate:
             raise ContextOverflowError(span.stop, 0, most)
         runs = [prompt.token_ids[span.start : span.stop]]
         before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
-        for follower in followers:
+        # A template may trim the end of the line.
+        ends_line = compiled_for == "system" and before.endswith("\n")
+        for follower in _PRINTED_FOLLOWER if ends_line else _ANY_FOLLOWER:
             encoded = self._encoder.encode(before + follower + after)
             runs.append(encoded.ids[span.start : encoded.token_until(span.chars[1])])
         token_ids = runs[0][: min(common_length(runs[0], run) for run in runs)]
@@ -234,9 +234,14 @@ class ChatTemplate:
         encoded = self._encoder.encode(text)
         spans = []
         for start, stop, reference in packs:
+            if self._encoder.unescape(text[start:stop]) not in reference.text:
+                self._doubt("packs that it changes go as text")  # As results of tools that it writes as JSON.
+                continue
             first, last = encoded.token_at(start), encoded.token_until(stop)
             own = reference.pack.token_ids
-            if not reference.memory and own and encoded.ids[first : min(last, first + len(own))] == own:
+            # At the head of the system message some templates trim what ends there.
+            is_its_place = not reference.memory or reference.pack.prefix.token_ids == encoded.ids[:first]
+            if is_its_place and own and encoded.ids[first : min(last, first + len(own))] == own:
                 last = first + len(own)
             if last > first:
                 spans.append(Span(first, last, reference, (start, stop), reference.recognised))

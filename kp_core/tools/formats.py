@@ -53,9 +53,10 @@ class ToolFormat:
     def head(self) -> re.Pattern[str]:
         """Matches a call up to where its arguments begin; group 1 is the name."""
         if self.separator is not None:
-            lead = f"(?:.*?{re.escape(self.before)})?" if self.before else ""
+            before = re.escape(self.before)
+            lead = rf"\s*+(?:(?!{before})|.*?{before})" if before else ""
             behind = "" if self.read and self.separator else "(?={)"
-            return re.compile(rf"{lead}\s*([^\s\[{{<>]+?)\s*{re.escape(self.separator)}\s*{behind}", re.DOTALL)
+            return re.compile(rf"{lead}\s*([^\s\[{{<>]+?)\s*{re.escape(self.separator.strip())}\s*{behind}", re.DOTALL)
         return re.compile(
             rf'[\s,;\[]*{{\s*"name"\s*:\s*"((?:[^"\\]|\\.)*)"\s*,\s*"{self.arguments_key}"\s*:\s*(?={{)', re.DOTALL
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from kp_core.tools.base import Delta, JsonScan, ToolCall, ToolCallDelta, new_call_id
@@ -147,7 +148,9 @@ class AnswerReader:
             parts.append(piece)
             yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=piece))
         if end is not None:
-            self.calls.append(ToolCall(identity, name, json.loads("".join(parts))))
+            # What is held to no grammar may be no JSON, and then it is no call.
+            with suppress(ValueError):
+                self.calls.append(ToolCall(identity, name, json.loads("".join(parts))))
             self._open_call, self._step = None, self._between
 
     def _native(self, *, is_over: bool = False) -> Iterator[Delta]:

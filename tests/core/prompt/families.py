@@ -96,8 +96,8 @@ _GEMMA = (
 )
 
 _GEMMA4 = (
-    '{% macro said(value) %}{% if value is string %}<|"|>{{ value }}<|"|>{% elif value is mapping %}{'
-    "{% for key, each in value.items() %}{{ ',' if not loop.first }}{{ key }}:{{ said(each) }}{% endfor %}}"
+    '{% macro said(value) %}{% if value is string %}<|"|>{{ value }}<|"|>{% elif value is mapping %}'
+    "{{ '{' }}{% for key, each in value.items() %}{{ ',' if not loop.first }}{{ key }}:{{ said(each) }}{% endfor %}}"
     "{% else %}{{ value | tojson }}{% endif %}{% endmacro %}"
     "{{ bos_token }}{% set first = messages[0]['role'] == 'system' %}{% if first or tools or enable_thinking %}"
     "<|turn>system\n{% if enable_thinking %}<|think|>\n{% endif %}{{ (messages[0]['content'] | trim) if first }}"

@@ -18,6 +18,7 @@ TOOLS = [
     },
     {"name": "clock", "description": "The time."},
 ]
+JSON_RESULTS = ("llama3", "llama4", "mistral", "gpt_oss")
 TEXTS = {HANDLE: "Orla Venn keeps the light.", OTHER: "It burns blue oil."}
 
 
@@ -77,7 +78,8 @@ def test_facts_never_close_a_message(name):
         prompt = made.render(exchange(first=f"Who? {fact}"), view=view, shape=AnswerShape.of(TOOLS))
         counts.append([prompt.token_ids.count(control) for control in controls])
         made.verify(prompt)
-        assert len(prompt.spans) == 3
+        # What a template writes as JSON is not the pack's text.
+        assert len(prompt.spans) == (1 if name in JSON_RESULTS and fact is attack else 3)
     assert counts[0] == counts[1]
     assert sum(counts[1]) > 0
 
@@ -86,7 +88,8 @@ def test_facts_never_close_a_message(name):
 def test_memory_stands_at_the_head_also_where_there_is_no_system_role(name):
     made = template(name)
     tokenised = made.tokenise_pack(TEXTS[HANDLE], "system")
-    pack = KnowledgePack(tokenised.text, "a", tokenised.token_ids, Prefix(), ModelFingerprint.unknown())
+    prefix = Prefix(tokenised.prompt.token_ids[: tokenised.prompt.spans[0].start])
+    pack = KnowledgePack(tokenised.text, "a", tokenised.token_ids, prefix, ModelFingerprint.unknown())
     for messages in (exchange(system=False)[:1], exchange()[:2]):
         prompt = made.render(messages, packs=[PackRef(HANDLE, pack)])
         [span] = prompt.spans
