@@ -7,11 +7,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers import AutoModelForCausalLM, BitNetQuantConfig
 
-from kp_core import load_engine
+from kp_core import PackStore, load_engine
 from kp_core.bundled import installed_file
-from kp_core.engines.hf.identity import identity_of
+from kp_core.engines.hf.checkpoint import digest_tensors
+from kp_core.engines.hf.identity import _split, identity_of
 from kp_core.engines.hf.loading import LOADING
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, OptionError
@@ -21,7 +23,7 @@ from tests.core.engines.test_loading import edit, offline, save, unloaded
 
 __all__ = ["offline", "unloaded"]
 
-TEXT = "The bell of Veyl rings at nine, and Orla Venn keeps the light. "
+TEXT = "The bell of Veyl rings at nine, and Orla Venn keeps the light."
 QUESTION = "Who keeps it?"
 
 
@@ -30,17 +32,18 @@ def engine_of(model, **settings):
     return load_engine(model, **{name: value for name, value in settings.items() if value is not None})
 
 
-def same_from_pack_as_from_text(engine, **asked):
-    """The answer of `engine`, after its logits were seen to be the same, bit for bit, from a pack and from text."""
-    pack = engine.build_pack(TEXT)
-    asked = {"max_tokens": 8} | asked
+def same_from_pack_as_from_text(engine, folder):
+    """The answer of `engine`, after its logits were seen to be the same, bit for bit, from a pack and computed anew."""
+    store = PackStore(folder / "packs")
+    asked = {"messages": f"{store.put(engine.build_pack(TEXT, namespace='a'))} {QUESTION}", "view": store.view("a")}
     engine.clear_cache()
-    text = engine.generate(TEXT + QUESTION, reuse=False, **asked)
-    told = engine.generate(QUESTION, packs=[pack], **asked)
-    placed = engine.generate([{"role": "user", "content": TEXT + QUESTION}], **asked)
-    assert told.usage.pack_tokens == len(pack.token_ids)
-    assert placed.token_ids == text.token_ids
-    return text
+    cold, warm = engine.prefill(**asked, reuse=False), engine.prefill(**asked)
+    assert torch.equal(cold.logits, warm.logits)
+    assert warm.usage.reused_tokens >= warm.usage.pack_tokens > 0
+    assert cold.usage.reused_tokens == 0
+    answer = engine.generate(**asked, max_tokens=8)
+    assert answer.token_ids == engine.generate(f"{TEXT} {QUESTION}", reuse=False, max_tokens=8).token_ids
+    return answer
 
 
 # What goes to `from_pretrained`
@@ -77,7 +80,7 @@ def test_an_attention_that_was_asked_for_is_kept_and_told_apart(tmp_path):
     plain, eager = engine_of(tmp_path), engine_of(tmp_path, attn_implementation="eager")
     assert eager.fingerprint.diff(plain.fingerprint) == {"engine": ("local/eager", "local")}
     assert eager.engine.model.config._attn_implementation == "eager"
-    same_from_pack_as_from_text(eager)
+    same_from_pack_as_from_text(eager, tmp_path)
     with pytest.raises(ModelError, match="no_such_attention"):
         engine_of(tmp_path, attn_implementation="no_such_attention")
 
@@ -88,7 +91,7 @@ def test_a_device_map_of_one_device_is_that_device(places, tmp_path):
     mapped = engine_of(tmp_path, device=None, device_map=places, dtype="float32")
     assert mapped.fingerprint == engine_of(tmp_path, dtype="float32").fingerprint
     if not torch.cuda.is_available():
-        same_from_pack_as_from_text(mapped)
+        same_from_pack_as_from_text(mapped, tmp_path)
 
 
 def test_places_that_hold_no_weights_are_refused_before_loading(tmp_path, unloaded):
@@ -153,14 +156,40 @@ def test_a_missing_package_is_named_in_one_line(method, package, config, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-@pytest.fixture(params=["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "Int4WeightOnlyConfig"])
+def test_tensors_that_are_made_of_others_are_told_by_their_parts():
+    values, scales = torch.arange(4.0), torch.ones(4)
+    found = {
+        digest_tensors({"w": each})
+        for each in (values, TwoTensor(values, scales), TwoTensor(values, scales + 1), TwoTensor(values + 1, scales))
+    }
+    assert len(found) == 4
+    # They have no address, so one address does not make them one.
+    model = torch.nn.Module()
+    model.one, model.other = (torch.nn.Parameter(TwoTensor(values + at, scales)) for at in range(2))
+    assert set(_split(model)[0]) == {"one", "other"}
+
+
+def test_a_model_that_rounds_its_weights_at_each_pass_is_another_one(tmp_path):
+    """A quantisation that needs no other package."""
+    save(tmp_path, tiny_model("llama"))
+    rounding = BitNetQuantConfig(linear_class="autobitlinear", quantization_mode="online")
+    engine = engine_of(tmp_path, dtype="float32", quantization_config=rounding)
+    answer, plain = same_from_pack_as_from_text(engine, tmp_path), engine_of(tmp_path, dtype="float32")
+    assert "config" in engine.fingerprint.diff(plain.fingerprint)
+    expected = plain.prefill(f"{TEXT} {QUESTION}").logits
+    assert (answer.first_logits - expected).norm() > 0.01 * expected.norm()
+
+
+@pytest.fixture(params=["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"])
 def torchao_config(request):
+    # Not among the packages of the tests: it writes to stderr in every process that loads a model.
     quantization = pytest.importorskip("torchao.quantization")
+    from torchao.quantization import granularity
     from transformers import TorchAoConfig
 
     settings = {}
-    if request.param == "Int4WeightOnlyConfig":
-        settings = {"group_size": 32, "int4_packing_format": "opaque"}
+    if request.param == "IntxWeightOnlyConfig":  # The kernels of Int4WeightOnlyConfig need a GPU.
+        settings = {"weight_dtype": torch.int4, "granularity": granularity.PerGroup(16)}
     return TorchAoConfig(getattr(quantization, request.param)(**settings))
 
 
@@ -170,7 +199,7 @@ def test_a_model_quantised_by_torchao_answers_from_packs_as_from_text(torchao_co
         engine_of(tmp_path, dtype="bfloat16", quantization_config=config)
         for config in (None, torchao_config, torchao_config)
     )
-    same_from_pack_as_from_text(quantised)
+    same_from_pack_as_from_text(quantised, tmp_path)
     assert {"weights", "config"} <= set(quantised.fingerprint.diff(plain.fingerprint))
     assert again.fingerprint == quantised.fingerprint
     # Other weights of the same shapes are another model.
@@ -189,7 +218,10 @@ def test_a_checkpoint_that_was_saved_quantised_is_told_by_its_files(torchao_conf
     assert engine.fingerprint.same_model(identity_of(tmp_path / "small"))
     assert not engine.fingerprint.same_model(identity_of(tmp_path / "plain"))
     given = engine_of(quantised, tokenizer=tiny_tokenizer(), device=None)
-    assert same_from_pack_as_from_text(engine).token_ids == same_from_pack_as_from_text(given).token_ids
+    assert (
+        same_from_pack_as_from_text(engine, tmp_path).token_ids
+        == same_from_pack_as_from_text(given, tmp_path).token_ids
+    )
 
 
 # GGUF files
@@ -240,7 +272,7 @@ def test_a_gguf_file_is_a_model(tmp_path):
     assert engine.name == "tiny.Q8_0"
     # Beside it may stand anything.
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    answer = same_from_pack_as_from_text(engine)
+    answer = same_from_pack_as_from_text(engine, tmp_path)
     assert engine.fingerprint.same_model(identity_of(file))
     # It says what its weights say, to the precision that they are left with.
     full = engine_of(tiny_model("qwen2"), tokenizer=tiny_tokenizer(merges=7), device=None)
@@ -297,6 +329,8 @@ def test_a_model_on_two_devices_answers_as_on_one(tmp_path):
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
     engine = engine_of(tmp_path, device=None, dtype="float32", device_map={**places, "model.rotary_emb": 0})
     one = engine_of(tmp_path, device="cuda:0", dtype="float32")
-    assert same_from_pack_as_from_text(engine).token_ids == same_from_pack_as_from_text(one).token_ids
+    assert (
+        same_from_pack_as_from_text(engine, tmp_path).token_ids == same_from_pack_as_from_text(one, tmp_path).token_ids
+    )
     assert {key.device.index for key in engine.build_pack(TEXT).kv.keys} == {0, 1}
     assert "compose" not in engine.engine.supports
