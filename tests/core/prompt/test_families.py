@@ -4,6 +4,7 @@ import pytest
 
 import kp_core
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Prefix, TokenStream
+from kp_core.engines.local.grammar import Grammars
 from kp_core.packs.view import PackRef
 from kp_core.testing import tiny_model
 from kp_core.tools import AnswerShape, Tool
@@ -134,6 +135,22 @@ def test_calls_and_reasoning_are_read(name):
     # Behind the header of a message, a bare object is no call.
     back = [] if name.startswith("llama") else [("weather", {"city": "Veyl"})]
     assert [(call.name, call.arguments) for call in again.tool_calls] == back
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_family_says_is_what_it_is_held_to(name):
+    family = FAMILIES[name]
+    tokenizer = family.tokenizer()
+    session = kp_core.load_engine(Speaker(tokenizer, family.said))
+    session.generate("Who?", tools=TOOLS, max_tokens=900)
+    [plan] = session.engine.plans
+    if plan.grammar is None:  # Its calls or its thoughts are in a form of its own.
+        assert family.form in ("qwen-tags", "gemma4", "harmony", "mistral-args")
+        return
+    matcher = Grammars(tokenizer, len(tokenizer), {258}).constraint(plan.grammar, 900, opened=plan.opened)._matcher
+    ids = tokenizer(family.said, add_special_tokens=False)["input_ids"]
+    assert matcher.try_consume_tokens(ids) >= len(ids) - (family.form == "llama4")  # A mark at the end says nothing.
+    assert not matcher.get_error()
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].reasoning])
