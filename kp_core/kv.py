@@ -54,10 +54,10 @@ class KVTensors:
                         f"{name} of layer {layer} have shape {tuple(tensor.shape)}; expected "
                         f"({key.shape[0]}, {first.shape[1]}, head_dim) as in the keys of this layer and of layer 0."
                     )
-                if tensor.dtype != first.dtype or tensor.device != first.device:
+                if tensor.dtype != first.dtype or tensor.device != key.device:
                     raise KVShapeError(
                         f"{name} of layer {layer} are {tensor.dtype} on {tensor.device}; "
-                        f"expected {first.dtype} on {first.device} as in layer 0."
+                        f"expected {first.dtype} as in layer 0, on {key.device} as its keys."
                     )
 
     @property
@@ -77,7 +77,7 @@ class KVTensors:
 
     @property
     def device(self) -> torch.device:
-        """Device of every tensor."""
+        """Device of the first layer; a model on several devices has its KV where its layers are."""
         return self.keys[0].device
 
     @property

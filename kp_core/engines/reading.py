@@ -13,7 +13,7 @@ from kp_core.packs.handle import strip_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.tools import AnswerReader, Delta
+from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader
 from kp_core.usage import Usage
 
 __all__ = ["AnswerText", "Reading", "check_time", "usage_of"]
@@ -28,17 +28,26 @@ class Reading:
     """How the answer to one prompt is read, and the grammar that holds it to the shape asked for."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> None:  # noqa: ANN401
-        form, shape = template.tool_format, request.shape
+        form, shape, thought = template.tool_format, request.shape, template.thought
         self._tokenizer, self._stop = tokenizer, request.stop
-        self.opened = template.thinks and prompt.rendered.rstrip().endswith("<think>")
+        thinks = thought == THINK
+        self.opened = thinks and prompt.rendered.rstrip().endswith(THINK[0])
         """Whether the prompt has begun a `<think>` block."""
-        names = tuple(tool.name for tool in shape.callable)
-        self._parts = AnswerReader(form if names else None, names, thinks=template.thinks, opened=self.opened)
-        markers = form.markers if names else ()
+        tools = {tool.name: tool.parameters for tool in shape.callable}
+        is_harmony = form is HARMONY
+        self._parts = (
+            HarmonyReader(tools)
+            if is_harmony
+            else AnswerReader(form if tools else None, tools, thought=thought, opened=self.opened)
+        )
+        markers = form.markers if tools or is_harmony else ()
+        if thought is not None:
+            # `<|channel>thought` is a token and a word.
+            markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
         self._kept = {token: marker for marker in markers if (token := self._special(marker)) is not None}
         self.grammar = None
-        if not shape.is_free:
-            self.grammar = shape.grammar(form, self._special, thinks=template.thinks, opened=self.opened)
+        if not shape.is_free(form, thought):
+            self.grammar = shape.grammar(form, self._special, thinks=thinks, opened=self.opened)
 
     def read(self, plan: Plan, stream: TokenStream) -> Generator[Delta, None, Generation]:
         """The answer piece by piece; raises `GenerationTimeoutError` when its time is up."""
@@ -70,9 +79,12 @@ class Reading:
             stream.close()
 
     def _special(self, marker: str) -> int | None:
-        """The id of `marker`, when it is a special token."""
-        added = self._tokenizer.added_tokens_decoder
-        return next((number for number, token in added.items() if token.special and token.content == marker), None)
+        """The id of `marker`, when it is a special token, or one that llguidance takes for one."""
+        in_brackets = marker.startswith("<") and marker.endswith(">")
+        for number, token in self._tokenizer.added_tokens_decoder.items():
+            if token.content == marker and (token.special or in_brackets):
+                return int(number)
+        return None
 
 
 class AnswerText:

@@ -35,7 +35,7 @@ from kp_core.prompt.prompt import Prompt, Span, common_length
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.slot import SLOT, filled
 from kp_core.prompt.spans import Marks
-from kp_core.tools import AnswerShape, ToolFormat, format_of
+from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
 __all__ = ["ChatTemplate", "Placement", "SpanCheck", "TokenisedPack"]
 
@@ -79,10 +79,10 @@ class ChatTemplate:
         self._options = dict(options or {})
         self._encoder = PromptEncoder(tokenizer, "".join(map(self._literals, self._sources())))
         self._shaper = TurnShaper(self._try_render)
-        self.tool_format: ToolFormat = format_of(self.source) if self._shaper.takes_tools else format_of("")
+        self.tool_format: ToolFormat = format_of(self.source) if self._shaper.shows_calls else format_of("")
         """How the model writes tool calls."""
-        self.thinks = "</think>" in self.source
-        """Whether answers may begin with reasoning in a `<think>` block."""
+        self.thought = thought_of(self.source)
+        """What stands around reasoning at the beginning of an answer, if there may be any."""
         self._doubted = False
         self.carries_packs = True
         """Whether packs are found in prompts; a template that changes the text of messages hides them, and they go as
@@ -140,7 +140,7 @@ class ChatTemplate:
         turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
         if shape.tools:
-            turns = self._shaper.offer(turns, shape.tools)
+            turns = self._shaper.offer(turns, shape.tools, self.tool_format)
             if self._shaper.takes_tools:
                 switches["tools"] = map_strings([tool.to_dict() for tool in shape.tools], self._encoder.escape)
         if shape.schema is not None:
@@ -166,10 +166,8 @@ class ChatTemplate:
         if not text.strip():
             raise PromptError("Got a blank text; expected something to know.")
         if compiled_for == "system":
-            followers = _PRINTED_FOLLOWER
             messages: Sequence[Message] = ({"role": "system", "content": SLOT}, {"role": "user", "content": "?"})
         else:
-            followers = _ANY_FOLLOWER
             messages = ({"role": "user", "content": SLOT},) if isinstance(compiled_for, str) else compiled_for
         pack = KnowledgePack(text, "probe", (), Prefix(), ModelFingerprint.unknown())
         reference = PackRef("", pack, memory=compiled_for == "system")
@@ -183,7 +181,9 @@ class ChatTemplate:
             raise ContextOverflowError(span.stop, 0, most)
         runs = [prompt.token_ids[span.start : span.stop]]
         before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
-        for follower in followers:
+        # A template may trim the end of the line.
+        ends_line = compiled_for == "system" and before.endswith("\n")
+        for follower in _PRINTED_FOLLOWER if ends_line else _ANY_FOLLOWER:
             encoded = self._encoder.encode(before + follower + after)
             runs.append(encoded.ids[span.start : encoded.token_until(span.chars[1])])
         token_ids = runs[0][: min(common_length(runs[0], run) for run in runs)]
@@ -215,9 +215,11 @@ class ChatTemplate:
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
             return {}
-        if "enable_thinking" not in self.source:
-            raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
-        return {"enable_thinking": thinking}
+        if "enable_thinking" in self.source:
+            return {"enable_thinking": thinking}
+        if "thinking is defined" in self.source:  # DeepSeek's name of it.
+            return {"thinking": thinking}
+        raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
 
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
@@ -232,9 +234,14 @@ class ChatTemplate:
         encoded = self._encoder.encode(text)
         spans = []
         for start, stop, reference in packs:
+            if self._encoder.unescape(text[start:stop]) not in reference.text:
+                self._doubt("packs that it changes go as text")  # As results of tools that it writes as JSON.
+                continue
             first, last = encoded.token_at(start), encoded.token_until(stop)
             own = reference.pack.token_ids
-            if not reference.memory and own and encoded.ids[first : min(last, first + len(own))] == own:
+            # At the head of the system message some templates trim what ends there.
+            is_its_place = not reference.memory or reference.pack.prefix.token_ids == encoded.ids[:first]
+            if is_its_place and own and encoded.ids[first : min(last, first + len(own))] == own:
                 last = first + len(own)
             if last > first:
                 spans.append(Span(first, last, reference, (start, stop), reference.recognised))

@@ -1,19 +1,25 @@
 """Tools, schemas and reasoning: what a model is offered, what its answer may look like, and how that is read."""
 
 from kp_core.tools.base import Delta, Tool, ToolCall, ToolCallDelta, ToolChoice
-from kp_core.tools.formats import FORMATS, ToolFormat, format_of
+from kp_core.tools.formats import FORMATS, HARMONY, THINK, Thought, ToolFormat, format_of, thought_of
+from kp_core.tools.harmony import HarmonyReader
 from kp_core.tools.reader import AnswerReader
 from kp_core.tools.shape import AnswerShape
 
 __all__ = [
     "FORMATS",
+    "HARMONY",
+    "THINK",
     "AnswerReader",
     "AnswerShape",
     "Delta",
+    "HarmonyReader",
+    "Thought",
     "Tool",
     "ToolCall",
     "ToolCallDelta",
     "ToolChoice",
     "ToolFormat",
     "format_of",
+    "thought_of",
 ]

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
 
 from kp_core.tools.base import Delta, JsonScan, ToolCall, ToolCallDelta, new_call_id
-from kp_core.tools.formats import ToolFormat
+from kp_core.tools.formats import THINK, Thought, ToolFormat
 
 __all__ = ["AnswerReader"]
-
-_OPEN, _CLOSE = "<think>", "</think>"
 
 
 class AnswerReader:
     """Reads an answer as it is written.
 
-    `form` is the format of calls, or `None` when no tool is on offer: markup then is text like any other. `names` are
-    the tools that may be called. `thinks` says that a `<think>` block is reasoning, `opened` that the prompt has begun
-    it. What might still become markup is held back until it is decided, so that no piece has to be taken back.
+    `form` is the format of calls, or `None` when no tool is on offer: markup then is text like any other. `tools` are
+    those that may be called, with their parameters. `thought` marks reasoning; `opened` says that the prompt has begun
+    a `<think>` block. What might still become markup is held back until it is decided, so that no piece has to be
+    taken back.
     """
 
     def __init__(
-        self, form: ToolFormat | None, names: tuple[str, ...] = (), *, thinks: bool = False, opened: bool = False
+        self,
+        form: ToolFormat | None,
+        tools: Mapping[str, Mapping[str, Any]] | Collection[str] = (),
+        *,
+        thought: Thought | None = None,
+        opened: bool = False,
     ) -> None:
-        self._form, self._names = form, names
+        self._form = form
+        self._names = tools if isinstance(tools, Mapping) else {name: {} for name in tools}
         self._buffer = ""
-        self._thinks = thinks or opened
+        self._thinks = thought is not None or opened
+        self._open, self._close = thought or THINK
         self._step: Callable[[], Iterator[Delta]] = self._reasoning if opened else self._begin
         self._scan = JsonScan()
         self._open_call: tuple[str, str, list[str]] | None = None
@@ -41,6 +50,8 @@ class AnswerReader:
     def finish(self) -> list[Delta]:
         """What was held back; the answer is over. A call that is not complete is no call, and no text either."""
         deltas = self._run()
+        if self._step == self._native:
+            deltas += self._native(is_over=True)
         rest, self._buffer = self._buffer, ""
         if self._step == self._reasoning:
             return [*deltas, *self._think(rest)]
@@ -63,9 +74,9 @@ class AnswerReader:
     def _begin(self) -> Iterator[Delta]:
         """Nothing was said yet: it may be reasoning, a bare call, or text."""
         lead = self._buffer.lstrip()
-        if self._thinks and lead.startswith(_OPEN):
-            self._buffer, self._step = lead[len(_OPEN) :], self._reasoning
-        elif self._thinks and _OPEN.startswith(lead):
+        if self._thinks and lead.startswith(self._open):
+            self._buffer, self._step = lead[len(self._open) :], self._reasoning
+        elif self._thinks and self._open.startswith(lead):
             return
         elif self._form is not None and not self._form.trigger:
             self._begin_bare(self._form, lead)
@@ -87,7 +98,7 @@ class AnswerReader:
 
     def _reasoning(self) -> Iterator[Delta]:
         self._buffer = self._buffer if self.reasoning else self._buffer.lstrip("\n")
-        said, is_over = self._until(_CLOSE)
+        said, is_over = self._until(self._close)
         if is_over:
             said = said.rstrip("\n")
             self._step, self._thinks = self._after_thought, False
@@ -120,8 +131,9 @@ class AnswerReader:
         head = self._form.head.match(self._buffer)
         if head is None:
             return
-        name = head[1] if self._form.separator else json.loads(f'"{head[1]}"')
-        self._buffer, self._step, self._scan = self._buffer[head.end() :], self._arguments, JsonScan()
+        name = json.loads(f'"{head[1]}"') if self._form.separator is None else head[1]
+        step = self._arguments if self._form.read is None else self._native
+        self._buffer, self._step, self._scan = self._buffer[head.end() :], step, JsonScan()
         self._open_call = (new_call_id(), name, [])
         yield Delta(tool_call=ToolCallDelta(len(self.calls), self._open_call[0], name))
 
@@ -136,12 +148,31 @@ class AnswerReader:
             parts.append(piece)
             yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=piece))
         if end is not None:
-            self.calls.append(ToolCall(identity, name, json.loads("".join(parts))))
+            # What is held to no grammar may be no JSON, and then it is no call.
+            with suppress(ValueError):
+                self.calls.append(ToolCall(identity, name, json.loads("".join(parts))))
             self._open_call, self._step = None, self._between
+
+    def _native(self, *, is_over: bool = False) -> Iterator[Delta]:
+        """Inside a call whose arguments are in a language of their own: they are read when they are complete."""
+        if self._open_call is None or self._form is None or self._form.read is None:
+            raise AssertionError("arguments belong to a call")
+        identity, name, _ = self._open_call
+        ending = self._form.ending
+        ends = [match.span() for match in re.finditer(re.escape(ending), self._buffer)]
+        for stop, rest in [*ends, (len(self._buffer), len(self._buffer))] if is_over else ends:
+            try:
+                arguments = self._form.read(self._buffer[:stop].strip(), self._names.get(name, {}))
+            except ValueError:  # The mark stands inside a string.
+                continue
+            yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=json.dumps(arguments)))
+            self.calls.append(ToolCall(identity, name, arguments))
+            self._open_call, self._step, self._buffer = None, self._head, self._buffer[rest:]
+            return
 
     def _between(self) -> Iterator[Delta]:
         """Behind the arguments: the brace that ends the call, unless the format has none."""
-        if self._form is not None and self._form.separator:
+        if self._form is not None and self._form.separator is not None:
             self._step = self._head
         elif self._buffer.lstrip().startswith("}"):
             self._buffer, self._step = self._buffer.lstrip()[1:], self._head

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kp_core.errors import ToolError
 from kp_core.tools.base import DEEPEST, Tool, ToolChoice, is_deep
-from kp_core.tools.formats import ToolFormat
+from kp_core.tools.formats import THINK, Thought, ToolFormat
 
 __all__ = ["AnswerShape"]
 
@@ -81,10 +81,10 @@ class AnswerShape:
         """Whether the answer must be a call."""
         return bool(self.tools) and self.choice not in ("auto", "none")
 
-    @property
-    def is_free(self) -> bool:
-        """Whether any text is an answer."""
-        return not self.tools and self.schema is None
+    def is_free(self, form: ToolFormat, thought: Thought | None) -> bool:
+        """Whether any text is an answer: a model with calls or thoughts of its own form is not held to ours."""
+        is_own = form.read is not None or thought not in (None, THINK)
+        return self.schema is None and (not self.tools or (is_own and not self.is_forced))
 
     def grammar(self, form: ToolFormat, token: Callable[[str], int | None], *, thinks: bool, opened: bool) -> str:
         """The Lark grammar of answers of this shape, with calls in `form`.
@@ -95,18 +95,21 @@ class AnswerShape:
         options, rules = self._calls(form, token) if self.callable else ([], [])
         if self.schema is not None:
             options.append("answer")
-            rules.append(f"answer: {_json_rule(self.schema)}")
+            rules.append(f"answer: {_literals(form.answer, form.markers, token)} {_json_rule(self.schema)}")
         elif not self.is_forced:
             name, text = self._free_text(form, token)
             options.append(name)
             rules.append(f"{name}: {text}")
         start = " | ".join(options)
-        if (self.is_forced or self.schema is not None) and (thinks or opened):
-            begin = "" if opened else '"<think>" '
+        # Text holds no special token, so a free answer has to be told of thoughts that begin with one.
+        is_held = self.is_forced or self.schema is not None or token(THINK[1]) is not None
+        if is_held and (thinks or opened):
+            begin, end = (_literals(mark, THINK, token) for mark in THINK)
+            block = "thought_block" if token(THINK[1]) is not None else "thought_block[lazy]"
             rules = [
                 f"body: {start}",
                 *rules,
-                f'thought: thought_block /\\s*/\nthought_block[lazy]: {begin}THOUGHT_TEXT "</think>"',
+                f"thought: thought_block /[ \\n]*/\n{block}: {'' if opened else begin} THOUGHT_TEXT {end}",
                 f"THOUGHT_TEXT: {_ANY}",
             ]
             start = ("thought" if opened else "thought?") + " body"
@@ -122,18 +125,18 @@ class AnswerShape:
 
     def _calls(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[list[str], list[str]]:
         """How an answer with calls begins and goes on, and the rules for it."""
-        several = self.parallel if self.parallel is not None else not self.is_forced
+        several = bool(form.between) and (self.parallel if self.parallel is not None else not self.is_forced)
         rules = [f"call_{at}: {_call(tool, form, token)}" for at, tool in enumerate(self.callable)]
         rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(self.callable))))
-        between, closing = _literals(form.between, form, token), _literals(form.closing, form, token)
+        between, closing = _literals(form.between, form.markers, token), _literals(form.closing, form.markers, token)
         repeated = f" ({between} call)*" if several else ""
         tail = f"call{repeated} {closing}".rstrip()
         if self.is_forced or self.schema is not None:
-            return [f"{_literals(form.opening, form, token)} {tail}".strip()], rules
+            return [f"{_literals(form.opening, form.markers, token)} {tail}".strip()], rules
         if not form.trigger:
             tag = token(form.markers[0]) if form.markers else None
             return [f"<[{tag}]>? {tail}" if tag is not None else tail], rules
-        rest = _literals(form.opening[len(form.trigger) :], form, token)
+        rest = _literals(form.opening[len(form.trigger) :], form.markers, token)
         tag = token(form.trigger)
         if tag is not None:
             return [f"TEXT <[{tag}]> {rest} {tail}"], rules
@@ -142,8 +145,8 @@ class AnswerShape:
 
 
 def _call(tool: Tool, form: ToolFormat, token: Callable[[str], int | None]) -> str:
-    if form.separator:
-        return f"{json.dumps(tool.name)} {_literals(form.separator, form, token)} {_json_rule(tool.parameters)}"
+    if form.separator is not None:
+        return f"{json.dumps(tool.name)} {_literals(form.separator, form.markers, token)} {_json_rule(tool.parameters)}"
     # References inside the schema are relative to its root, so the definitions move to the root of the call.
     parameters = {key: value for key, value in tool.parameters.items() if key not in ("$defs", "definitions")}
     definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -190,11 +193,11 @@ def _closed(schema: Mapping[str, Any], *, merged: bool = False) -> dict[str, Any
     return made
 
 
-def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -> str:
+def _literals(text: str, markers: Sequence[str], token: Callable[[str], int | None]) -> str:
     """`text` as grammar: markers that are special tokens by their id, all else quoted."""
     parts, rest = [], text
     while rest:
-        at, marker = min(((rest.find(m), m) for m in form.markers if m in rest), default=(len(rest), ""))
+        at, marker = min(((rest.find(m), m) for m in markers if m in rest), default=(len(rest), ""))
         if at:
             parts.append(json.dumps(rest[:at], ensure_ascii=False))
         if marker:

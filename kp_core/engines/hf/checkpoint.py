@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import snapshot_download, try_to_load_from_cache
 from torch import Tensor
 
-__all__ = ["checkpoint_folder", "digest", "digest_files", "digest_tensors", "stamp_files"]
+__all__ = [
+    "checkpoint_folder",
+    "commit_of",
+    "digest",
+    "digest_files",
+    "digest_tensors",
+    "place_of",
+    "plain_parts",
+    "stamp_files",
+]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files of weights, in the order in which transformers looks for them."""
@@ -30,12 +39,20 @@ _FORMATS = {
 _BLOCK = 1 << 20  # Bytes read at a time.
 
 
+def place_of(source: str | Path) -> tuple[str | Path, dict[str, str]]:
+    """Where `from_pretrained` looks for a model, and what else it has to be told: which GGUF file it is."""
+    path = Path(source)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return path.parent, {"gguf_file": path.name}
+    return source, {}
+
+
 def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: itself, or that of a repository in the local cache.
+    """The folder of a checkpoint: itself (or a GGUF file), or that of a repository in the local cache.
 
     Without the `revision` that was loaded, what is not there yet is downloaded. Raises `OSError` or `ValueError`.
     """
-    if Path(source).is_dir():
+    if Path(source).is_dir() or place_of(source)[1]:
         return Path(source)
     wanted = ["config.json", "model*.safetensors*"]
     return Path(
@@ -43,24 +60,48 @@ def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
     )
 
 
+def commit_of(source: str | Path, revision: str | None = None) -> str | None:
+    """The commit of a repository that was just read into the local cache; `None` for what is a folder."""
+    if Path(source).is_dir():
+        return None
+    found = try_to_load_from_cache(str(source), "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
 def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Sizes and times of the files that make the model, to tell whether they changed."""
+    if folder.is_file():
+        return {folder.name: (folder.stat().st_size, folder.stat().st_mtime_ns)}
     found = [file for pattern in ("config.json", "model*", "pytorch_model*") for file in folder.glob(pattern)]
     return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in found}
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of names, dtypes, shapes and bytes, whatever the order."""
+    """Digest of names, dtypes, shapes and bytes, whatever the order; of quantised tensors, those of their parts."""
 
     def one(tensor: Tensor) -> bytes:
         # numpy knows no bfloat16; bytes are all that is hashed.
         raw = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
         return blake2b(raw.data, digest_size=16).digest()
 
-    named = {name: _FORMATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in tensors.items()}
+    plain = dict(part for name, tensor in tensors.items() for part in plain_parts(name, tensor))
+    named = {name: _FORMATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in plain.items()}
     return _digest_parts(
-        {_label(name, named[name], tensor.shape): partial(one, tensor) for name, tensor in tensors.items()}
+        {_label(name, named[name], tensor.shape): partial(one, tensor) for name, tensor in plain.items()}
     )
+
+
+def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that `tensor` is made of, by name: itself, or what a quantised tensor keeps (numbers and scales).
+
+    The names say of which kind a quantised tensor is.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    parts, about = tensor.__tensor_flatten__()
+    for part in parts:
+        yield from plain_parts(f"{name}.{part} of {type(tensor).__name__} {about}", getattr(tensor, part))
 
 
 def digest_files(folder: Path) -> str:
@@ -69,7 +110,8 @@ def digest_files(folder: Path) -> str:
     Of files in other formats than safetensors, a digest of the whole files. Raises `OSError` or `ValueError` when there
     are none, or they cannot be read.
     """
-    first = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    candidates = (folder, *(folder / name for name in _WEIGHTS))
+    first = next((file for file in candidates if file.is_file()), None)
     if first is None:
         raise OSError(f"it holds none of {', '.join(_WEIGHTS)}.")
     names = [first.name]
@@ -77,7 +119,7 @@ def digest_files(folder: Path) -> str:
         names = sorted(set(json.loads(first.read_bytes())["weight_map"].values()))
     parts: dict[str, Callable[[], bytes]] = {}
     for name in names:
-        file = folder / name
+        file = first.parent / name
         size, start = file.stat().st_size, 0
         header: dict[str, Any] = {name: {"dtype": "file", "shape": [size], "data_offsets": [0, size]}}
         if name.endswith(".safetensors"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.loading import load, memory_bytes, name_of, take_fingerprint
+from kp_core.engines.hf.identity import take_fingerprint
+from kp_core.engines.hf.loading import LOADING, load, memory_bytes, name_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.watch import ModelWatch
 from kp_core.engines.local.engine import LocalEngine
+from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
@@ -32,25 +35,32 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     cache_bytes: int | None = None,
     template_options: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    **loading: Any,  # noqa: ANN401
 ) -> Session:
     """A session with a Hugging Face causal language model.
 
-    `model` is an id, a folder, or a model object (with `tokenizer`); without it, the bundled SmolLM2-135M-Instruct.
-    `device` is by default the best there is (CUDA, MPS, CPU), `dtype` bfloat16 where the machine has it. `cache_bytes`
+    `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); without it, the bundled
+    SmolLM2-135M-Instruct. `device` is by default the best there is (CUDA, MPS, CPU), `dtype` bfloat16 where the machine
+    has it (`"auto"`: as the checkpoint is stored). `cache_bytes`
     is the budget of the prefix tree, by default an eighth of the memory where the cache lives. `chunk_tokens` is the
     longest canonical prefill chunk; it is part of the fingerprint. `template_options` go to the chat template.
-    Code that comes with a checkpoint runs only with `trust_remote_code`.
+    Code that comes with a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`:
+    `device_map`, `quantization_config`, `attn_implementation` (which is then kept, and part of the numerics),
+    `revision`, `token`, `torch_dtype`.
 
-    Raises `ModelError` when loading fails, `UnsupportedModelError` for architectures whose cache is not kept per
-    token, `TemplateError` without a chat template.
+    Raises `OptionError` for other names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
+    whose cache is not kept per token, `TemplateError` without a chat template.
     """
+    refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
-    loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code)
+    loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
     # Made here, so that a missing one is said before the model is probed.
     template = ChatTemplate(found, template_options)
-    causal = CausalModel(loaded)
+    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
     # What was loaded here nobody else can change.
     watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
+    if loading.get("quantization_config") is not None:
+        source = loaded  # Its files say nothing of its weights.
 
     def renew() -> None:
         nonlocal source, watch

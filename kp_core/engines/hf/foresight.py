@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kp_core.engines.hf.cache import states_of
+from kp_core.engines.hf.checkpoint import place_of
 from kp_core.engines.hf.kinds import CacheKind, kind_of, rope_parameters
-from kp_core.engines.hf.loading import _best_device, _best_dtype, _unreadable, memory_bytes
+from kp_core.engines.hf.loading import _best_device, _best_dtype, memory_bytes, unreadable
 
 __all__ = ["Foresight", "foresee"]
 
@@ -56,12 +57,13 @@ def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
     device = _best_device()
     wanted: torch.dtype = getattr(torch, dtype) if dtype else _best_dtype(device)
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        place, file = place_of(model)
+        config = AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
         kind = kind_of(config)
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
-        raise _unreadable(model, error) from error
+        raise unreadable(model, error) from error
     text = config.get_text_config(decoder=True)
     per_token, states = _cache_numbers(empty, config)
     is_quantised = getattr(config, "quantization_config", None) is not None

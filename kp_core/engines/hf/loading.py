@@ -1,50 +1,29 @@
-"""Finding a model and a tokenizer, and telling which they are."""
+"""Finding a model and a tokenizer, and refusing what cannot be served before it is loaded."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.hf.checkpoint import checkpoint_folder, digest, digest_files, digest_tensors, stamp_files
+from kp_core.engines.hf.checkpoint import commit_of, place_of, stamp_files
 from kp_core.engines.hf.kinds import kind_of
-from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.watch import adapter_state
-from kp_core.errors import ModelChangedError, ModelError, UnsupportedModelError
-from kp_core.packs.fingerprint import CUT_RULE, NUMERICS, ModelFingerprint
-from kp_core.prompt.template import ChatTemplate
+from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
 
-__all__ = [
-    "identity_of",
-    "load",
-    "load_tokenizer",
-    "memory_bytes",
-    "name_of",
-    "take_fingerprint",
-    "tokenizer_identity",
-]
+__all__ = ["LOADING", "causal_lm", "load", "load_tokenizer", "memory_bytes", "name_of", "unreadable"]
+
+LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
+"""What is passed on to `from_pretrained`, beside the arguments of `load`; `torch_dtype` is an older name of `dtype`."""
 
 # What a file of weights raises that is none, or pickles more than weights: torch unpickles nothing else.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
-_VOLATILE = {
-    "_name_or_path",
-    "checkpoint_stamp",
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-"""What differs from load to load, or release to release, without changing what is computed."""
 
 
 def load(
@@ -54,48 +33,108 @@ def load(
     dtype: torch.dtype | str | None,
     *,
     trust_remote_code: bool = False,
+    **loading: Any,  # noqa: ANN401
 ) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer on `device` in `dtype`; what cannot be served is refused before its weights are loaded.
 
-    Of a model of peft, this is the base model with its adapters inside. Code in a checkpoint runs only with
-    `trust_remote_code`. Raises `ModelError`, `UnsupportedModelError`.
+    `loading` are arguments of `from_pretrained`, among those in `LOADING`. Of a model of peft, this is the base model
+    with its adapters inside. Code in a checkpoint runs only with `trust_remote_code`. Raises `ModelError`,
+    `UnsupportedModelError`, and `MissingDependencyError` where a package that reads the weights is not installed.
     """
+    options = {name: value for name, value in loading.items() if value is not None}
+    dtype = _agreed(dtype, options.pop("torch_dtype", None))
     where = None if device is None else _device(device)
     wanted = None if dtype is None else _dtype(dtype)
     if not isinstance(model, str | Path):
-        base = _causal_lm(model)
         if tokenizer is None:
             raise ModelError("Got a model object without its tokenizer; pass `tokenizer=` too.")
-        if wanted not in (None, base.dtype):
-            raise ModelError(f"Got dtype={dtype} for a model object in {base.dtype}; convert it with `model.to`.")
-        return (base if where is None else base.to(where)), tokenizer
+        return _as_given(model, where, wanted, options), tokenizer
+    _check_places(device, options.get("device_map"))
     where = where or _best_device()
+    wanted = wanted or _best_dtype(where)
+    place, file = place_of(model)
+    hub = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
+    hub["trust_remote_code"] = trust_remote_code
     try:
-        if (Path(model) / "adapter_config.json").is_file():
-            raise ModelError(
-                f"{str(model)!r} holds an adapter of peft. Load its base model, put the adapter on it with "
-                "`peft.PeftModel.from_pretrained(base, ...)`, and pass that object with `tokenizer=`."
-            )
-        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        _check_folder(Path(place), hub)
+        config = AutoConfig.from_pretrained(place, **hub)
         kind_of(config)
-        _check_room(Path(model), config.dtype, wanted or _best_dtype(where), where)
+        is_quantised = bool(file or getattr(config, "quantization_config", None))
+        if not file and "quantization_config" not in options:
+            stored = config.dtype if isinstance(wanted, torch.dtype) and not is_quantised else None
+            _check_room(Path(place), stored, wanted, _places(where, options.get("device_map")))
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+        if is_quantised or "quantization_config" in options:
+            # Such weights may not be moved once they are made.
+            options.setdefault("device_map", {"": where})
         stamp = stamp_files(Path(model))
-        loaded = AutoModelForCausalLM.from_pretrained(
-            model, dtype=wanted or _best_dtype(where), trust_remote_code=trust_remote_code
-        )
+        loaded = AutoModelForCausalLM.from_pretrained(place, dtype=wanted, **hub, **options)
     except _UNREADABLE as error:
-        raise _unreadable(model, error) from error
-    loaded.config.checkpoint_stamp = stamp  # See `take_fingerprint`.
-    return loaded.to(where), tokenizer
+        raise unreadable(model, error) from (error if Path(model).exists() else None)
+    # For `kp_core.engines.hf.identity`.
+    loaded.config.checkpoint_stamp, loaded.config.checkpoint_commit = stamp, commit_of(place, hub.get("revision"))
+    _check_present(loaded)
+    return (loaded if "device_map" in options else loaded.to(where)), tokenizer
 
 
-def _check_room(folder: Path, stored: torch.dtype | None, wanted: torch.dtype, device: torch.device) -> None:
-    """Raise `ModelError` for weights in `folder` that are more than all memory, before the system ends the process."""
-    scale = wanted.itemsize / (stored or wanted).itemsize
+def _as_given(
+    model: PreTrainedModel, where: torch.device | None, wanted: torch.dtype | str | None, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    """A model object, moved where that is asked for."""
+    base = causal_lm(model)
+    if options:
+        raise ModelError(f"Got {', '.join(options)} with a model object; give it to its `from_pretrained`.")
+    if wanted not in (None, "auto", base.dtype):
+        raise ModelError(f"Got dtype={wanted} for a model object in {base.dtype}; convert it with `model.to`.")
+    return base if where is None else base.to(where)
+
+
+def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{str(folder)!r} holds an adapter of peft. Load its base model, put the adapter on it with "
+            "`peft.PeftModel.from_pretrained(base, ...)`, and pass that object with `tokenizer=`."
+        )
+    if folder.is_dir() and "revision" in options:
+        raise ModelError(f"Got revision={options['revision']!r} for the folder {str(folder)!r}, which has none.")
+
+
+def _agreed(dtype: torch.dtype | str | None, older: torch.dtype | str | None) -> torch.dtype | str | None:
+    if dtype is not None and older is not None and _dtype(dtype) != _dtype(older):
+        raise ModelError(f"Got dtype={dtype} and torch_dtype={older}, which are two names of one thing.")
+    return older if dtype is None else dtype
+
+
+def _check_places(device: object, device_map: object) -> None:
+    """Raise `ModelError` for places that contradict each other, or where weights are not at hand."""
+    if device is not None and device_map is not None:
+        raise ModelError(f"Got device={device!r} and device_map={device_map!r}; expected one of them.")
+    places = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
+    if absent := {"disk", "meta"} & set(map(str, places)):
+        raise ModelError(
+            f"Got a device_map that leaves weights on {min(absent)!r}, where no pass can use them. Give all of them a "
+            "device that computes, or take a smaller model."
+        )
+
+
+def _places(where: torch.device, device_map: object) -> list[torch.device]:
+    """Devices whose memory may hold weights."""
+    if device_map is None:
+        return [where]
+    return [torch.device("cpu"), *(torch.device("cuda", at) for at in range(torch.cuda.device_count()))]
+
+
+def _check_room(
+    folder: Path, stored: torch.dtype | None, wanted: torch.dtype | str, devices: Iterable[torch.device]
+) -> None:
+    """Raise `ModelError` for weights in `folder` that are more than all memory, before the system ends the process.
+
+    They take what they take on disk where they are loaded as they are `stored`, or that is not said.
+    """
+    scale = wanted.itemsize / stored.itemsize if stored is not None and isinstance(wanted, torch.dtype) else 1
     needed = scale * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if needed > (room := memory_bytes(device)):
+    if needed > (room := sum(map(memory_bytes, devices))):
         raise ModelError(
             f"{folder} needs about {needed / 1e9:,.1f} GB in {str(wanted).removeprefix('torch.')}, and there are "
             f"{room / 1e9:,.1f} GB of memory. Take a smaller model, or a narrower dtype."
@@ -107,8 +146,9 @@ def name_of(model: object) -> str:
     if model is None:
         return BUNDLED_MODEL
     if isinstance(model, str | Path):
-        return Path(model).resolve().name if Path(model).is_dir() else str(model)
-    base = _causal_lm(model)
+        path = Path(model).resolve()
+        return path.name if path.is_dir() else path.stem if path.is_file() else str(model)
+    base = causal_lm(model)
     return name_of(base.name_or_path or str(base.config.model_type))
 
 
@@ -119,124 +159,16 @@ def memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def take_fingerprint(
-    model: CausalModel,
-    tokenizer: Any,  # noqa: ANN401
-    template: ChatTemplate,
-    chunk_tokens: int,
-    source: str | Path | PreTrainedModel,
-) -> ModelFingerprint:
-    """Identity and numerics of a loaded model, where `source` is what `load` was given.
-
-    For a folder or an id, the identity is that of `identity_of`; for a model object, that of its tensors as they are,
-    which equals it unless transformers renames or splits tensors when it saves them. Raises `ModelChangedError` when a
-    folder is not what it was when it was loaded.
-    """
-    if isinstance(source, str | Path) and stamp_files(Path(source)) != model.config.checkpoint_stamp:
-        raise ModelChangedError(f"The files of {str(source)!r} changed after they were loaded. Make a new engine.")
-    revision = getattr(model.config, "_commit_hash", None)
-    numerics = (str(model.shape.dtype).removeprefix("torch."), str(chunk_tokens), CUT_RULE, "local")
-    return ModelFingerprint(
-        **_identity(source, tokenizer, template, revision), **dict(zip(NUMERICS, numerics, strict=True))
-    )
-
-
-def identity_of(
-    source: str | Path,
-    tokenizer: Any = None,  # noqa: ANN401
-    template_options: Mapping[str, Any] | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> ModelFingerprint:
-    """The identity of a checkpoint from its files alone, whatever engine runs it; the numerics are `unknown`.
-
-    `source` is a folder or an id. Weights count as they are stored: neither how they are spread over safetensors files
-    nor the dtype they are loaded in matters. Raises `ModelError`, and `TemplateError` without a chat template.
-    """
-    if tokenizer is None:
-        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    identity = _identity(source, tokenizer, ChatTemplate(tokenizer, template_options))
-    return ModelFingerprint(**identity, **dict.fromkeys(NUMERICS, "unknown"))
-
-
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
     """The tokenizer of a folder or an id, which may hold no weights; raises `ModelError`."""
+    place, file = place_of(source)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        raise _unreadable(source, error) from error
+        raise unreadable(source, error) from error
 
 
-def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
-    """The fields of a fingerprint that a tokenizer alone decides."""
-    canonical = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state_of_last_call in ("padding", "truncation"):
-        canonical.pop(state_of_last_call, None)
-    return {"tokenizer": digest([_stable(canonical)]), "chat_template": template.digest}
-
-
-def _identity(
-    source: str | Path | PreTrainedModel,
-    tokenizer: Any,  # noqa: ANN401
-    template: ChatTemplate,
-    revision: str | None = None,
-) -> dict[str, str]:
-    """The fields of a fingerprint that say which model it is."""
-    adapters = "none"
-    if isinstance(source, str | Path):
-        try:
-            folder = checkpoint_folder(source, revision)
-            config = json.loads((folder / "config.json").read_bytes())
-            weights = digest_files(folder)
-        except (OSError, ValueError) as error:
-            raise _unreadable(source, error) from error
-    else:
-        base = _causal_lm(source)
-        config = json.loads(base.config.to_json_string())
-        tensors, added = _split(base)
-        weights = digest_tensors(tensors)
-        if state := adapter_state(base):
-            acting = json.dumps(state, sort_keys=True, default=sorted)
-            adapters = digest([acting.encode(), digest_tensors(added).encode()])
-    return {
-        "weights": weights,
-        "adapters": adapters,
-        "config": digest([_stable({name: value for name, value in config.items() if name not in _VOLATILE})]),
-        **tokenizer_identity(tokenizer, template),
-        "rope": _stable(_rope(config)).decode(),
-    }
-
-
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as a configuration file says it, in the form of transformers 5 whichever release wrote it."""
-    older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
-    found = older | (config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = found.pop("type", None)
-    return found if kind is None else {"rope_type": kind} | found
-
-
-def _stable(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, default=str).encode()
-
-
-def _split(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a model by name, tied ones once: its own, named as without adapters, and those of adapters."""
-    inner = {"base_layer", "original_module"}  # Where peft keeps what it wraps.
-    wrapped, found = adapter_state(model), (dict[str, Tensor](), dict[str, Tensor]())
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        if tensor.numel() and (tensor.data_ptr(), tensor.shape) in seen:
-            continue
-        seen.add((tensor.data_ptr(), tensor.shape))
-        parts = name.split(".")
-        heads = [index for index in range(len(parts)) if ".".join(parts[:index]) in wrapped]
-        added = any(parts[index] not in inner for index in heads)
-        kept = parts if added else [part for index, part in enumerate(parts) if index not in heads]
-        found[added][".".join(kept)] = tensor
-    return found
-
-
-def _causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
+def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
     """The Hugging Face model that `model` is or, as a model of peft, wraps; refuses what no engine can run."""
     for adapter in getattr(model, "peft_config", {}).values() if hasattr(model, "get_base_model") else ():
         if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
@@ -259,32 +191,40 @@ def _causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
             f"{quantised} is quantised by torch.ao, which keeps no tensors to tell the model by. Pass the model in "
             "float32 or bfloat16, or a checkpoint that was quantised when it was saved."
         )
-    absent = next((name for name, tensor in base.named_parameters() if tensor.is_meta), None)
-    if absent or "disk" in (getattr(base, "hf_device_map", None) or {}).values():
+    _check_present(base)
+    return base
+
+
+def _check_present(model: PreTrainedModel) -> None:
+    absent = next((name for name, tensor in model.named_parameters() if tensor.is_meta), None)
+    if absent or "disk" in (getattr(model, "hf_device_map", None) or {}).values():
         raise ModelError(
             f"Weights of the model are not in memory ({absent or 'on disk'}): `device_map` put them elsewhere. Load it "
             "without `device_map`, on a device that holds it whole."
         )
-    return base
 
 
-def _unreadable(source: str | Path, error: Exception) -> ModelError:
+def unreadable(source: str | Path, error: Exception) -> ModelError:
+    """What to raise, in one line, for a model that raised `error` when it was read."""
     reason = " ".join(str(error).split())
     if "trust_remote_code" in reason:
         return ModelError(
             f"{str(source)!r} can only be loaded by running code that comes with it. Read that code; if you trust it, "
             "pass `trust_remote_code=True`."
         )
+    if isinstance(error, ImportError):
+        return MissingDependencyError(f"Could not load {str(source)!r}, as a package is missing: {reason}")
     return ModelError(
         f"Could not load {str(source)!r}: {reason} Expected a Hugging Face id of a causal language model, or a folder "
         "with config.json, weights and tokenizer."
     )
 
 
-def _dtype(name: torch.dtype | str) -> torch.dtype:
-    dtype = getattr(torch, name, None) if isinstance(name, str) else name
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ModelError(f"Got dtype={name!r}; expected float32, bfloat16 or float16.")
+def _dtype(name: torch.dtype | str) -> torch.dtype | str:
+    """The dtype of that name, or `"auto"`: the one that the checkpoint is stored in."""
+    dtype = getattr(torch, name.removeprefix("torch."), name) if isinstance(name, str) else name
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16, "auto"):
+        raise ModelError(f"Got dtype={name!r}; expected float32, bfloat16, float16 or auto.")
     return dtype
 
 

@@ -44,10 +44,12 @@ _PACE_TOKENS = 128
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
+    With `keep_attention` it keeps the attention that it was loaded with, which rounds in its own way.
+
     Raises `UnsupportedModelError`, with the reason, for architectures that do not go on from what they cache.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False) -> None:
         self.kind = kind_of(model.config)
         """What its layers keep."""
         self.lacks = self.kind.lacks
@@ -70,7 +72,14 @@ class CausalModel:
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether it can be asked for the logits of some tokens alone."""
         self.shape = self._measure_shape()
-        self._install_attention()
+        if self.shape.devices:
+            self.lacks = {"compose": "its layers are on several devices", **self.lacks}
+        self.engine = "local"
+        """Kind of engine, for the fingerprint."""
+        if keep_attention:
+            self.engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers keeps it there alone
+        else:
+            self._install_attention()
         if self.kind.is_recurrent:
             self._check_states()
         let_go()  # Requests may come in other threads.
@@ -130,7 +139,7 @@ class CausalModel:
         """Whether several sequences decode in one pass here: the model lets attention know of its rows, and agrees."""
         # What attention is given must be what the buffers hold.
         is_ours = self.config._attn_implementation == attention.NAME  # noqa: SLF001 - transformers keeps it there alone
-        if not is_ours or self.kind.name != "plain":
+        if not is_ours or self.kind.name != "plain" or self.shape.devices:
             return False
         buffers = [KVBuffer(self.shape, 2 * _PROBE) for _ in range(2)]
         for row, buffer in enumerate(buffers):
@@ -227,7 +236,15 @@ class CausalModel:
         if not stored:  # Nothing but states: a layer of no heads counts the tokens.
             return CacheShape(((0, 0, 0),), self._model.dtype, self.device, states)
         first: Tensor = stored[0].keys
-        return CacheShape(tuple(shapes), first.dtype, first.device, states)
+        devices = tuple(layer.keys.device for layer in stored)
+        if len(set(devices)) == 1:
+            return CacheShape(tuple(shapes), first.dtype, first.device, states)
+        if states:
+            raise UnsupportedModelError(
+                f"{self.config.model_type} keeps recurrent states, and its layers are on {len(set(devices))} devices; "
+                "load it on one."
+            )
+        return CacheShape(tuple(shapes), first.dtype, first.device, devices=devices)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:

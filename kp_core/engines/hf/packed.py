@@ -21,7 +21,9 @@ def pack_weights(model: nn.Module, head: nn.Module | None = None) -> int:
     refuses a model that changed. With gradients the layers compute as before.
     """
     layers = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
-    layers = [each for each in layers if each.weight.device.type == "cpu" and each.weight.dtype == torch.bfloat16]
+    # Quantised weights are of other types, whatever dtype they say they have.
+    layers = [each for each in layers if type(each.weight) is nn.Parameter and each.weight.dtype == torch.bfloat16]
+    layers = [each for each in layers if each.weight.device.type == "cpu"]
     if not _is_known() or sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
         return 0
     for layer in layers:

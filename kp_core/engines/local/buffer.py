@@ -32,12 +32,25 @@ class StateShape:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Per layer `(kv_heads, key_dim, value_dim)`, with the dtype and device of the cache; and the states beside it."""
+    """Per layer `(kv_heads, key_dim, value_dim)`, with the dtype and device of the cache; and the states beside it.
+
+    `devices` are those of the layers, where they are not all on one.
+    """
 
     layers: tuple[tuple[int, int, int], ...]
     dtype: torch.dtype
     device: torch.device
     states: tuple[StateShape, ...] = ()
+    devices: tuple[torch.device, ...] = ()
+
+    def placed(self, kv: KVTensors) -> KVTensors:
+        """`kv` in this dtype, where the layers are."""
+        places = self.devices or [self.device] * kv.layers
+        keys, values = (
+            tuple(tensor.to(place, self.dtype) for tensor, place in zip(side, places, strict=True))
+            for side in (kv.keys, kv.values)
+        )
+        return KVTensors(keys, values, tuple(state.to(self.device) for state in kv.states))
 
     @property
     def state_bytes(self) -> int:
@@ -81,11 +94,15 @@ class KVBuffer:
     """
 
     def __init__(self, shape: CacheShape, capacity: int, batch: int = 1) -> None:
-        def empty(heads: int, dim: int) -> Tensor:
-            return torch.empty(batch, heads, capacity, dim, dtype=shape.dtype, device=shape.device)
+        def empty(heads: int, dim: int, device: torch.device) -> Tensor:
+            return torch.empty(batch, heads, capacity, dim, dtype=shape.dtype, device=device)
 
         self.capacity = capacity
-        self.layers = [BufferLayer(empty(heads, key), empty(heads, value)) for heads, key, value in shape.layers]
+        places = zip(shape.layers, shape.devices or [shape.device] * len(shape.layers), strict=True)
+        self.layers = [
+            BufferLayer(empty(heads, key, device), empty(heads, value, device))
+            for (heads, key, value), device in places
+        ]
         self.view: object = None
         """The buffer as the library that runs the model wants it; made by that library's side, once."""
         self.nbytes = (shape.bytes_per_token * capacity + shape.state_bytes) * batch

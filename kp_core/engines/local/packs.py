@@ -69,9 +69,7 @@ class PackKV:
 
     def placed(self, kv: KVTensors) -> KVTensors:
         """`kv` on the device and in the dtype of the cache."""
-        shape = self._model.shape
-        keys, values = (tuple(t.to(shape.device, shape.dtype) for t in side) for side in (kv.keys, kv.values))
-        return KVTensors(keys, values, tuple(state.to(shape.device) for state in kv.states))
+        return self._model.shape.placed(kv)
 
     def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
         """The pack of a span with its KV, as long as it is still the one that was planned with."""

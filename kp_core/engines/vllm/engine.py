@@ -78,7 +78,8 @@ class VLLMEngine:
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
         """See `Engine.tokenizer`; checked against the server's model."""
-        from kp_core.engines.hf.loading import load_tokenizer, tokenizer_identity
+        from kp_core.engines.hf.identity import tokenizer_identity
+        from kp_core.engines.hf.loading import load_tokenizer
 
         source = self._given or self._about["root"]
         tokenizer = load_tokenizer(source) if isinstance(source, str) else source

@@ -17,10 +17,10 @@ _CHUNK_TOKENS = "1024"  # What packs for servers are cut by; vLLM itself cuts by
 def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerprint:
     """Which model a folder or an id is, as vLLM serves it: `dtype` is by default what its configuration says.
 
-    Raises `ModelError` and `TemplateError` as `kp_core.engines.hf.loading.identity_of`.
+    Raises `ModelError` and `TemplateError` as `kp_core.engines.hf.identity.identity_of`.
     """
     from kp_core.engines.hf.checkpoint import checkpoint_folder
-    from kp_core.engines.hf.loading import identity_of
+    from kp_core.engines.hf.identity import identity_of
 
     made = identity_of(model)
     if dtype in (None, "auto"):

@@ -15,7 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
 from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.loading import identity_of, load
+from kp_core.engines.hf.identity import identity_of
+from kp_core.engines.hf.loading import load
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.watch import ModelWatch
 from kp_core.engines.local.buffer import KVBuffer

