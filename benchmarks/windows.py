@@ -1,8 +1,8 @@
 """Packs of 1 to 8 windows on a model with sliding windows: what the first token and the next ones take.
 
-Without `--model`, it is one with random weights that is made for this: 12 layers, of which every sixth sees all and
-the others a window of 512 tokens (Gemma 3), behind the tokenizer of the bundled model. Per length, each repetition asks
-another question, and measures in turn (medians):
+Without `--model`, it is one with random weights that is made for this, of a `--family`: 12 layers, of which every
+sixth sees all and the others a window of 512 tokens (Gemma 3), behind the tokenizer of the bundled model. Per length,
+each repetition asks another question, and measures in turn (medians):
 
 - pack: `generate(max_tokens=1)` with the handle, the pack warm in the prefix tree; template and tokenizer included.
 - floor: as in `benchmarks.ttft`: plain transformers with its own attention, one forward pass of the question's tokens
@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 import kp_core
@@ -39,11 +39,12 @@ __all__ = ["made", "main", "run"]
 _COLUMNS = ("tokens", "text_s", "pack_s", "floor_s", "decode_s", "hf_decode_s")
 
 
-def made(folder: Path, window: int, layers: int, dtype: str) -> str:
+def made(folder: Path, family: str, window: int, layers: int, dtype: str) -> str:
     """A model with random weights and windows, saved to `folder` with the tokenizer of the bundled model."""
     tokenizer = AutoTokenizer.from_pretrained(kp_core.bundled_model())
     torch.manual_seed(0)
-    config = Gemma3TextConfig(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
         hidden_size=512,
         intermediate_size=2048,
@@ -53,11 +54,13 @@ def made(folder: Path, window: int, layers: int, dtype: str) -> str:
         head_dim=128,
         sliding_window=window,
         max_position_embeddings=32_768,
+        num_local_experts=4,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
     )
-    Gemma3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -134,7 +137,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rows."""
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model is None:
-            arguments.model = made(Path(folder) / "model", arguments.window, arguments.layers, arguments.dtype)
+            shape = arguments.family, arguments.window, arguments.layers, arguments.dtype
+            arguments.model = made(Path(folder) / "model", *shape)
         engine = common.load_engine(arguments)
         twin = common.Twin(arguments, engine.tokenizer)
         window = int(twin.model.config.get_text_config().sliding_window)
@@ -153,6 +157,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, print the table, write the JSON file."""
     parser = common.argument_parser(__doc__, "wiki_passages.jsonl")
     parser.add_argument("--times", type=int, nargs="+", default=(1, 2, 4, 8), metavar="N", help="windows in a pack")
+    parser.add_argument(
+        "--family", default="gemma3_text", metavar="TYPE", help="`model_type` of the model that is made"
+    )
     parser.add_argument("--window", type=int, default=512, metavar="N", help="of the model that is made")
     parser.add_argument("--layers", type=int, default=12, metavar="N", help="of the model that is made")
     parser.add_argument("--answer", type=int, default=33, metavar="N", help="tokens of an answer")

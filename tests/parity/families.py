@@ -131,7 +131,11 @@ CHANGES = {
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
         "moe_shared_expert_intermediate_size": 16,
     },
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"], "attention_head_dim": 16},
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_head_dim": 16,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "cohere_compass_text": {"rope_parameters": _ROPES},
@@ -166,8 +170,34 @@ VARIANTS = {
 }
 """Further rows: the family, and what is changed."""
 
-ONE_BY_ONE = ()
-"""Families of plain caches and of windows whose answers are decoded one by one: their attention is their own."""
+ONE_BY_ONE = (
+    "biogpt",
+    "bloom",
+    "codegen",
+    "diffllama",
+    "falcon",
+    "falcon with ALiBi",
+    "flint",
+    "gemma2",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "gpt_oss",
+    "gptj",
+    "granite_swa",
+    "granitemoe_swa",
+    "hrm_text",
+    "jetmoe",
+    "llama4_text",
+    "mimo_v2_flash",
+    "mpt",
+    "nemotron",
+    "stablelm",
+    "trocr",
+    "vaultgemma",
+    "xglm",
+)
+"""Families of plain caches and of windows whose answers are decoded one by one: their attention is their own, or
+rows do not agree."""
 
 STAY = (
     "biogpt",
