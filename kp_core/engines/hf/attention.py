@@ -52,10 +52,10 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     return output.transpose(1, 2).contiguous(), None
 
 
-def windowed_attention(module: nn.Module, *states: Tensor, **extra: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+def windowed_attention(*states: Any, **extra: Any) -> tuple[Tensor, None]:  # noqa: ANN401
     """`split_attention` of a model whose masks say what its windows hide."""
     extra.pop("sliding_window", None)
-    return split_attention(module, *states, **extra)
+    return split_attention(*states, **extra)
 
 
 def _mask_of_windows(

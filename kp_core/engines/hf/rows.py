@@ -66,7 +66,7 @@ class Rows:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attention of `query`, `(rows, heads, 1, head_dim)`, whose keys and values the buffers hold already."""
         if window := self._windows[layer]:
-            asked = zip(query.split(1), self._buffers, strict=True)
+            asked = zip(query.chunk(len(self._buffers)), self._buffers, strict=True)
             return torch.cat([_seen(each, buffer.layers[layer], window, scale) for each, buffer in asked])
         if len(self._groups) == 1:
             return self._groups[0].attend(layer, query, key, value, scale)
