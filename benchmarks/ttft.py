@@ -34,7 +34,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from benchmarks import common
 from kp_core import KnowledgePack, PackStore, Session
@@ -48,13 +48,14 @@ _COLUMNS = ("text_s", "pack_memory_s", "pack_disk_s", "floor_s", "hf_text_s", "p
 
 
 class _ResidentLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is untyped
-    """A preallocated cache layer that can be set back to its first `kept` tokens at no cost."""
+    """A preallocated cache layer that can be set back to its first `kept` tokens at no cost.
 
-    is_sliding = False
+    With a `window`, it gives what the cache of transformers would have kept.
+    """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, window: int = 0) -> None:
         super().__init__()
-        self.capacity, self.filled = capacity, 0
+        self.capacity, self.filled, self.window, self.is_sliding = capacity, 0, window, bool(window)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.keys, self.values = (
@@ -66,10 +67,11 @@ class _ResidentLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is u
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        start, self.filled = self.filled, self.filled + key_states.shape[2]
+        seen, start = self._offset(), self.filled
+        self.filled += key_states.shape[2]
         self.keys[:, :, start : self.filled] = key_states
         self.values[:, :, start : self.filled] = value_states
-        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+        return self.keys[:, :, seen : self.filled], self.values[:, :, seen : self.filled]
 
     def get_seq_length(self) -> int:
         return self.filled
@@ -78,7 +80,10 @@ class _ResidentLayer(CacheLayerMixin):  # type: ignore[misc] # transformers is u
         return self.capacity
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.filled + query_length, 0
+        return self.filled + query_length - self._offset(), self._offset()
+
+    def _offset(self) -> int:
+        return max(self.filled + 1 - self.window, 0) if self.window else 0
 
 
 class Floor:
@@ -86,7 +91,8 @@ class Floor:
 
     def __init__(self, model: PreTrainedModel, prefix: Sequence[int], room: int, chunk_tokens: int = 512) -> None:
         self._model, self._kept = model, len(prefix)
-        self._layers = [_ResidentLayer(len(prefix) + room) for _ in range(model.config.num_hidden_layers)]
+        windows = (getattr(layer, "sliding_window", 0) for layer in DynamicCache(config=model.config).layers)
+        self._layers = [_ResidentLayer(len(prefix) + room, window) for window in windows]
         self._cache = Cache(layers=list(self._layers))
         for start in range(0, len(prefix), chunk_tokens):
             self._forward(prefix[start : start + chunk_tokens])

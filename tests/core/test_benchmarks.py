@@ -26,6 +26,7 @@ from benchmarks import (
     scale,
     side_by_side,
     ttft,
+    windows,
 )
 from benchmarks import figures as drawing
 from benchmarks.synthetic import synthetic
@@ -135,6 +136,16 @@ def test_ttft(tmp_path: Path) -> None:
     expected = ["tokens", "text_s", "pack_memory_s", "pack_disk_s", "floor_s", "hf_text_s", "peak_bytes"]
     assert list(row) == expected
     assert row["tokens"] == 64
+
+
+@pytest.mark.slow
+def test_windows(tmp_path: Path) -> None:
+    arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "20", "--times", "2", "--repeats", "1")
+    figures = run(windows, tmp_path, *arguments, "--window", "48", "--layers", "2", "--answer", "4")
+    (row,) = figures["rows"]
+    assert figures["window"] == 48
+    assert row["tokens"] == 96
+    assert all(row[name] > 0 for name in ("text_s", "pack_s", "floor_s", "decode_s", "hf_decode_s"))
 
 
 @pytest.mark.slow

@@ -131,6 +131,11 @@ CHANGES = {
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
         "moe_shared_expert_intermediate_size": 16,
     },
+    "zamba": {
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "attention_head_dim": 16,
+    },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "cohere_compass_text": {"rope_parameters": _ROPES},
@@ -164,6 +169,35 @@ VARIANTS = {
     "qwen2 with a window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
 }
 """Further rows: the family, and what is changed."""
+
+ONE_BY_ONE = (
+    "biogpt",
+    "bloom",
+    "codegen",
+    "diffllama",
+    "falcon",
+    "falcon with ALiBi",
+    "flint",
+    "gemma2",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "gpt_oss",
+    "gptj",
+    "granite_swa",
+    "granitemoe_swa",
+    "hrm_text",
+    "jetmoe",
+    "llama4_text",
+    "mimo_v2_flash",
+    "mpt",
+    "nemotron",
+    "stablelm",
+    "trocr",
+    "vaultgemma",
+    "xglm",
+)
+"""Families of plain caches and of windows whose answers are decoded one by one: their attention is their own, or
+rows do not agree."""
 
 STAY = (
     "biogpt",
@@ -240,10 +274,12 @@ conversations of three turns. What a layer caches decides what else works:
   prompt has of them. No steering, no composer but the exact one, no overwriting, no int8. A model that does not go on
   from its states as it would in one pass is refused when it is loaded.
 
-Answers that come at the same time are decoded together on plain models alone, on others one by one.
+*Batching* says whether answers that come at the same time are decoded together, one forward pass for each step; else
+they are decoded one by one, in turns. Plain caches and sliding windows batch where a model's attention can be replaced:
+not with caps on its scores (Gemma 2), sinks (GPT-OSS), chunks (Llama 4) or position biases.
 
-| `model_type` | class | cache | exact | steering | composing |
-|---|---|---|---|---|---|"""
+| `model_type` | class | cache | exact | composing | steering | batching |
+|---|---|---|---|---|---|---|"""
 
 REFUSED = """
 ## What is not served, or not tried
@@ -337,7 +373,8 @@ def page():
         name = families()[VARIANTS.get(kind, (kind,))[0]]
         steers = "no" if "steer" in found.lacks else "yes"
         composes = "no" if "compose" in found.lacks else "naive" if kind in STAY else "yes"
-        lines.append(f"| {kind} | {name} | {found.name} | yes | {steers} | {composes} |")
+        batches = "yes" if found.name in ("plain", "windows") and kind not in ONE_BY_ONE else "no"
+        lines.append(f"| {kind} | {name} | {found.name} | yes | {composes} | {steers} | {batches} |")
     lines.append(REFUSED)
     reasons = {}
     for kind, found in kinds().items():

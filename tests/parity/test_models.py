@@ -4,13 +4,27 @@ import copy
 
 import pytest
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import UnsupportedRequestError
 from kp_core.steering import Steering
 from kp_core.testing import tiny_tokenizer
-from tests.parity.families import NOT_RUN, PAGE, QUICK, STAY, WINDOW, families, kinds, model_of, page, served
+from tests.parity.families import (
+    NOT_RUN,
+    ONE_BY_ONE,
+    PAGE,
+    QUICK,
+    STAY,
+    VARIANTS,
+    WINDOW,
+    families,
+    kinds,
+    model_of,
+    page,
+    served,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = 4
@@ -88,6 +102,12 @@ def test_keys_of_plain_models_are_moved_or_not_as_the_page_says():
         assert turned == (kind not in STAY and "compose" not in model.lacks), kind
 
 
+@pytest.mark.slow
+def test_answers_are_decoded_together_or_not_as_the_page_says():
+    alone = [kind for kind in served() if not CausalModel(model_of(kind)).batches]
+    assert [kind for kind in alone if kinds()[kind].name in ("plain", "windows")] == sorted(ONE_BY_ONE)
+
+
 @pytest.mark.parametrize("kind", QUICK)
 def test_packs_built_together_are_packs_built_alone(kind):
     _, engine = engine_of(kind)
@@ -136,6 +156,9 @@ def test_every_causal_model_is_in_the_matrix_or_has_its_reason():
     assert len(named) == len(set(named))
     assert set(named) <= set(families())
     assert len(served()) >= 35
+    refused = {kind for kind, found in kinds().items() if isinstance(found, str) and found}
+    assert {*served(), *refused, *named} - {*VARIANTS} == {*families()}
+    assert {*families().values()} == {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
 
 
 def test_the_page_of_models_is_current():

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import ZambaConfig
+from transformers import RecurrentGemmaConfig
 
 import kp_core.engines.hf.model
 from kp_core import PackStore, load_engine
@@ -167,8 +167,8 @@ def test_an_erratum_is_computed_behind_the_state_of_its_pack(tmp_path):
 
 def test_a_model_that_does_not_go_on_from_its_states_is_found_out(monkeypatch):
     """By name before its weights are read, and else by what it answers."""
-    with pytest.raises(UnsupportedModelError, match="from nothing"):
-        kind_of(ZambaConfig())
+    with pytest.raises(UnsupportedModelError, match="in a place of its own"):
+        kind_of(RecurrentGemmaConfig())
     monkeypatch.setattr(kp_core.engines.hf.model, "scan_from_states", lambda _: 0)
     with pytest.raises(UnsupportedModelError, match="does not go on from the states"):
         CausalModel(model_of("mamba"))

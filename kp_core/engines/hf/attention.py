@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
-__all__ = ["NAME"]
+__all__ = ["NAME", "WINDOWS"]
 
 NAME = "kp_split"
+WINDOWS = "kp_split_windows"
+"""The same for models with windows: what lies outside a window is in the mask, which transformers makes."""
 
 
 def split_attention(  # noqa: PLR0913 - the signature is that of transformers' AttentionInterface
@@ -24,9 +29,9 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
 
     `query` is `(batch, heads, new, head_dim)`, `key` and `value` are `(batch, kv_heads, tokens, head_dim)`; returns
     `(batch, new, heads, head_dim)`. Sequences here carry no padding, so causality is all the mask there is, unless
-    `attention_mask`, `(batch, 1, new, tokens)`, is added: tokens then stand at any positions. With it, a list
-    `kp_weights` takes how much the queries look at each key, `(tokens,)`, summed over queries and heads. Rows may be
-    sequences of their own: then `kp_rows` (see `Rows`) attends.
+    `attention_mask`, `(batch, 1, new, tokens)`, is added: tokens then stand at any positions, or see a window (then it
+    says yes or no). With it, a list `kp_weights` takes how much the queries look at each key, `(tokens,)`, summed over
+    queries and heads. Rows may be sequences of their own: then `kp_rows` (see `Rows`) attends.
 
     Raises `ValueError` when a model asks for what this does not do (softcap, sinks, windows, position bias).
     """
@@ -45,6 +50,33 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     else:
         output = _attention(query, key, value, is_causal=new > 1, scale=scaling, enable_gqa=True)
     return output.transpose(1, 2).contiguous(), None
+
+
+def windowed_attention(*states: Any, **extra: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+    """`split_attention` of a model whose masks say what its windows hide."""
+    extra.pop("sliding_window", None)
+    return split_attention(*states, **extra)
+
+
+def _mask_of_windows(
+    kv_length: int,
+    kv_offset: int = 0,
+    local_size: int | None = None,
+    *,
+    allow_is_causal_skip: bool = True,
+    **about: Any,  # noqa: ANN401
+) -> Tensor | None:
+    """The mask of a pass of which some tokens are outside a window of `local_size`; others need none."""
+    if allow_is_causal_skip and (local_size is None or kv_offset + kv_length <= local_size):
+        return None
+    mask: Tensor | None = sdpa_mask(
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        local_size=local_size,
+        allow_is_causal_skip=allow_is_causal_skip,
+        **about,
+    )
+    return mask
 
 
 _attention = nn.functional.scaled_dot_product_attention
@@ -84,6 +116,12 @@ def _placed(  # noqa: PLR0913
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, weights: object
 ) -> Tensor:
     """As the mask says; `weights` is a list to add to, or nothing."""
+    rows, heads, new, dim = query.shape
+    if new == mask.shape[1] == 1 and mask.dtype == torch.bool:
+        # Query heads that share a key head are rows of one matrix, and keys are not repeated.
+        grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
+        found = _attention(grouped, key, value, attn_mask=mask, scale=scale)
+        return found.reshape(rows, heads, new, value.shape[3])
     key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     if isinstance(weights, list):
         factor = query.shape[3] ** -0.5 if scale is None else scale
@@ -93,3 +131,5 @@ def _placed(  # noqa: PLR0913
 
 
 AttentionInterface.register(NAME, split_attention)
+AttentionInterface.register(WINDOWS, windowed_attention)
+AttentionMaskInterface.register(WINDOWS, _mask_of_windows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import DynamicCache
@@ -10,20 +12,20 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kp_core.errors import UnsupportedModelError
 
-__all__ = ["CacheKind", "kind_of", "rope_parameters"]
+__all__ = ["CacheKind", "kind_of", "narrowed", "rope_parameters"]
 
 _WHY_NOT = {
     "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
 }
-_SCANS = "transformers scans the heads of its recurrent layers from nothing at each pass, and not from a state"
 _OWN = "transformers keeps its recurrent states in a place of its own, not in the cache"
 _UNFIT = {
     "minimax": _OWN,
     "recurrent_gemma": _OWN,
-    "zamba": _SCANS,
 }
 """Model types with recurrent layers that do not go on from a state."""
 _LATENT = "kv_lora_rank"
+_SIZES = ("sliding_window", "attention_chunk_size")
+"""Where transformers reads the size of windows from when it makes masks."""
 _ALIBI = ("bloom",)
 """Model types that always have it."""
 
@@ -120,6 +122,23 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
     is_biased = any(getattr(part, "alibi", False) for part in (text, getattr(text, "attn_config", None)))
     is_latent = getattr(text, _LATENT, None) is not None
     return CacheKind(tuple(windows), is_latent, is_biased or name in _ALIBI, is_recurrent)
+
+
+@contextmanager
+def narrowed(kind: CacheKind, config: Any, tokens: int) -> Iterator[CacheKind]:  # noqa: ANN401
+    """`kind` with windows of `tokens` tokens at most; so has `config` meanwhile, that of the text."""
+    windows, sizes = tuple(size and min(size, tokens) for size in kind.windows), dict[str, int]()
+    try:
+        for name in _SIZES if any(windows) else ():
+            # Some configurations do not tell one size, as layers differ, or do not let it be set.
+            with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
+                if size := getattr(config, name):
+                    setattr(config, name, min(size, tokens))
+                    sizes[name] = size
+        yield replace(kind, windows=windows)
+    finally:
+        for name, size in sizes.items():
+            setattr(config, name, size)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -7,7 +7,8 @@ import inspect
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.cache import cache_of, states_of
-from kp_core.engines.hf.kinds import kind_of, rope_parameters
+from kp_core.engines.hf.kinds import kind_of, narrowed, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _PROBE = 8
 """Tokens of the forward pass that finds out the shape of the cache."""
+_NARROW = _PROBE - 3
+"""Tokens of a window while it is probed."""
 _PACE_TOKENS = 128
 """Tokens of the forward pass that is timed."""
 
@@ -138,9 +141,14 @@ class CausalModel:
     def batches(self) -> bool:
         """Whether several sequences decode in one pass here: the model lets attention know of its rows, and agrees."""
         # What attention is given must be what the buffers hold.
-        is_ours = self.config._attn_implementation == attention.NAME  # noqa: SLF001 - transformers keeps it there alone
-        if not is_ours or self.kind.name != "plain" or self.shape.devices:
+        name = self.config._attn_implementation  # noqa: SLF001 - transformers keeps it there alone
+        is_ours = name in (attention.NAME, attention.WINDOWS) and self.kind.name in ("plain", "windows")
+        if not is_ours or self.shape.devices:
             return False
+        with self._narrowed():
+            return self._rows_agree()
+
+    def _rows_agree(self) -> bool:
         buffers = [KVBuffer(self.shape, 2 * _PROBE) for _ in range(2)]
         for row, buffer in enumerate(buffers):
             self.forward(self._probe_ids()[:, : _PROBE + row], buffer, logits=False)
@@ -158,7 +166,8 @@ class CausalModel:
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Rows:
         """One token of each of these sequences at a time."""
-        return Rows(self._model, buffers, **({"logits_to_keep": 1} if self.keeps_logits else {}))
+        options = {"logits_to_keep": 1} if self.keeps_logits else {}
+        return Rows(self._model, buffers, self.kind.windows, **options)
 
     @property
     def network(self) -> PreTrainedModel:
@@ -250,17 +259,28 @@ class CausalModel:
     def _install_attention(self) -> None:
         """Switch to split attention where the model takes it and answers the same with it."""
         before = self.config._attn_implementation  # noqa: SLF001 - the only place transformers keeps it
-        if any(self.kind.windows) or not getattr(self._model, "_supports_attention_backend", False):
+        if not getattr(self._model, "_supports_attention_backend", False):
             return
-        expected = self._probe_logits()
-        try:
-            self._model.set_attn_implementation(attention.NAME)
-            found = self._probe_logits()
-        except (ValueError, TypeError, RuntimeError) as error:
-            logger.info("%s keeps %s attention: %s", self.config.model_type, before, error)
-            found = None
+        with self._narrowed():
+            expected = self._probe_logits()
+            try:
+                self._model.set_attn_implementation(attention.WINDOWS if any(self.kind.windows) else attention.NAME)
+                found = self._probe_logits()
+            except (ValueError, TypeError, RuntimeError) as error:
+                logger.info("%s keeps %s attention: %s", self.config.model_type, before, error)
+                found = None
         if found is None or not self._agree(found, expected):
             self._model.set_attn_implementation(before)
+
+    @contextmanager
+    def _narrowed(self) -> Iterator[None]:
+        """Windows of a few tokens, so that those of a probe cross them."""
+        kind = self.kind
+        try:
+            with narrowed(kind, self._text, _NARROW) as self.kind:
+                yield
+        finally:
+            self.kind = kind
 
     def _check_states(self) -> None:
         """Refuse a model that answers otherwise when it goes on from its states than in one pass."""

@@ -26,13 +26,23 @@ class Rows:
 
     Rows whose buffers begin with the same runs of KV attend over these together: their queries are rows of one matrix,
     and the keys are read once; what each has of its own is attended over beside it, and both are joined by the
-    log-sum-exp of each, as in `attention.split_attention`. Other rows attend one by one, as they would alone.
+    log-sum-exp of each, as in `attention.split_attention`. Other rows attend one by one, as they would alone; so do all
+    in layers with a window (`windows`, as in `CacheKind`), over as much as it lets them see.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: Any, buffers: Sequence[KVBuffer], **options: Any) -> None:  # noqa: ANN401
-        self._model, self._options, self._buffers = model, options, tuple(buffers)
-        self._groups = [_Group([buffers[row] for row in rows], rows, shared) for rows, shared in _grouped(buffers)]
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401
+        buffers: Sequence[KVBuffer],
+        windows: Sequence[int | None],
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        self._model, self._options, self._buffers, self._windows = model, options, tuple(buffers), windows
+        whole = [at for at, window in enumerate(windows) if not window]
+        self._groups = [
+            _Group([buffers[row] for row in rows], rows, shared, whole) for rows, shared in _grouped(buffers)
+        ]
         layers = range(len(buffers[0].layers))
         self._cache = Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers]) for at in layers])
 
@@ -55,6 +65,9 @@ class Rows:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attention of `query`, `(rows, heads, 1, head_dim)`, whose keys and values the buffers hold already."""
+        if window := self._windows[layer]:
+            asked = zip(query.chunk(len(self._buffers)), self._buffers, strict=True)
+            return torch.cat([_seen(each, buffer.layers[layer], window, scale) for each, buffer in asked])
         if len(self._groups) == 1:
             return self._groups[0].attend(layer, query, key, value, scale)
         found = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
@@ -62,6 +75,12 @@ class Rows:
             rows = group.index
             found[rows] = group.attend(layer, query[rows], key[rows], value[rows], scale)
         return found
+
+
+def _seen(query: Tensor, held: BufferLayer, window: int, scale: float | None) -> Tensor:
+    """Attention of one row over the last `window` tokens of its buffer; 0 is all of them."""
+    seen = slice(max(held.length - window, 0) if window else 0, held.length)
+    return _attention(query, held.keys[:, :, seen], held.values[:, :, seen], scale=scale, enable_gqa=True)
 
 
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
@@ -95,13 +114,16 @@ def _start(buffer: KVBuffer) -> object:
 
 
 class _Group:
-    """Rows that share their first tokens, with a copy of what each has behind them, padded to one length."""
+    """Rows that share their first tokens, with a copy of what each has behind them, padded to one length.
 
-    def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], shared: int) -> None:
-        self._buffers, self._shared, self._room = buffers, shared, 0
+    Only in `layers`, the others have windows.
+    """
+
+    def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], shared: int, layers: Sequence[int]) -> None:
+        self._buffers, self._shared, self._layers, self._room = buffers, shared, layers, 0
         self.index = torch.tensor(rows, device=buffers[0].layers[0].keys.device)
         self._rows = torch.arange(len(rows))
-        self._tails: list[tuple[Tensor, Tensor]] = []
+        self._tails: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self) -> None:
         """Before each step: where its tokens go, and what each row sees."""
@@ -110,18 +132,17 @@ class _Group:
         lengths = [buffer.length - self._shared for buffer in self._buffers]
         if max(lengths) >= self._room:
             self._room = max(lengths) + _ROOM
-            self._tails = [self._copied(at, lengths) for at in range(len(self._buffers[0].layers))]
+            self._tails = {at: self._copied(at, lengths) for at in self._layers}
         self._ends = torch.tensor(lengths)
         self._longest = max(lengths) + 1
         seen = torch.arange(self._longest) <= self._ends[:, None]
-        self._mask = torch.where(seen, 0.0, -torch.inf).to(self._tails[0][0].dtype)[:, None, None]
+        self._mask = torch.where(seen, 0.0, -torch.inf).to(self._buffers[0].layers[0].keys.dtype)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attention of these rows."""
         held = self._buffers[0].layers[layer]
         if not self._shared:
-            keys, values = held.keys[:, :, : held.length], held.values[:, :, : held.length]
-            return _attention(query, keys, values, scale=scale, enable_gqa=True)
+            return _seen(query, held, 0, scale)
         own_keys, own_values = self._tails[layer]
         own_keys[self._rows, :, self._ends], own_values[self._rows, :, self._ends] = key[:, :, 0], value[:, :, 0]
         shared = held.keys[:, :, : self._shared], held.values[:, :, : self._shared]

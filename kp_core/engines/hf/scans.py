@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +14,8 @@ __all__ = ["scan_from_states"]
 
 _SCAN = "mamba_selective_scan"
 _NONE = (lambda: None).__code__
+_HEADS = 4
+"""Dimensions of a state with heads."""
 
 
 def scan_from_states(model: nn.Module) -> int:
@@ -42,7 +43,9 @@ def _going_on(mixer: Any) -> Callable[..., Tensor]:  # noqa: ANN401 - a mixer of
         if state is None or hidden_states.shape[1] == 1:
             found: Tensor = plain(hidden_states, cache_params=cache_params, **more)
             return found
-        known = {**own.__globals__, _SCAN: partial(_scan, scan, state)}
+        # Zamba has heads, and scans one after the other.
+        parts = iter(state.unbind(1) if state.ndim == _HEADS else [state])
+        known = {**own.__globals__, _SCAN: lambda *given, **options: _scan(scan, next(parts), *given, **options)}
         made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
         behind: Tensor = made(mixer, hidden_states, cache_params=cache_params, **more)
         return behind

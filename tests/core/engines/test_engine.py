@@ -334,7 +334,6 @@ def test_a_model_object_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("kind", "changes", "reason"),
     [
-        ("zamba", {}, "from nothing at each pass"),
         ("minimax", {}, "recurrent states in a place of its own"),
         ("deepseek_v32", {}, "an index"),
         ("bert", {}, "an encoder"),

@@ -1,0 +1,91 @@
+"""Models with windows: answers decoded together are those of one by one, and windows are no longer than they are."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from kp_core import PackStore
+from kp_core.engines.hf import attention
+from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.local.buffer import KVBuffer
+from tests.parity.families import WINDOW, config_of, model_of
+from tests.parity.test_models import ask, engine_of, letters
+
+KINDS = ("gemma3_text", "mistral")
+
+
+def behind(model, prefix, own, run):
+    """A buffer that begins with the run `prefix`, as a request that found it in the tree has it."""
+    buffer = KVBuffer(model.shape, 512)
+    for part in (prefix, own):
+        model.forward(torch.tensor([part]), buffer, logits=False)
+    buffer.runs = [(run, len(prefix))]
+    return buffer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_what_each_is_alone(kind):
+    """Within the window, as they cross it, and behind it; three share more than a window, in layers that see it all."""
+    model, draw = CausalModel(model_of(kind)), random.Random(0)
+    assert model.batches
+    book = [draw.randrange(256) for _ in range(3 * WINDOW)]
+    starts = [(book, 3, 7), (book, 90, 7), (book[:20], 2, 8), (book[: WINDOW - 5], 1, 9), (book, 17, 7)]
+    starts = [(prefix, [draw.randrange(256) for _ in range(own)], run) for prefix, own, run in starts]
+    together, alone = ([behind(model, *each) for each in starts] for _ in range(2))
+    rows = model.rows(together)
+    for step in range(70):  # More than a tail has room for at first.
+        tokens = [draw.randrange(256) for _ in starts]
+        found = rows.step(tokens)
+        expected = [model.forward(torch.tensor([[token]]), buffer) for token, buffer in zip(tokens, alone, strict=True)]
+        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4, msg=f"step {step}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_that_come_together_are_those_of_one_by_one(kind, tmp_path, monkeypatch):
+    _, engine = engine_of(kind)
+    store = PackStore(tmp_path)
+    handles = [store.put(engine.build_pack(letters(size, size) + ".\n")) for size in (WINDOW // 2, 3 * WINDOW)]
+    asked = [ask(f"{handles[at % 2]}\n{letters(9 * at)}?") for at in range(6)]
+
+    def answer(messages):
+        return engine.generate(messages, view=store.view("default"), max_tokens=40).token_ids
+
+    one_by_one = [answer(messages) for messages in asked]
+    engine.clear_cache()
+    passes, scheduler = [], engine.engine._filler.scheduler
+    logits = scheduler._logits
+    monkeypatch.setattr(scheduler, "_logits", lambda batch: passes.append(len(batch)) or logits(batch))
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(answer, asked)) == one_by_one
+    assert max(passes) > 1
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "llama4_text"])
+def test_windows_of_another_kind_are_decoded_one_by_one(kind):
+    """Sinks and caps are left to the model's own attention; chunks are not what rows see."""
+    assert not CausalModel(model_of(kind)).batches
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "llama4_text"])
+def test_a_probe_leaves_windows_as_they_were(kind):
+    model, config = CausalModel(model_of(kind)), config_of(kind)
+    assert model.batches == (kind in KINDS)
+    assert model.config._attn_implementation == attention.WINDOWS
+    assert set(model.kind.windows) - {0} == {WINDOW}
+    for name in ("sliding_window", "attention_chunk_size"):
+        assert getattr(model.config, name, None) == getattr(config, name, None)
+
+
+def test_a_mask_is_made_where_a_window_ends():
+    mask = attention._mask_of_windows
+    about = {
+        "batch_size": 1,
+        "q_length": 4,
+        "mask_function": lambda _b, _h, query, key: (key <= query) & (key > query - 8),
+    }
+    assert mask(kv_length=8, local_size=8, q_offset=4, **about) is None
+    assert mask(kv_length=80, q_offset=76, **about) is None
+    found = mask(kv_length=11, kv_offset=1, local_size=8, q_offset=8, **about)
+    assert found.sum(dim=-1).flatten().tolist() == [8, 8, 8, 8]
