@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.errors import MissingDependencyError
+from kp_core.bundled import needing
 
 __all__ = ["BANK_SIZE", "Bank", "Vectors", "cluster", "make_banks", "split_bank"]
 
@@ -47,12 +47,8 @@ def cluster(vectors: Vectors, bank_size: int, random_state: int = 0) -> NDArray[
 
     Raises `MissingDependencyError` where scikit-learn is absent.
     """
-    try:
+    with needing("Making banks needs scikit-learn", "chroma"):
         from sklearn.cluster import KMeans
-    except ImportError as error:
-        raise MissingDependencyError(
-            'Making banks needs scikit-learn: `pip install "knowledge-packs[chroma]"`.'
-        ) from error
     count = -(-len(vectors) // bank_size)
     if count < 2:
         return np.zeros(len(vectors), np.int32)

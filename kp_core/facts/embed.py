@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from kp_core.bundled import bundled_embedder
-from kp_core.errors import BankError, MissingDependencyError
+from kp_core.bundled import bundled_embedder, needing
+from kp_core.errors import BankError
 from kp_core.facts.question import QuestionEncoder
 
 if TYPE_CHECKING:
@@ -142,12 +142,8 @@ class SentenceTransformerEmbedder:
             return self._loaded
 
     def _load(self) -> SentenceTransformer:
-        try:
+        with needing("Embedding text needs sentence-transformers", "embed"):
             from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise MissingDependencyError(
-                'Embedding text needs sentence-transformers: `pip install "knowledge-packs[embed]"`.'
-            ) from error
         source = str(bundled_embedder()) if self._source is None else self._source
         model = SentenceTransformer(source, device=self._device)
         if not model.prompts.get("query") and _is_english_bge(self._name):

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from kp_core.errors import KnowledgePackError, MissingDependencyError, SourceError
+from kp_core.bundled import needing
+from kp_core.errors import KnowledgePackError, SourceError
 from kp_core.facts.base import Fact
 from kp_core.facts.sources.documents import read_docx, read_html, read_pdf
 from kp_core.facts.sources.drafts import STDIN, Draft, error_at
@@ -113,12 +114,8 @@ def read_dataset(  # noqa: PLR0913 - every setting has a default that works
     See `read_rows`; the source of a fact is `name/split` unless a column says otherwise. Raises `SourceError` for what
     `datasets` cannot load, `MissingDependencyError` where it is not installed.
     """
-    try:
+    with needing(f"{name}: reading a dataset needs datasets", "datasets"):
         import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'{name}: reading a dataset needs datasets: `pip install "knowledge-packs[datasets]"`.'
-        ) from error
     failures = (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError)
     try:
         rows = datasets.load_dataset(os.fspath(name), config, split=split, streaming=True)

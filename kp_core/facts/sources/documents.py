@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kp_core.errors import MissingDependencyError
+from kp_core.bundled import needing
 from kp_core.facts.sources.drafts import Draft, Headings, cut, error_at
 
 __all__ = ["read_docx", "read_html", "read_pdf"]
@@ -15,7 +15,6 @@ __all__ = ["read_docx", "read_html", "read_pdf"]
 _DEEPEST = 10_000  # What reading takes grows with the square of it.
 _TAG = re.compile(rb"<(/?)([a-zA-Z][a-zA-Z0-9-]*)")
 _VOID = frozenset(b"area base br col embed hr img input link meta source track wbr".split())
-_EXTRA = '`pip install "knowledge-packs[files]"`'
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _HEADING = re.compile(r"(?:h|Heading )([1-9])$")
 # What begins and ends a paragraph; everything else runs on within one.
@@ -32,10 +31,8 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
 
     Raises `MissingDependencyError` where pypdf is absent.
     """
-    try:
+    with needing(f"{path}: reading PDF needs pypdf", "files"):
         from pypdf import PdfReader
-    except ImportError as error:
-        raise MissingDependencyError(f"{path}: reading PDF needs pypdf: {_EXTRA}.") from error
     try:
         reader = PdfReader(path)
         if reader.is_encrypted and not reader.decrypt(""):
@@ -69,10 +66,8 @@ def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterat
 
     Raises `MissingDependencyError` where Beautiful Soup is absent.
     """
-    try:
+    with needing(f"{path}: reading HTML needs beautifulsoup4", "files"):
         from bs4 import BeautifulSoup
-    except ImportError as error:
-        raise MissingDependencyError(f"{path}: reading HTML needs beautifulsoup4: {_EXTRA}.") from error
     data = path.read_bytes()
     # A comment that nobody closes goes on to the end, and is looked through anew for each that begins in it.
     unclosed = data.find(b"<!--", data.rfind(b"-->") + 1)
@@ -106,11 +101,9 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
 
     Raises `MissingDependencyError` where python-docx is absent.
     """
-    try:
+    with needing(f"{path}: reading Word needs python-docx", "files"):
         import docx
         from docx.table import Table
-    except ImportError as error:
-        raise MissingDependencyError(f"{path}: reading Word needs python-docx: {_EXTRA}.") from error
     try:
         with path.open("rb") as file:
             document = docx.Document(file)
