@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from kp_core.errors import BankError
@@ -70,7 +69,7 @@ class ChromaFactStore(LivingFacts):
                 check_index(self.path, self._lock)
             with told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
-                held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+                held = self._listed()
             made = next(map(_about, held.values()), {})
             name, self._is_sized = made.get("embedder"), bank_size is not None
             super().__init__(
@@ -139,9 +138,7 @@ class ChromaFactStore(LivingFacts):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -174,8 +171,7 @@ class ChromaFactStore(LivingFacts):
                 run_vacuum(self.path)
             finally:
                 self._client = open_client(self.path)
-                held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
-                self._opened = {name: self._table(name, each) for name, each in held.items()}
+                self._opened = {name: self._table(name, each) for name, each in self._listed().items()}
                 for own in self._own_collections():
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
 
@@ -188,6 +184,10 @@ class ChromaFactStore(LivingFacts):
                     self._renew(table)
                 end_repair(path)
 
+    def _listed(self) -> dict[str, Any]:
+        """The collections of facts that carry our marker, by namespace."""
+        return {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+
     def _own_collections(self) -> list[Any]:
         """The collections that carry our marker; others in the same database are somebody else's."""
         ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
@@ -197,7 +197,7 @@ class ChromaFactStore(LivingFacts):
         """See `FactStore.namespaces`; those that others have made on the server, too."""
         self._check_open()
         with told(self.where):
-            for name in filter(None, map(_namespace_of, self._client.list_collections())):
+            for name in self._listed():
                 self._tables(name)
         return super().namespaces()
 
@@ -206,9 +206,8 @@ class ChromaFactStore(LivingFacts):
         if namespace is not None and namespace not in self._opened:
             # Another object, or another process on the server, may have made it.
             with told(self.where):
-                for each in self._client.list_collections():
-                    if _namespace_of(each) == namespace:
-                        self._opened[namespace] = self._table(namespace, each)
+                if (held := self._listed().get(namespace)) is not None:
+                    self._opened[namespace] = self._table(namespace, held)
         return super()._tables(namespace)
 
     def _open(self, namespace: str) -> Table:
