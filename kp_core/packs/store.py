@@ -16,10 +16,9 @@ from kp_core.errors import PackCorruptError, PackError, PackNotFoundError, Quota
 from kp_core.packs.blobs import Blobs, FolderBlobs
 from kp_core.packs.file import PackHeader, encode_pack, read_pack
 from kp_core.packs.files import PackCorruptWarning, PackFiles
-from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.kept import KeptEntries
-from kp_core.packs.layout import displaces, handle_of, is_spare, pack_key, slots, text_key
+from kp_core.packs.layout import displaces, handle_of, is_spare, is_text_alone, pack_key, slots, text_key
 from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.room import make_room
@@ -308,11 +307,7 @@ class PackStore:
                 absent = True
             except PackCorruptError:
                 break
-            if header is None or pack.key.fits(header.pack) or is_spare(header.pack) or _is_text_alone(pack):
+            if header is None or pack.key.fits(header.pack) or is_spare(header.pack) or is_text_alone(pack):
                 break
             mine = header.pack.fingerprint == pack.fingerprint
         return slot, header, absent
-
-
-def _is_text_alone(pack: KnowledgePack) -> bool:
-    return pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()
