@@ -27,20 +27,21 @@ from typing import Any
 from kp_core.errors import BankError
 from kp_core.facts.base import Fact, Filter, Value
 
-__all__ = ["Predicate", "predicate"]
+__all__ = ["ORDERED", "Predicate", "predicate"]
 
 Predicate = Callable[[Fact], bool]
 _Test = Callable[[Value | None], bool]
 
 _DEEPEST = 100
 _OWN_FIELDS = ("id", "title", "source", "namespace", "version", "digest")
-_ORDERED: dict[str, Callable[[Any, Any], bool]] = {
+ORDERED: Mapping[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
     "$gte": operator.ge,
     "$lt": operator.lt,
     "$lte": operator.le,
 }
-_OPERATORS = ("$eq", "$ne", *_ORDERED, "$in", "$nin", "$exists", "$contains", "$icontains", "$number")
+"""What each operator that orders means."""
+_OPERATORS = ("$eq", "$ne", *ORDERED, "$in", "$nin", "$exists", "$contains", "$icontains", "$number")
 
 
 def predicate(where: Filter, depth: int = 0) -> Predicate:
@@ -102,7 +103,7 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
         return lambda held: _contains(held, value)
     if how == "$icontains":
         return lambda held: isinstance(held, str) and _contains(held.lower(), _lower(value))
-    compare = _ORDERED.get(str(how))
+    compare = ORDERED.get(str(how))
     if compare is None:
         raise BankError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
     return lambda held: _comparable(held, value) and compare(held, value)
