@@ -20,8 +20,8 @@ from kp_core.facts.table import Table
 
 __all__ = ["ChromaFactStore"]
 
-_HNSW = {"space": "cosine", "ef_search": 200}
 _BUNDLED = "all-MiniLM-L6-v2"
+_HNSW = {"space": "cosine", "ef_search": 200}
 
 
 class ChromaFactStore(LivingFacts):
@@ -71,9 +71,10 @@ class ChromaFactStore(LivingFacts):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
                 held = self._listed()
             made = next(map(_about, held.values()), {})
-            name, self._is_sized = made.get("embedder"), bank_size is not None
+            name, self._is_sized = made.get("embedder", _BUNDLED), bank_size is not None
+            own = SentenceTransformerEmbedder(None if name == _BUNDLED else name)
             super().__init__(
-                as_embedder(embedder) if embedder is not None else _embedder(name),
+                own if embedder is None else as_embedder(embedder),
                 bank_size=made.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
                 random_state=random_state,
                 near_duplicate=near_duplicate,
@@ -275,8 +276,3 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
     about = _about(collection)
     ours = about.get("kind") == FACTS and collection.name == f"kp-{about.get('namespace')}-{FACTS}"
     return str(about["namespace"]) if ours else None
-
-
-def _embedder(name: str | None) -> Embedder:
-    """The embedder that a store was made with, by its name."""
-    return SentenceTransformerEmbedder(None if name in {None, _BUNDLED} else name)

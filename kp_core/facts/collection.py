@@ -46,7 +46,8 @@ class CollectionFacts(SearchedFacts):
         self.name, self.where = collection.name, f"{where}, collection {collection.name!r}"
         with told(self.where):
             settings = collection.configuration_json or {}
-            space = next((each["space"] for each in settings.values() if _has_space(each)), "l2")
+            spaces = [each.get("space") for each in settings.values() if isinstance(each, Mapping)]
+            space = next((each for each in spaces if each in _SPACES), "l2")
         self._table: Any = QueriedCollection(collection, check_namespace(namespace), self.where, _fact, space)
         super().__init__(embedder or _own_embedder(collection, settings) or SentenceTransformerEmbedder())
         self._check_embedder()
@@ -102,7 +103,3 @@ def _fact(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace
     about = {name: value for name, value in (metadata or {}).items() if name and name != "_node_content"}
     title, source = (str(about.get(name) or "") for name in ("title", "source"))
     return Fact(text, title=title, source=source, metadata=about, id=fact_id, namespace=namespace)
-
-
-def _has_space(settings: object) -> bool:
-    return isinstance(settings, Mapping) and settings.get("space") in _SPACES

@@ -25,6 +25,7 @@ __all__ = ["Embedder", "OtherEmbedder", "SentenceTransformerEmbedder", "as_embed
 
 _UNIT_TOLERANCE = 1e-3
 _BUNDLED_NAME = "all-MiniLM-L6-v2"
+_ENGLISH_BGE = ("bge-small-en", "bge-base-en", "bge-large-en")
 # The BGE models for English were trained with this in front of a question, but their files do not say so.
 _BGE_QUERY_PROMPT = "Represent this sentence for searching relevant passages: "
 
@@ -153,7 +154,7 @@ class SentenceTransformerEmbedder:
             from sentence_transformers import SentenceTransformer
         source = str(bundled_embedder()) if self._source is None else self._source
         model = SentenceTransformer(source, device=self._device)
-        if not model.prompts.get("query") and _is_english_bge(self._name):
+        if not model.prompts.get("query") and self._name.rpartition("/")[2].lower().startswith(_ENGLISH_BGE):
             model.prompts["query"] = _BGE_QUERY_PROMPT
         return model
 
@@ -163,10 +164,6 @@ def _name_of(source: str | None) -> str:
         return _BUNDLED_NAME
     # A folder's place differs from machine to machine; its last part usually names the model.
     return Path(source).resolve().name if Path(source).is_dir() else source
-
-
-def _is_english_bge(name: str) -> bool:
-    return name.rpartition("/")[2].lower().startswith(("bge-small-en", "bge-base-en", "bge-large-en"))
 
 
 @dataclass(eq=False)

@@ -102,7 +102,9 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
     if how == "$contains":
         return lambda held: _contains(held, value)
     if how == "$icontains":
-        return lambda held: isinstance(held, str) and _contains(held.lower(), _lower(value))
+        return lambda held: (
+            isinstance(held, str) and _contains(held.lower(), value.lower() if isinstance(value, str) else value)
+        )
     compare = ORDERED.get(str(how))
     if compare is None:
         raise BankError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
@@ -132,10 +134,6 @@ def _contains(held: Value | None, value: Value) -> bool:
         with suppress(ValueError, RecursionError):
             return any(_equal(each, value) for each in json.loads(held))
     return isinstance(value, str) and value in held
-
-
-def _lower(value: Value) -> Value:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _equal(held: Value | None, value: Value) -> bool:
