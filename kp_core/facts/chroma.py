@@ -34,9 +34,9 @@ class ChromaFactStore(LivingFacts):
 
     Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
     LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
-    it, `random_state` and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process.
-    With `read_only` nothing is locked or changed, and what another process writes is seen when the folder is opened
-    again. Use it as a context manager, or `close` it.
+    it and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process. With `read_only`
+    nothing is locked or changed, and what another process writes is seen when the folder is opened again. Use it as a
+    context manager, or `close` it.
 
     Raises `BankLockedError` when another process does not let go of the folder within `wait` seconds; `BankError` for a
     folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to read;
@@ -50,7 +50,6 @@ class ChromaFactStore(LivingFacts):
         *,
         client: Any = None,  # noqa: ANN401 - a chromadb client
         bank_size: int | None = None,
-        random_state: int = 0,
         near_duplicate: float | None = 0.97,
         read_only: bool = False,
         wait: float = 0.0,
@@ -76,7 +75,6 @@ class ChromaFactStore(LivingFacts):
             super().__init__(
                 own if embedder is None else as_embedder(embedder),
                 bank_size=made.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
-                random_state=random_state,
                 near_duplicate=near_duplicate,
             )
             self._opened = {name: self._table(name, each) for name, each in held.items()}
