@@ -147,7 +147,7 @@ class Delivery:
         self.compile([fact] if self.unit == "fact" else self._units.of([fact]), progress=False)
         return fact
 
-    def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend", namespace: str | None = None) -> Fact:
+    def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
         """Correct a fact: where it says `old`, `new` holds (see `kp_core.edit`). Gives the fact as it is now.
 
         Its pack is the edited one, whose handle every search gives from now on; the pack of the old text stays, under
@@ -155,7 +155,7 @@ class Delivery:
         `BankError` for other ways there, and for a fact that is not there, `PackError` for a statement that the fact
         does not make exactly once, and where packs are lazy (`kv`).
         """
-        fact = self.facts.get(fact_id, namespace=self.namespace if namespace is None else namespace)
+        fact = self.facts.get(fact_id, namespace=self.namespace)
         if self.unit != "fact":
             if how != "rebuild":
                 raise BankError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
