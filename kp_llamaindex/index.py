@@ -143,9 +143,7 @@ class KnowledgePackIndex(PackIndex):
 
     def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:  # noqa: ANN401
         """A retriever; `settings` are those of `KnowledgePackRetriever`."""
-        own = {name: getattr(self, name) for name in ("namespace", "unit", "engine", "lazy", "precompile")}
-        own["compiled_for"] = self.compiled_for
-        return KnowledgePackRetriever(self.fact_store, self.store, **{**own, **settings})
+        return KnowledgePackRetriever(self.fact_store, **{**self._packing, "unit": self.unit, **settings})
 
     @property
     def delivery(self) -> Delivery:
