@@ -14,7 +14,8 @@ from rich.table import Table
 
 from kp_core import SentenceTransformerEmbedder
 from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread
-from kp_core.errors import SteeringError
+from kp_core.errors import SourceError, SteeringError
+from kp_core.facts.sources.tables import read_json_lines
 from kp_core.steering import (
     Calibration,
     LayerRange,
@@ -183,16 +184,12 @@ def read_pairs(name: str) -> Sequence[Pair]:
 
 def _rows(path: Path) -> list[dict[str, str]]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise SteeringError(f"{path}, line {number}: is not JSON ({error}); {_ROW}") from error
-        if not isinstance(row, dict) or "question" not in row or not all(isinstance(it, str) for it in row.values()):
-            raise SteeringError(f"{path}, line {number}: got {line[:60]}; {_ROW}")
-        rows.append(row)
+    for place, row in read_json_lines(path, 0):
+        if isinstance(row, SourceError):
+            raise SteeringError(f"{row}; {_ROW}") from row
+        rows.append({name: said for name, said in row.items() if isinstance(said, str)})
+        if "question" not in row or len(rows[-1]) < len(row):
+            raise SteeringError(f"{path}, {place}: got {str(row)[:60]}; {_ROW}")
     if not rows:
         raise SteeringError(f"{path} holds no questions; {_ROW}")
     return rows
