@@ -13,11 +13,10 @@ import typer
 from rich.table import Table
 
 from kp_core import SentenceTransformerEmbedder
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread
+from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread, tell
 from kp_core.errors import SourceError, SteeringError
 from kp_core.facts.sources.tables import read_json_lines
 from kp_core.steering import (
-    Calibration,
     LayerRange,
     Method,
     Pair,
@@ -138,7 +137,8 @@ def measure(  # noqa: PLR0913 - one parameter per option or group of options
     save_steering(found.steering, out or file)
     if plot is not None:
         found.plot(plot)
-    _show_calibration(found, out or file, as_json=as_json)
+    saved = str(out or file)
+    tell({"file": saved, **found.to_dict()}, f"{found.table()}\nSaved in {saved}.", as_json=as_json)
 
 
 @steer.command()
@@ -264,12 +264,3 @@ def _range(bounds: list[float | None] | None) -> str:
         return "not calibrated"
     low, high = bounds
     return f"from {'any' if low is None else f'{low:g}'} to {'any' if high is None else f'{high:g}'}"
-
-
-def _show_calibration(found: Calibration, file: Path, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"file": str(file), **found.to_dict()})
-    else:
-        out = console()
-        out.print(found.table(), soft_wrap=True)
-        out.print(f"Saved in {file}.", soft_wrap=True)
