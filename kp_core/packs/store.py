@@ -221,10 +221,8 @@ class PackStore:
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """The pack as it was made for each model and prefix, the first one first, without KV."""
-        keys = [key for key, _ in self.blobs.list(pack_key(handle).removesuffix("safetensors"))]
-        for key in sorted(keys, key=lambda each: (len(each), each)):
-            entry = handle_of(key)
-            if entry and key == pack_key(*entry) and (found := self._files.look(*entry)):
+        for slot in ("", *sorted(self._files.beside(handle), key=len)):
+            if found := self._files.look(handle, slot):
                 yield found
 
     def remove(self, handle: Handle) -> None:
