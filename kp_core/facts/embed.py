@@ -89,7 +89,8 @@ class SentenceTransformerEmbedder:
         batch_size: int = 32,
     ) -> None:
         self._source = None if model is None else os.fspath(model)
-        self._name = name or _name_of(self._source)
+        self.name = name or _name_of(self._source)
+        """See `Embedder.name`; known without loading the model."""
         self._query_prompt = query_prompt
         self._device = device
         self._batch_size = batch_size
@@ -97,12 +98,7 @@ class SentenceTransformerEmbedder:
         self._loaded: SentenceTransformer | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r})"
-
-    @property
-    def name(self) -> str:
-        """See `Embedder.name`; known without loading the model."""
-        return self._name
+        return f"{type(self).__name__}({self.name!r})"
 
     @property
     def dimensions(self) -> int:
@@ -154,7 +150,7 @@ class SentenceTransformerEmbedder:
             from sentence_transformers import SentenceTransformer
         source = str(bundled_embedder()) if self._source is None else self._source
         model = SentenceTransformer(source, device=self._device)
-        if not model.prompts.get("query") and self._name.rpartition("/")[2].lower().startswith(_ENGLISH_BGE):
+        if not model.prompts.get("query") and self.name.rpartition("/")[2].lower().startswith(_ENGLISH_BGE):
             model.prompts["query"] = _BGE_QUERY_PROMPT
         return model
 
