@@ -142,17 +142,14 @@ class SentenceTransformerEmbedder:
     def _model(self) -> SentenceTransformer:
         with self._lock:
             if self._loaded is None:
-                self._loaded = self._load()
+                with needing("Embedding text needs sentence-transformers", "embed"):
+                    from sentence_transformers import SentenceTransformer
+                source = str(bundled_embedder()) if self._source is None else self._source
+                model = SentenceTransformer(source, device=self._device)
+                if not model.prompts.get("query") and self.name.rpartition("/")[2].lower().startswith(_ENGLISH_BGE):
+                    model.prompts["query"] = _BGE_QUERY_PROMPT
+                self._loaded = model
             return self._loaded
-
-    def _load(self) -> SentenceTransformer:
-        with needing("Embedding text needs sentence-transformers", "embed"):
-            from sentence_transformers import SentenceTransformer
-        source = str(bundled_embedder()) if self._source is None else self._source
-        model = SentenceTransformer(source, device=self._device)
-        if not model.prompts.get("query") and self.name.rpartition("/")[2].lower().startswith(_ENGLISH_BGE):
-            model.prompts["query"] = _BGE_QUERY_PROMPT
-        return model
 
 
 def _name_of(source: str | None) -> str:
