@@ -148,7 +148,7 @@ class ChromaFactStore(LivingFacts):
         """Bytes of Chroma's files; 0 for what is not in a folder."""
         if self.path is None:
             return 0
-        files = [self.path / "chroma.sqlite3", *(each for each in self.path.glob("*-*-*-*-*/*"))]
+        files = [self.path / "chroma.sqlite3", *self.path.glob("*-*-*-*-*/*")]
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def vacuum(self) -> None:

@@ -46,11 +46,9 @@ def open_client(
     with needing("ChromaFactStore needs chromadb", "chroma"):
         import chromadb
         from chromadb.config import Settings
-    settings = Settings(anonymized_telemetry=False)
+    settings = Settings(anonymized_telemetry=False, migrations=migrations)
     if path is None or not is_url(path):
         check_unlocked(Path(path or "."), writing=True)
-        if migrations != "apply":
-            settings = Settings(anonymized_telemetry=False, migrations=migrations)
         try:
             # Chroma knows a folder that is open already by the path it was given, wherever the process went since.
             return chromadb.PersistentClient(str(Path(path or ".").resolve()), settings=settings, **server)
