@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
@@ -189,8 +189,8 @@ class Delivery:
 
     def orphans(self) -> list[Handle]:
         """The packs, in the namespaces seen here, that were made of facts which are not there any more."""
-        spaces = None if self.namespace is None else {self.namespace}
-        made = [(h, pack) for h in self._handles(spaces) if (pack := self.store.peek(h)) and "unit" in pack.provenance]
+        seen = [handle for handle in self.store if self.namespace in (None, handle.namespace)]
+        made = [(h, pack) for h in seen if (pack := self.store.peek(h)) and "unit" in pack.provenance]
         kinds = {str(pack.provenance["unit"]) for _, pack in made}
         live = set[Handle]()
         for kind in kinds & set(get_args(Unit)):
@@ -292,9 +292,6 @@ class Delivery:
         logger.warning("There is no pack of fact %s in %r; it goes as text.", unit.id, self.store)
         return None
 
-    def _handles(self, namespaces: Collection[str] | None = None) -> list[Handle]:
-        return [handle for handle in self.store if namespaces is None or handle.namespace in namespaces]
-
     def _discard(self, gone: Sequence[Fact]) -> None:
         """Remove the packs of facts that are gone: their own, and those of units that they were in."""
         digests = [fact.digest for fact in gone]
@@ -306,8 +303,8 @@ class Delivery:
         if self.unit == "fact" or not gone:
             return
         ids = {(fact.namespace, fact.id) for fact in gone}
-        for handle in self._handles({fact.namespace for fact in gone}):
-            pack = self.store.peek(handle)
+        for handle in list(self.store):
+            pack = self.store.peek(handle) if handle.namespace in {space for space, _ in ids} else None
             members = "" if pack is None else str(pack.provenance.get("facts", ""))
             if any((handle.namespace, member) in ids for member in members.split()):
                 self.forget(handle)
