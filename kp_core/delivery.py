@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
@@ -147,7 +147,7 @@ class Delivery:
         self.compile([fact] if self.unit == "fact" else self._units.of([fact]), progress=False)
         return fact
 
-    def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend", namespace: str | None = None) -> Fact:
+    def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
         """Correct a fact: where it says `old`, `new` holds (see `kp_core.edit`). Gives the fact as it is now.
 
         Its pack is the edited one, whose handle every search gives from now on; the pack of the old text stays, under
@@ -155,7 +155,7 @@ class Delivery:
         `BankError` for other ways there, and for a fact that is not there, `PackError` for a statement that the fact
         does not make exactly once, and where packs are lazy (`kv`).
         """
-        fact = self.facts.get(fact_id, namespace=self.namespace if namespace is None else namespace)
+        fact = self.facts.get(fact_id, namespace=self.namespace)
         if self.unit != "fact":
             if how != "rebuild":
                 raise BankError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
@@ -189,8 +189,8 @@ class Delivery:
 
     def orphans(self) -> list[Handle]:
         """The packs, in the namespaces seen here, that were made of facts which are not there any more."""
-        spaces = None if self.namespace is None else {self.namespace}
-        made = [(h, pack) for h in self._handles(spaces) if (pack := self.store.peek(h)) and "unit" in pack.provenance]
+        seen = [handle for handle in self.store if self.namespace in (None, handle.namespace)]
+        made = [(h, pack) for h in seen if (pack := self.store.peek(h)) and "unit" in pack.provenance]
         kinds = {str(pack.provenance["unit"]) for _, pack in made}
         live = set[Handle]()
         for kind in kinds & set(get_args(Unit)):
@@ -292,9 +292,6 @@ class Delivery:
         logger.warning("There is no pack of fact %s in %r; it goes as text.", unit.id, self.store)
         return None
 
-    def _handles(self, namespaces: Collection[str] | None = None) -> list[Handle]:
-        return [handle for handle in self.store if namespaces is None or handle.namespace in namespaces]
-
     def _discard(self, gone: Sequence[Fact]) -> None:
         """Remove the packs of facts that are gone: their own, and those of units that they were in."""
         digests = [fact.digest for fact in gone]
@@ -306,8 +303,8 @@ class Delivery:
         if self.unit == "fact" or not gone:
             return
         ids = {(fact.namespace, fact.id) for fact in gone}
-        for handle in self._handles({fact.namespace for fact in gone}):
-            pack = self.store.peek(handle)
+        for handle in list(self.store):
+            pack = self.store.peek(handle) if handle.namespace in {space for space, _ in ids} else None
             members = "" if pack is None else str(pack.provenance.get("facts", ""))
             if any((handle.namespace, member) in ids for member in members.split()):
                 self.forget(handle)

@@ -35,9 +35,6 @@ class KVTensors:
     def __post_init__(self) -> None:
         for name in ("keys", "values", "states"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        self._validate()
-
-    def _validate(self) -> None:
         if not self.keys or len(self.keys) != len(self.values):
             raise KVShapeError(
                 f"Got {len(self.keys)} tensors of keys and {len(self.values)} of values; expected one of each a layer."

@@ -256,9 +256,7 @@ def _append(regions: list[Region], new: Region) -> None:
     last = regions[-1] if regions else None
     same = ("source", "span", "composer", "block", "label")
     if last is not None and all(getattr(last, name) == getattr(new, name) for name in same):
-        regions[-1] = Region(
-            last.start, new.stop, last.chunks + new.chunks, new.source, new.span, new.composer, new.block, new.label
-        )
+        regions[-1] = replace(last, stop=new.stop, chunks=last.chunks + new.chunks)
     else:
         regions.append(new)
 

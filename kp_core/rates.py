@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import secrets
 import tempfile
 import time
 from collections.abc import Sequence
@@ -88,9 +87,11 @@ def measure_rates(engine: Session, folder: Path) -> Rates:
     began = time.perf_counter()
     pack = engine.build_pack(_PROBE_TEXT[: engine.max_positions * 3 // 4])
     prefill = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)
-    sizes, times = zip(*(_measure(pack.compressed(each), folder) for each in ("none", "lossless")), strict=True)
-    compressed = sizes[1] / sizes[0], times[1] / times[0]
-    return Rates(prefill, _read_bandwidth(folder), pack.nbytes / len(pack.token_ids), *compressed)
+    with tempfile.TemporaryDirectory(".tmp", "probe-", folder) as scratch:
+        path = Path(scratch) / "probe"
+        sizes, times = zip(*(_measure(pack.compressed(each), path) for each in ("none", "lossless")), strict=True)
+        read = _read_bandwidth(path)
+    return Rates(prefill, read, pack.nbytes / len(pack.token_ids), sizes[1] / sizes[0], times[1] / times[0])
 
 
 def known_rates(engine: Session, folder: Path) -> Rates:
@@ -110,19 +111,15 @@ def known_rates(engine: Session, folder: Path) -> Rates:
     return rates
 
 
-def _measure(pack: KnowledgePack, folder: Path) -> tuple[int, float]:
+def _measure(pack: KnowledgePack, path: Path) -> tuple[int, float]:
     """Bytes of a pack file, and the least seconds of several to read it."""
-    path = folder / f"probe-{secrets.token_hex(8)}.tmp"
-    try:
-        path.write_bytes(b"".join(encode_pack(pack).chunks()))
-        took = []
-        for _ in range(_READS):
-            began = time.perf_counter()
-            read_pack(np.fromfile(path, np.uint8).data)
-            took.append(time.perf_counter() - began)
-        return path.stat().st_size, min(took)
-    finally:
-        path.unlink(missing_ok=True)
+    path.write_bytes(b"".join(encode_pack(pack).chunks()))
+    took = []
+    for _ in range(_READS):
+        began = time.perf_counter()
+        read_pack(np.fromfile(path, np.uint8).data)
+        took.append(time.perf_counter() - began)
+    return path.stat().st_size, min(took)
 
 
 @dataclass(frozen=True)
@@ -157,20 +154,16 @@ def compile_cost(
     return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
 
 
-def _read_bandwidth(folder: Path) -> float:
-    path = folder / f"probe-{secrets.token_hex(8)}.tmp"
-    try:
-        with path.open("wb") as file:
-            file.write(os.urandom(2**20) * (_READ_BYTES // 2**20))
-            file.flush()
-            os.fsync(file.fileno())
-        with path.open("rb", buffering=0) as file:
-            with suppress(AttributeError, OSError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            buffer = memoryview(bytearray(2**22))
-            began = time.perf_counter()
-            while file.readinto(buffer):
-                pass
-            return _READ_BYTES / (time.perf_counter() - began)
-    finally:
-        path.unlink(missing_ok=True)
+def _read_bandwidth(path: Path) -> float:
+    with path.open("wb") as file:
+        file.write(os.urandom(2**20) * (_READ_BYTES // 2**20))
+        file.flush()
+        os.fsync(file.fileno())
+    with path.open("rb", buffering=0) as file:
+        with suppress(AttributeError, OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        buffer = memoryview(bytearray(2**22))
+        began = time.perf_counter()
+        while file.readinto(buffer):
+            pass
+        return _READ_BYTES / (time.perf_counter() - began)

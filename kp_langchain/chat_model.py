@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -227,16 +228,13 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         **kwargs: Any,  # noqa: ANN401
     ) -> Iterator[ChatGenerationChunk]:
         request, model = self._request(stop, kwargs), kwargs.get("model")
-        stream = self._engine(model).stream(to_messages(messages), **request)
-        try:
+        with closing(self._engine(model).stream(to_messages(messages), **request)) as stream:
             for delta in stream.deltas():
                 chunk = to_chunk(delta)
                 if run_manager:
                     run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
             yield last_chunk(stream.result(), model or self.model_name)
-        finally:
-            stream.close()
 
     async def _agenerate(
         self,
@@ -258,8 +256,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     ) -> AsyncIterator[ChatGenerationChunk]:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         engine = await asyncio.to_thread(self._engine, model)
-        stream = engine.astream(to_messages(messages), **request)
-        try:
+        async with aclosing(engine.astream(to_messages(messages), **request)) as stream:
             async for delta in stream.deltas():
                 chunk = to_chunk(delta)
                 if run_manager:
@@ -267,8 +264,6 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
                 yield chunk
             if stream.generation is not None:
                 yield last_chunk(stream.generation, model or self.model_name)
-        finally:
-            await stream.aclose()
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields, overridden by the options of one call; packs of both, the model's first."""

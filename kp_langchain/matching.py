@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from langgraph.store.base import MatchCondition
 
 from kp_core.errors import BankError
+from kp_core.facts.filters import ORDERED
 
 __all__ = ["has_labels", "matches"]
-
-_ORDERED: dict[str, Callable[[float, float], bool]] = {
-    "$gt": operator.gt,
-    "$gte": operator.ge,
-    "$lt": operator.lt,
-    "$lte": operator.le,
-}
 
 
 def has_labels(labels: tuple[str, ...], wanted: MatchCondition) -> bool:
@@ -41,9 +34,9 @@ def matches(held: object, wanted: object) -> bool:
 def _compares(held: Any, how: str, wanted: Any) -> bool:  # noqa: ANN401 - what JSON can say
     if how in {"$eq", "$ne"}:
         return (held == wanted) is (how == "$eq")
-    if how not in _ORDERED:
-        raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(_ORDERED)}.")
+    if how not in ORDERED:
+        raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(ORDERED)}.")
     try:
-        return bool(_ORDERED[how](float(held), float(wanted)))
+        return bool(ORDERED[how](float(held), float(wanted)))
     except (TypeError, ValueError):
         return False

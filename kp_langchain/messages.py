@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +11,11 @@ from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
 from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.prompt.resolve import Message, tool_call
+from kp_core.prompt.slot import slotted
 from kp_core.settings import core_role
 
 __all__ = ["pack_place", "to_messages"]
 
-_SLOT = "{pack}"
 # An assistant message repeats its tool calls as content blocks; they come from `tool_calls`. Reasoning is not sent.
 _ASSISTANT_ONLY = frozenset(
     {"tool_call", "tool_use", "function_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "thinking"}
@@ -51,23 +50,7 @@ def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Me
         name: [HumanMessage(mark)] if name in placeholders else mark for name, mark in marks.items()
     }
     values |= {name: [] for name in prompt.optional_variables}
-    made: list[Message] = []
-    filled = False
-    for message in to_messages(prompt.format_messages(**values)):
-        text = _text(message["content"])
-        before, slot, after = text.partition(marks[variable])
-        if not filled:
-            moving = next((name for name, mark in marks.items() if mark in before), None)
-            if moving is not None:
-                raise PromptError(
-                    f"{moving!r} stands before {variable!r} in the prompt, so what precedes the documents changes from "
-                    f"call to call, and no KV computed beforehand can be exact there. Put {variable!r} first, e.g. in "
-                    "the system message."
-                )
-            if slot:
-                text, filled = f"{before}{_SLOT}{after}", True
-        made.append({**message, "content": re.sub(rf"slot{sign}n\d+x", "?", text)})
-    return made
+    return slotted(to_messages(prompt.format_messages(**values)), variable, marks)
 
 
 def _to_message(message: BaseMessage) -> dict[str, Any]:
@@ -100,7 +83,3 @@ def _to_content(content: str | Sequence[str | Mapping[str, Any]], role: str) -> 
                 "Describe it in words, or leave it out."
             )
     return parts
-
-
-def _text(content: str | list[dict[str, str]]) -> str:
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)

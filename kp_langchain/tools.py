@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import BaseTool, StructuredTool
 
-from kp_core import Handle, Session, find_handles
+from kp_core import Handle, KnowledgePack, Session, find_handles
 from kp_core.packs.handle import inert
-from kp_core.packs.view import Packs, PackSource, PackView
+from kp_core.packs.view import Packs, PackView
 
 __all__ = ["create_pack_search_tool", "create_remember_tool", "own_handle", "resolve_documents", "to_handles"]
 
@@ -81,17 +81,16 @@ def resolve_documents(
     Give a view, `store.view("mine")`, wherever the handles come from somebody else: a store is read in all its
     namespaces, unless `namespaces` names those to read.
     """
-    source, allowed = _source(store, namespaces)
+    peek = _peeking(store, namespaces)
     documents: list[Document] = []
     for each in found:
         document = Document(each) if isinstance(each, str) else each
         text, own = document.page_content, own_handle(document)
         handles = [handle for _, _, handle in find_handles(text)] if own is None or str(own) == text else []
         if own is not None and text == inert(text) and "kp: " in text:  # As a retriever gives what holds a handle.
-            pack = source.peek(own) if allowed is None or own.namespace in allowed else None
+            pack = peek(own)
             handles = [own] if pack is not None and inert(pack.text) == text else []
-        packs = [(h, source.peek(h)) for h in handles if allowed is None or h.namespace in allowed]
-        known = [(handle, pack) for handle, pack in packs if pack is not None]
+        known = [(handle, pack) for handle in handles if (pack := peek(handle)) is not None]
         if not known:
             documents.append(document)
         for handle, pack in known:
@@ -107,14 +106,13 @@ def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[D
     A handle is taken from the metadata only if it is that of the very text, up to blanks around it. A text that was
     rewritten since goes to the model as it is, with a logged warning.
     """
-    made = []
-    source, allowed = _source(store)
+    made, peek = [], _peeking(store)
     for document in documents:
         handle, text = own_handle(document), document.page_content
         if handle is None or text == str(handle):
             made.append(document)
             continue
-        pack = source.peek(handle) if allowed is None or handle.namespace in allowed else None
+        pack = peek(handle)
         if pack is not None and inert(pack.text).strip() == inert(text).strip():
             made.append(Document(str(handle), id=document.id, metadata=document.metadata))
         else:
@@ -123,13 +121,13 @@ def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[D
     return made
 
 
-def _source(
+def _peeking(
     store: Packs | PackView, namespaces: Collection[str] | None = None
-) -> tuple[PackSource, Collection[str] | None]:
-    """Where packs are, and the namespaces that may be read; `None` is all."""
-    if not isinstance(store, PackView):
-        return store, namespaces
-    return store.source, {*store.namespaces} if namespaces is None else {*store.namespaces} & {*namespaces}
+) -> Callable[[Handle], KnowledgePack | None]:
+    """What finds packs, in the namespaces that may be read."""
+    source, allowed = (store.source, store.namespaces) if isinstance(store, PackView) else (store, None)
+    asked = [each for each in (allowed, namespaces) if each is not None]
+    return lambda handle: source.peek(handle) if all(handle.namespace in each for each in asked) else None
 
 
 def own_handle(document: Document) -> Handle | None:

@@ -159,6 +159,12 @@ class PackIndex(ABC):
         made: BaseChatEngine = _made(engines[chat_mode].from_defaults, settings, self._RETRIEVAL, llm=llm, **parts)
         return made
 
+    @property
+    def _packing(self) -> dict[str, Any]:
+        """What retrievers and postprocessors are made with."""
+        names = ("engine", "store", "namespace", "compiled_for", "lazy", "precompile")
+        return {name: getattr(self, name) for name in names}
+
     def _retriever(self, llm: LLM, settings: dict[str, Any]) -> BaseRetriever:
         """The retriever for `llm`; takes its own out of `settings`."""
         asked = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery, Unit
+from kp_core.facts.embed import normalised
 from kp_core.packs.view import Packs
 from kp_core.renamed import renamed
 from kp_llamaindex.base import PackIndex
@@ -142,9 +143,7 @@ class KnowledgePackIndex(PackIndex):
 
     def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:  # noqa: ANN401
         """A retriever; `settings` are those of `KnowledgePackRetriever`."""
-        own = {name: getattr(self, name) for name in ("namespace", "unit", "engine", "lazy", "precompile")}
-        own["compiled_for"] = self.compiled_for
-        return KnowledgePackRetriever(self.fact_store, self.store, **{**own, **settings})
+        return KnowledgePackRetriever(self.fact_store, **{**self._packing, "unit": self.unit, **settings})
 
     @property
     def delivery(self) -> Delivery:
@@ -170,8 +169,7 @@ class KnowledgePackIndex(PackIndex):
         """The embeddings that nodes bring, where they are those of the fact store's embedder."""
         if len({len(node.embedding or ()) for node in nodes}) != 1 or not nodes[0].embedding:
             return None
-        made = np.asarray([node.embedding for node in nodes], np.float32)
-        made /= np.maximum(np.linalg.norm(made, axis=1, keepdims=True), 1e-12)
+        made = normalised([node.embedding or () for node in nodes])
         own = self.fact_store.embedder.embed([fact.text for fact in facts[:_SAMPLE]])
         same = own.shape == made[:_SAMPLE].shape and float((own * made[:_SAMPLE]).sum(axis=1).min()) >= _SAME
         return made if same else None

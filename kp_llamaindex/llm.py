@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import aclosing, closing
 from typing import Any, TypeVar
 
 from llama_index.core import Settings
@@ -202,12 +203,10 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         stream = self._engine().stream(to_messages(messages), **request)
 
         def pieces() -> Generator[T, None, None]:
-            try:
+            with closing(stream):
                 for delta in stream.deltas():
                     yield form(answer.piece(delta))
                 yield form(answer.last(stream.result()))
-            finally:
-                stream.close()
 
         return pieces()
 
@@ -216,14 +215,11 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
     ) -> AsyncGenerator[T, None]:
         answer = Answer()
         engine = await asyncio.to_thread(self._engine)
-        stream = engine.astream(to_messages(messages), **request)
-        try:
+        async with aclosing(engine.astream(to_messages(messages), **request)) as stream:
             async for delta in stream.deltas():
                 yield form(answer.piece(delta))
             if stream.generation is not None:
                 yield form(answer.last(stream.generation))
-        finally:
-            await stream.aclose()
 
     def _metadata(self, engine: Session) -> LLMMetadata:
         positions = engine.max_positions

@@ -14,12 +14,11 @@ from llama_index.core.memory.memory import DEFAULT_MEMORY_BLOCKS_TEMPLATE
 from kp_core import Handle, Message, PackView
 from kp_core.errors import PackNotFoundError
 from kp_core.packs.view import PackRef, Packs
+from kp_core.prompt.slot import SLOT
 from kp_core.settings import EngineSettings
 from kp_llamaindex.messages import MEMORY, to_messages
 
 __all__ = ["KnowledgePackMemoryBlock"]
-
-_SLOT = "{pack}"
 
 
 class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
@@ -106,7 +105,7 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
 
     def _place(self) -> list[Message]:
         """Where LlamaIndex's memory puts the first handle."""
-        content = [(self.name, [TextBlock(text=_SLOT)])]
+        content = [(self.name, [TextBlock(text=SLOT)])]
         [memory] = DEFAULT_MEMORY_BLOCKS_TEMPLATE.format_messages(memory_blocks=content)
         return [*to_messages([ChatMessage(memory.content, role="system")]), {"role": "user", "content": "?"}]
 

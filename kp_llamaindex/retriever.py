@@ -17,14 +17,14 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import Delivery, Found, Precompile, Unit
+from kp_core.delivery import Delivery, Precompile, Unit
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import BankError
 from kp_core.facts import Reranker
 from kp_core.packs.view import Packs
 from kp_core.renamed import renamed
 from kp_llamaindex.filters import to_where
-from kp_llamaindex.nodes import PackNode, to_node
+from kp_llamaindex.nodes import to_node
 
 __all__ = ["KnowledgePackRetriever", "open_settled", "settled_model"]
 
@@ -129,10 +129,9 @@ class KnowledgePackRetriever(BaseRetriever):
             score_threshold=self.score_cutoff,
             rerank=self.rerank,
         )
-        return [NodeWithScore(node=self._node(each), score=each.hit.score) for each in found]
-
-    def _node(self, found: Found) -> PackNode:
-        return to_node(found.unit, "" if found.handle is None or self.content == "text" else str(found.handle))
+        handles = ["" if each.handle is None or self.content == "text" else str(each.handle) for each in found]
+        pairs = zip(found, handles, strict=True)
+        return [NodeWithScore(node=to_node(each.unit, handle), score=each.hit.score) for each, handle in pairs]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)

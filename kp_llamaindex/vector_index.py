@@ -43,14 +43,7 @@ class PackedVectorIndex(PackIndex):
             )
         super().__init__(**settings)
         self.vector_index = index
-        self.packs = KnowledgePackPostprocessor(
-            engine=self.engine,
-            store=self.store,
-            namespace=self.namespace,
-            compiled_for=self.compiled_for,
-            lazy=self.lazy,
-            precompile=self.precompile,
-        )
+        self.packs = KnowledgePackPostprocessor(**self._packing)
 
     @classmethod
     def over(cls, vector_store: BasePydanticVectorStore, embed_model: BaseEmbedding | None, **settings: Any) -> Self:  # noqa: ANN401

@@ -25,6 +25,7 @@ from kp_core.cli.shared import (
     plain,
     print_json,
     spread,
+    tell,
 )
 from kp_core.compose import Order, composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
@@ -107,10 +108,7 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
         if explain:
             plan = asker.session.explain(**asker.request(question, found, ways[0]))
-            if as_json:
-                print_json({**sources, "plan": plan.to_dict()})
-            else:
-                console().print(str(plan), soft_wrap=True)
+            tell({**sources, "plan": plan.to_dict()}, str(plan), as_json=as_json)
             return
         live = not (as_json or compare)
         answers = {way: asker.answer(asker.request(question, found, way), live=live) for way in ways}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -54,8 +53,7 @@ class CompileOptions(ModelOptions):
             return self.compress
         if self.kv == "lazy":
             return "none"
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            return measure_rates(session, Path(scratch)).compression
+        return measure_rates(session, folder or near_folder(None)).compression
 
     def plan(
         self, units: Iterable[Fact], store: PackStore | None, session: Session, compress: Compression | None = None

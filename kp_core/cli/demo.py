@@ -122,8 +122,8 @@ class _Demo:
         made = {}
         with _live(out, lambda: _beside(out, [side.shown() for side in sides.values()])):
             for way, side in sides.items():
-                side.start()
-                made[way] = self.answer(tokens, way, side.said)
+                side.began = time.perf_counter()
+                made[way] = self.answer(tokens, way, side.pieces.append)
                 side.stop(made[way])
         if not out.is_terminal:
             out.print(_beside(out, [side.shown() for side in sides.values()]))
@@ -188,17 +188,9 @@ class _Side:
 
     def __init__(self, out: Console, way: str) -> None:
         self._way, self._width = way, out.width if out.width < 80 else out.width // 2
-        self._pieces: list[str] = []
-        self._began = self._ended = 0.0
+        self.pieces: list[str] = []
+        self.began = self._ended = 0.0
         self._told = "waiting"
-
-    def start(self) -> None:
-        """Start the clock."""
-        self._began = time.perf_counter()
-
-    def said(self, piece: str) -> None:
-        """Show a piece of the answer."""
-        self._pieces.append(piece)
 
     def stop(self, made: Generation) -> None:
         """Stop the clock, and say what the answer cost."""
@@ -209,9 +201,9 @@ class _Side:
 
     def shown(self) -> RenderableType:
         """The panel as it is now."""
-        now = (self._ended or time.perf_counter()) - self._began if self._began else 0.0
-        about = Text(self._told if self._ended or not self._began else "reading ...", "dim")
-        answer = Text("".join(self._pieces).strip() or " ", "yellow" if self._way == "text" else "green")
+        now = (self._ended or time.perf_counter()) - self.began if self.began else 0.0
+        about = Text(self._told if self._ended or not self.began else "reading ...", "dim")
+        answer = Text("".join(self.pieces).strip() or " ", "yellow" if self._way == "text" else "green")
         return Panel(Group(answer, about), title=f"{self._way}  {now:.1f} s", width=self._width, height=8)
 
 

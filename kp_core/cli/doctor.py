@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +13,7 @@ import typer
 
 from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, print_json, show_table, spread
 from kp_core.errors import KnowledgePackError
-from kp_core.rates import measure_rates
+from kp_core.rates import measure_rates, near_folder
 
 __all__ = ["doctor"]
 
@@ -121,8 +120,7 @@ def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
         about["lacks"] = "; ".join(f"{capability}, as {why}" for capability, why in sorted(lacks.items()))
     if "kv" not in can:
         return about | {"advice": "keep packs lazy: this engine gives no KV to store"}
-    with tempfile.TemporaryDirectory(dir=folder) as place:
-        rates = measure_rates(session, Path(place))
+    rates = measure_rates(session, folder or near_folder(None))
     faster = rates.read_tokens_per_s / rates.prefill_tokens_per_s
     return about | {
         "kv_bytes_per_token": round(rates.bytes_per_token),

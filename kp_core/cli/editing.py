@@ -9,7 +9,7 @@ import typer
 from kp_core import edit as editing
 from kp_core.cli.knowledge import found_id
 from kp_core.cli.places import PlaceOptions, open_collection
-from kp_core.cli.shared import JsonFlag, ModelOptions, TargetPath, console, is_store, located, print_json, spread
+from kp_core.cli.shared import JsonFlag, ModelOptions, TargetPath, is_store, located, spread, tell
 from kp_core.delivery import Delivery
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
@@ -56,8 +56,6 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
 def _say(before: Handle, after: Handle, pack: KnowledgePack, *, as_json: bool) -> None:
     errata = [each.line for each in pack.edits.corrections]
     about = {"handle": str(after), "was": str(before), "tokens": len(pack.token_ids), "errata": errata}
-    if as_json:
-        print_json(about | {"text": pack.text, "how": pack.history[-1].how})
-        return
-    console().print(f"{after} in place of {before}: {len(pack.token_ids)} tokens.", soft_wrap=True)
-    console().print("\n".join(errata) or f"It says now: {pack.text}", soft_wrap=True)
+    about |= {"text": pack.text, "how": pack.history[-1].how}
+    said = "\n".join(errata) or f"It says now: {pack.text}"
+    tell(about, f"{after} in place of {before}: {len(pack.token_ids)} tokens.\n{said}", as_json=as_json)

@@ -18,7 +18,7 @@ from kp_core.facts import Added, ChromaFactStore, Fact
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 from kp_core.facts.sources.drafts import STDIN
 
-__all__ = ["SourceOptions", "bar_of", "ingest", "say", "tell"]
+__all__ = ["SourceOptions", "bar_of", "ingest", "report", "say"]
 
 _BATCH = 256
 _SHOWN = 5
@@ -111,23 +111,23 @@ def ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[P
     """Add facts in batches, with a bar that knows how many bytes of the files have become facts."""
     # Of standard input nobody knows; it is no file.
     size = sum(path.stat().st_size for each in files for path in (each, *each.rglob("*")) if path.is_file())
-    report, source, seen = Added(), iter(facts), 0
+    added, source, seen = Added(), iter(facts), 0
     with bar_of("Adding", size or None, "B") as bar:
         while batch := list(itertools.islice(source, _BATCH)):
-            report += collection.add(batch, ttl=ttl)
+            added += collection.add(batch, ttl=ttl)
             seen += len(batch)
             bar.set_postfix(facts=seen, refresh=False)
             bar.update(sum(len(fact.text.encode()) for fact in batch))
-    return report
+    return added
 
 
-def tell(facts: ChromaFactStore, report: Added, skipped: list[SourceError]) -> dict[str, Any]:
+def report(facts: ChromaFactStore, added: Added, skipped: list[SourceError]) -> dict[str, Any]:
     """What became of the facts, and what the collection is now, as JSON."""
-    return {**asdict(report), "skipped": [str(error) for error in skipped], "facts": len(facts)}
+    return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(facts)}
 
 
 def say(told: dict[str, Any]) -> None:
-    """Print what `tell` tells."""
+    """Print what `report` gives."""
     out, near = console(), told["near_duplicates"]
     skipped = len(told["skipped"])
     out.print(f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {skipped}.")

@@ -10,18 +10,18 @@ from typing import Annotated, Any
 import typer
 
 from kp_core.cli.compiling import CompileOptions, say_plan, units_of
-from kp_core.cli.ingesting import SourceOptions, ingest, say, tell
+from kp_core.cli.ingesting import SourceOptions, ingest, report, say
 from kp_core.cli.places import Place, PlaceOptions, ReadOptions, is_collection, open_collection
 from kp_core.cli.shared import (
     JsonFlag,
     Where,
     checked_namespace,
-    console,
     did_you_mean,
     filter_of,
     is_store,
     print_json,
     spread,
+    tell,
 )
 from kp_core.delivery import Delivery
 from kp_core.errors import BankError, SourceError
@@ -84,7 +84,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
         # A model that is not there is said before hours of embedding.
         session = compiling.load() if compiling.compile else None
         opened = stack.enter_context(open_collection(place, options, new=True, wait=wait, bank_size=bank_size))
-        told = tell(opened, ingest(opened, facts, files or [], source.ttl), skipped)
+        told = report(opened, ingest(opened, facts, files or [], source.ttl), skipped)
         if bank_size:
             opened.rebuild()
         if not as_json:
@@ -126,9 +126,9 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
             new = opened.update(given[0])
             _collect(opened, options.folder(place, opened))
             about = {"id": new.id, "version": new.version}
-            _print(about, f"{new.id} has version {new.version}.", as_json=as_json)
+            tell(about, f"{new.id} has version {new.version}.", as_json=as_json)
             return
-        told = tell(opened, ingest(opened, itertools.chain(given, facts), files or [], source.ttl), skipped)
+        told = report(opened, ingest(opened, itertools.chain(given, facts), files or [], source.ttl), skipped)
     if as_json:
         print_json(told)
     else:
@@ -166,7 +166,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
             packs, kept = _collect(opened, options.folder(place, opened)), _vacuum(opened, wanted=vacuum)
             about |= {"packs": packs, "vacuumed": not kept}
             said = f"Facts removed: {len(gone)}; packs: {packs}; facts left: {len(opened)}.{kept}"
-        _print({**about, "facts": len(opened)}, said, as_json=as_json)
+        tell({**about, "facts": len(opened)}, said, as_json=as_json)
 
 
 @spread
@@ -178,14 +178,7 @@ def gc(
         packs = _collect(opened, options.folder(place, opened))
         kept = _vacuum(opened, wanted=vacuum) if isinstance(opened, ChromaFactStore) else ""
     about = {"packs": packs, "vacuumed": isinstance(opened, ChromaFactStore) and not kept}
-    _print(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
-
-
-def _print(data: dict[str, Any], said: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(data)
-    else:
-        console().print(said, soft_wrap=True)
+    tell(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
 
 
 def _collect(facts: FactStore, folder: str | Path) -> int:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from kp_core import PackStore
+from kp_core.bundled import needing
 from kp_core.cli.places import PlaceOptions, is_collection, open_collection
 from kp_core.cli.shared import JsonFlag, TargetPath, is_store, located, print_json, read_one, show_table, spread
-from kp_core.errors import BankError, MissingDependencyError
+from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore
 from kp_core.packs.pack import KnowledgePack
 
@@ -58,10 +59,8 @@ def inspect(
 
 def _draw(store: PackStore, picture: Path) -> None:
     """Draw `store`: how many packs have how many tokens, and the bytes of texts, of packs' KV and of what is kept."""
-    try:
+    with needing("--plot needs matplotlib", "plot"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingDependencyError('--plot needs matplotlib: `pip install "knowledge-packs[plot]"`.') from error
     entries = [entry for handle in store for entry in store.entries(handle)]
     kv, kept = sum(entry.stored_bytes for entry in entries), store.kept.nbytes
     figure = Figure(figsize=(8, 3.5), layout="constrained")

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from kp_core.cli.places import ReadOptions, is_collection
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread
+from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread, tell
 from kp_core.compose.wrapper import SHIPPED, load_wrapper
 from kp_core.facts.sources import read_facts
 
@@ -66,17 +66,14 @@ def train(  # noqa: PLR0913 - one parameter per setting
         *(model.load(), _read(place, read), out, settings), minutes=minutes, about=about, progress=not as_json
     )
     found = {"file": str(out), "id": made.id, "bytes": out.stat().st_size, **made.training}
-    if as_json:
-        print_json(found)
-        return
     best, bare = found["best"], found["without_soft_tokens_kl"]
     more = f" {checkpoint_of(out)} stays: the same command goes on." if checkpoint_of(out).exists() else ""
-    console().print(
+    said = (
         f"{out}: {found['steps']} steps in {found['minutes']} minutes. On held-out documents the answers are "
         f"{best['held_kl']:.4f} nats from full attention (best at step {best['step']}); without soft tokens "
-        f"{bare:.4f}.{more}",
-        soft_wrap=True,
+        f"{bare:.4f}.{more}"
     )
+    tell(found, said, as_json=as_json)
 
 
 @packet.command("eval")

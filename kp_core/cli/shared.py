@@ -48,6 +48,7 @@ __all__ = [
     "read_one",
     "show_table",
     "spread",
+    "tell",
 ]
 
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
@@ -183,6 +184,14 @@ def print_json(data: Mapping[str, Any]) -> None:
     said = json.dumps(data, ensure_ascii=False, indent=2, default=str)
     # JSON escapes the first 32 control characters alone.
     sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", said) + "\n")
+
+
+def tell(data: Mapping[str, Any], said: str, *, as_json: bool) -> None:
+    """Print `data` as JSON, or else what is `said` of it."""
+    if as_json:
+        print_json(data)
+    else:
+        console().print(said, soft_wrap=True)
 
 
 def show_table(rows: Mapping[str, Any], title: str | None = None) -> None:

@@ -13,10 +13,10 @@ import typer
 from rich.table import Table
 
 from kp_core import SentenceTransformerEmbedder
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread
-from kp_core.errors import SteeringError
+from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread, tell
+from kp_core.errors import SourceError, SteeringError
+from kp_core.facts.sources.tables import read_json_lines
 from kp_core.steering import (
-    Calibration,
     LayerRange,
     Method,
     Pair,
@@ -137,7 +137,8 @@ def measure(  # noqa: PLR0913 - one parameter per option or group of options
     save_steering(found.steering, out or file)
     if plot is not None:
         found.plot(plot)
-    _show_calibration(found, out or file, as_json=as_json)
+    saved = str(out or file)
+    tell({"file": saved, **found.to_dict()}, f"{found.table()}\nSaved in {saved}.", as_json=as_json)
 
 
 @steer.command()
@@ -183,16 +184,12 @@ def read_pairs(name: str) -> Sequence[Pair]:
 
 def _rows(path: Path) -> list[dict[str, str]]:
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise SteeringError(f"{path}, line {number}: is not JSON ({error}); {_ROW}") from error
-        if not isinstance(row, dict) or "question" not in row or not all(isinstance(it, str) for it in row.values()):
-            raise SteeringError(f"{path}, line {number}: got {line[:60]}; {_ROW}")
-        rows.append(row)
+    for place, row in read_json_lines(path, 0):
+        if isinstance(row, SourceError):
+            raise SteeringError(f"{row}; {_ROW}") from row
+        rows.append({name: said for name, said in row.items() if isinstance(said, str)})
+        if "question" not in row or len(rows[-1]) < len(row):
+            raise SteeringError(f"{path}, {place}: got {str(row)[:60]}; {_ROW}")
     if not rows:
         raise SteeringError(f"{path} holds no questions; {_ROW}")
     return rows
@@ -267,12 +264,3 @@ def _range(bounds: list[float | None] | None) -> str:
         return "not calibrated"
     low, high = bounds
     return f"from {'any' if low is None else f'{low:g}'} to {'any' if high is None else f'{high:g}'}"
-
-
-def _show_calibration(found: Calibration, file: Path, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"file": str(file), **found.to_dict()})
-    else:
-        out = console()
-        out.print(found.table(), soft_wrap=True)
-        out.print(f"Saved in {file}.", soft_wrap=True)

@@ -69,13 +69,14 @@ def overwrite(
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
     kv = pack.kv if ids == pack.token_ids else computed(engine, _plan(pack, ids, spans, engine), "compose")
     history = (*pack.history, Edit("overwrite", old, new))
+    # Two packs that say the same now, and were made of different ones, are not the same.
+    made_of = blake2b(f"{pack.fingerprint.dtype}\0{pack.text}\0{old}".encode(), digest_size=4).hexdigest()
     return replace(
         pack,
         text=text,
         token_ids=ids,
         kv=kv,
-        # Two packs that say the same now, and were made of different ones, are not the same.
-        fingerprint=replace(pack.fingerprint, dtype=f"{pack.fingerprint.dtype}/overwrite:{_digest(pack, old)}"),
+        fingerprint=replace(pack.fingerprint, dtype=f"{pack.fingerprint.dtype}/overwrite:{made_of}"),
         provenance=Edits(history=history).written(pack.provenance),
         stored_bytes=0,
     )
@@ -94,8 +95,3 @@ def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span], engine
     )
     prompt = Prompt((*before.token_ids, *ids), tuple(spans), before.breaks)
     return Plan(prompt, (*regions, made), wanted=(start, stop), deterministic=True)
-
-
-def _digest(pack: KnowledgePack, old: str) -> str:
-    about = f"{pack.fingerprint.dtype}\0{pack.text}\0{old}"
-    return blake2b(about.encode(), digest_size=4).hexdigest()

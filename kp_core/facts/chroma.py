@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from kp_core.errors import BankError
@@ -21,8 +20,8 @@ from kp_core.facts.table import Table
 
 __all__ = ["ChromaFactStore"]
 
-_HNSW = {"space": "cosine", "ef_search": 200}
 _BUNDLED = "all-MiniLM-L6-v2"
+_HNSW = {"space": "cosine", "ef_search": 200}
 
 
 class ChromaFactStore(LivingFacts):
@@ -35,9 +34,9 @@ class ChromaFactStore(LivingFacts):
 
     Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
     LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
-    it, `random_state` and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process.
-    With `read_only` nothing is locked or changed, and what another process writes is seen when the folder is opened
-    again. Use it as a context manager, or `close` it.
+    it and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process. With `read_only`
+    nothing is locked or changed, and what another process writes is seen when the folder is opened again. Use it as a
+    context manager, or `close` it.
 
     Raises `BankLockedError` when another process does not let go of the folder within `wait` seconds; `BankError` for a
     folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to read;
@@ -51,7 +50,6 @@ class ChromaFactStore(LivingFacts):
         *,
         client: Any = None,  # noqa: ANN401 - a chromadb client
         bank_size: int | None = None,
-        random_state: int = 0,
         near_duplicate: float | None = 0.97,
         read_only: bool = False,
         wait: float = 0.0,
@@ -70,13 +68,13 @@ class ChromaFactStore(LivingFacts):
                 check_index(self.path, self._lock)
             with told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
-                held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+                held = self._listed()
             made = next(map(_about, held.values()), {})
-            name, self._is_sized = made.get("embedder"), bank_size is not None
+            name, self._is_sized = made.get("embedder", _BUNDLED), bank_size is not None
+            own = SentenceTransformerEmbedder(None if name == _BUNDLED else name)
             super().__init__(
-                as_embedder(embedder) if embedder is not None else _embedder(name),
+                own if embedder is None else as_embedder(embedder),
                 bank_size=made.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
-                random_state=random_state,
                 near_duplicate=near_duplicate,
             )
             self._opened = {name: self._table(name, each) for name, each in held.items()}
@@ -139,9 +137,7 @@ class ChromaFactStore(LivingFacts):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -152,7 +148,7 @@ class ChromaFactStore(LivingFacts):
         """Bytes of Chroma's files; 0 for what is not in a folder."""
         if self.path is None:
             return 0
-        files = [self.path / "chroma.sqlite3", *(each for each in self.path.glob("*-*-*-*-*/*"))]
+        files = [self.path / "chroma.sqlite3", *self.path.glob("*-*-*-*-*/*")]
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def vacuum(self) -> None:
@@ -174,8 +170,7 @@ class ChromaFactStore(LivingFacts):
                 run_vacuum(self.path)
             finally:
                 self._client = open_client(self.path)
-                held = {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
-                self._opened = {name: self._table(name, each) for name, each in held.items()}
+                self._opened = {name: self._table(name, each) for name, each in self._listed().items()}
                 for own in self._own_collections():
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
 
@@ -188,6 +183,10 @@ class ChromaFactStore(LivingFacts):
                     self._renew(table)
                 end_repair(path)
 
+    def _listed(self) -> dict[str, Any]:
+        """The collections of facts that carry our marker, by namespace."""
+        return {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+
     def _own_collections(self) -> list[Any]:
         """The collections that carry our marker; others in the same database are somebody else's."""
         ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
@@ -197,7 +196,7 @@ class ChromaFactStore(LivingFacts):
         """See `FactStore.namespaces`; those that others have made on the server, too."""
         self._check_open()
         with told(self.where):
-            for name in filter(None, map(_namespace_of, self._client.list_collections())):
+            for name in self._listed():
                 self._tables(name)
         return super().namespaces()
 
@@ -206,9 +205,8 @@ class ChromaFactStore(LivingFacts):
         if namespace is not None and namespace not in self._opened:
             # Another object, or another process on the server, may have made it.
             with told(self.where):
-                for each in self._client.list_collections():
-                    if _namespace_of(each) == namespace:
-                        self._opened[namespace] = self._table(namespace, each)
+                if (held := self._listed().get(namespace)) is not None:
+                    self._opened[namespace] = self._table(namespace, held)
         return super()._tables(namespace)
 
     def _open(self, namespace: str) -> Table:
@@ -276,8 +274,3 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
     about = _about(collection)
     ours = about.get("kind") == FACTS and collection.name == f"kp-{about.get('namespace')}-{FACTS}"
     return str(about["namespace"]) if ours else None
-
-
-def _embedder(name: str | None) -> Embedder:
-    """The embedder that a store was made with, by its name."""
-    return SentenceTransformerEmbedder(None if name in {None, _BUNDLED} else name)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from kp_core.errors import BankError, BankLockedError, MissingDependencyError
+from kp_core.bundled import needing
+from kp_core.errors import BankError, BankLockedError
 
 # An index is written after so many changes; what is set counts from the next opening on.
 _FLUSH = """
@@ -42,18 +43,12 @@ def open_client(
     **server: Any,  # noqa: ANN401 - tenant, database
 ) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
     """A client of a folder or a server."""
-    try:
+    with needing("ChromaFactStore needs chromadb", "chroma"):
         import chromadb
         from chromadb.config import Settings
-    except ImportError as error:
-        raise MissingDependencyError(
-            'ChromaFactStore needs chromadb: `pip install "knowledge-packs[chroma]"`.'
-        ) from error
-    settings = Settings(anonymized_telemetry=False)
+    settings = Settings(anonymized_telemetry=False, migrations=migrations)
     if path is None or not is_url(path):
         check_unlocked(Path(path or "."), writing=True)
-        if migrations != "apply":
-            settings = Settings(anonymized_telemetry=False, migrations=migrations)
         try:
             # Chroma knows a folder that is open already by the path it was given, wherever the process went since.
             return chromadb.PersistentClient(str(Path(path or ".").resolve()), settings=settings, **server)

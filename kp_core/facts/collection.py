@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from kp_core.errors import BankError
-from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder
+from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder
 from kp_core.facts.reading import SearchedFacts
 from kp_core.facts.records import QueriedCollection, told
 from kp_core.facts.table import Table
@@ -47,7 +46,8 @@ class CollectionFacts(SearchedFacts):
         self.name, self.where = collection.name, f"{where}, collection {collection.name!r}"
         with told(self.where):
             settings = collection.configuration_json or {}
-            space = next((each["space"] for each in settings.values() if _has_space(each)), "l2")
+            spaces = [each.get("space") for each in settings.values() if isinstance(each, Mapping)]
+            space = next((each for each in spaces if each in _SPACES), "l2")
         self._table: Any = QueriedCollection(collection, check_namespace(namespace), self.where, _fact, space)
         super().__init__(embedder or _own_embedder(collection, settings) or SentenceTransformerEmbedder())
         self._check_embedder()
@@ -89,43 +89,17 @@ class CollectionFacts(SearchedFacts):
             )
 
 
-class _OwnEmbedder:
+def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
     """The embedding function that a collection was made with."""
-
-    def __init__(self, function: Any, name: str) -> None:  # noqa: ANN401
-        self._function, self.name = function, name
-
-    @property
-    def dimensions(self) -> int:
-        return len(self.embed_query("a"))
-
-    def embed(self, texts: Any) -> Vectors:  # noqa: ANN401
-        return _unit(np.asarray(self._function(list(texts)), np.float32))
-
-    def embed_query(self, text: str) -> Vectors:
-        made: Vectors = _unit(np.asarray(self._function.embed_query([text]), np.float32))[0]
-        return made
-
-
-def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> _OwnEmbedder | None:  # noqa: ANN401
     told_of = settings.get("embedding_function") or {}
     function = getattr(collection, "_embedding_function", None)
     # Chroma gives a collection that names no function its default one, which did not make these vectors.
     if function is None or told_of.get("type") != "known":
         return None
-    return _OwnEmbedder(function, str(told_of.get("name")))
+    return OtherEmbedder(str(told_of.get("name")), function, lambda text: function.embed_query([text])[0])
 
 
 def _fact(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
     about = {name: value for name, value in (metadata or {}).items() if name and name != "_node_content"}
     title, source = (str(about.get(name) or "") for name in ("title", "source"))
     return Fact(text, title=title, source=source, metadata=about, id=fact_id, namespace=namespace)
-
-
-def _has_space(settings: object) -> bool:
-    return isinstance(settings, Mapping) and settings.get("space") in _SPACES
-
-
-def _unit(vectors: Vectors) -> Vectors:
-    made: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    return made

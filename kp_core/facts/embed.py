@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from tqdm import tqdm
 
-from kp_core.bundled import bundled_embedder
-from kp_core.errors import BankError, MissingDependencyError
+from kp_core.bundled import bundled_embedder, needing
+from kp_core.errors import BankError
 from kp_core.facts.question import QuestionEncoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["Embedder", "SentenceTransformerEmbedder", "as_embedder", "checked_vectors"]
+__all__ = ["Embedder", "OtherEmbedder", "SentenceTransformerEmbedder", "as_embedder", "checked_vectors", "normalised"]
 
 _UNIT_TOLERANCE = 1e-3
 _BUNDLED_NAME = "all-MiniLM-L6-v2"
+_ENGLISH_BGE = ("bge-small-en", "bge-base-en", "bge-large-en")
 # The BGE models for English were trained with this in front of a question, but their files do not say so.
 _BGE_QUERY_PROMPT = "Represent this sentence for searching relevant passages: "
 
@@ -44,6 +46,12 @@ class Embedder(Protocol):
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
         """The vector of a question, shape `(dimensions,)`: models may treat questions otherwise than passages."""
+
+
+def normalised(vectors: ArrayLike) -> NDArray[np.float32]:
+    """`vectors`, or one, brought to length 1."""
+    made = np.asarray(vectors, np.float32)
+    return np.asarray(made / np.maximum(np.linalg.norm(made, axis=-1, keepdims=True), 1e-12), np.float32)
 
 
 def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedder: Embedder) -> NDArray[np.float32]:
@@ -81,7 +89,8 @@ class SentenceTransformerEmbedder:
         batch_size: int = 32,
     ) -> None:
         self._source = None if model is None else os.fspath(model)
-        self._name = name or _name_of(self._source)
+        self.name = name or _name_of(self._source)
+        """See `Embedder.name`; known without loading the model."""
         self._query_prompt = query_prompt
         self._device = device
         self._batch_size = batch_size
@@ -89,12 +98,7 @@ class SentenceTransformerEmbedder:
         self._loaded: SentenceTransformer | None = None
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._name!r})"
-
-    @property
-    def name(self) -> str:
-        """See `Embedder.name`; known without loading the model."""
-        return self._name
+        return f"{type(self).__name__}({self.name!r})"
 
     @property
     def dimensions(self) -> int:
@@ -138,21 +142,14 @@ class SentenceTransformerEmbedder:
     def _model(self) -> SentenceTransformer:
         with self._lock:
             if self._loaded is None:
-                self._loaded = self._load()
+                with needing("Embedding text needs sentence-transformers", "embed"):
+                    from sentence_transformers import SentenceTransformer
+                source = str(bundled_embedder()) if self._source is None else self._source
+                model = SentenceTransformer(source, device=self._device)
+                if not model.prompts.get("query") and self.name.rpartition("/")[2].lower().startswith(_ENGLISH_BGE):
+                    model.prompts["query"] = _BGE_QUERY_PROMPT
+                self._loaded = model
             return self._loaded
-
-    def _load(self) -> SentenceTransformer:
-        try:
-            from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise MissingDependencyError(
-                'Embedding text needs sentence-transformers: `pip install "knowledge-packs[embed]"`.'
-            ) from error
-        source = str(bundled_embedder()) if self._source is None else self._source
-        model = SentenceTransformer(source, device=self._device)
-        if not model.prompts.get("query") and _is_english_bge(self._name):
-            model.prompts["query"] = _BGE_QUERY_PROMPT
-        return model
 
 
 def _name_of(source: str | None) -> str:
@@ -162,35 +159,32 @@ def _name_of(source: str | None) -> str:
     return Path(source).resolve().name if Path(source).is_dir() else source
 
 
-def _is_english_bge(name: str) -> bool:
-    return name.rpartition("/")[2].lower().startswith(("bge-small-en", "bge-base-en", "bge-large-en"))
+@dataclass(eq=False)
+class OtherEmbedder:
+    """An `Embedder` of what another library offers, one for texts and one for questions; vectors get length 1."""
 
-
-class _AnyEmbedder:
-    """LangChain's `Embeddings` or LlamaIndex's embeddings as an `Embedder`: the same vectors, brought to length 1."""
-
-    def __init__(self, model: object, documents: str, query: str) -> None:
-        self._model, self._documents, self._query = model, documents, query
-        names = (getattr(model, name, None) for name in ("model_name", "model", "model_id"))
-        # LlamaIndex says "unknown" of a model that has no name.
-        named = (name for name in names if isinstance(name, str) and name not in {"", "unknown"})
-        self.name = next(named, type(model).__name__)
-
-    def __repr__(self) -> str:
-        return f"{type(self._model).__name__}({self.name!r})"
+    name: str
+    texts: Callable[[list[str]], Any] = field(repr=False)
+    question: Callable[[str], Any] = field(repr=False)
 
     @property
     def dimensions(self) -> int:
+        """See `Embedder.dimensions`."""
         return len(self.embed_query("a"))
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        made = np.asarray(getattr(self._model, self._documents)(list(texts)), np.float32)
-        unit: NDArray[np.float32] = made / np.maximum(np.linalg.norm(made, axis=1, keepdims=True), 1e-12)
-        return unit
+        """See `Embedder.embed`."""
+        return normalised(self.texts(list(texts)))
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        made = np.asarray(getattr(self._model, self._query)(text), np.float32)
-        return np.asarray(made / max(float(np.linalg.norm(made)), 1e-12), np.float32)
+        """See `Embedder.embed_query`."""
+        return normalised(self.question(text))
+
+
+def _named(model: object) -> str:
+    names = (getattr(model, name, None) for name in ("model_name", "model", "model_id"))
+    # LlamaIndex says "unknown" of a model that has no name.
+    return next((name for name in names if isinstance(name, str) and name not in {"", "unknown"}), type(model).__name__)
 
 
 def as_embedder(given: object) -> Embedder:
@@ -200,9 +194,10 @@ def as_embedder(given: object) -> Embedder:
     """
     if callable(getattr(given, "embed", None)) and callable(getattr(given, "embed_query", None)):
         return cast("Embedder", given)
-    for documents, query in (("embed_documents", "embed_query"), ("get_text_embedding_batch", "get_query_embedding")):
-        if callable(getattr(given, documents, None)) and callable(getattr(given, query, None)):
-            return _AnyEmbedder(given, documents, query)
+    for names in (("embed_documents", "embed_query"), ("get_text_embedding_batch", "get_query_embedding")):
+        texts, question = (getattr(given, name, None) for name in names)
+        if callable(texts) and callable(question):
+            return OtherEmbedder(_named(given), texts, question)
     raise BankError(
         f"Got {type(given)} as embedder; expected an Embedder (`name`, `dimensions`, `embed(texts)`, "
         "`embed_query(text)`), LangChain `Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."

@@ -27,20 +27,21 @@ from typing import Any
 from kp_core.errors import BankError
 from kp_core.facts.base import Fact, Filter, Value
 
-__all__ = ["Predicate", "predicate"]
+__all__ = ["ORDERED", "Predicate", "predicate"]
 
 Predicate = Callable[[Fact], bool]
 _Test = Callable[[Value | None], bool]
 
 _DEEPEST = 100
 _OWN_FIELDS = ("id", "title", "source", "namespace", "version", "digest")
-_ORDERED: dict[str, Callable[[Any, Any], bool]] = {
+ORDERED: Mapping[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
     "$gte": operator.ge,
     "$lt": operator.lt,
     "$lte": operator.le,
 }
-_OPERATORS = ("$eq", "$ne", *_ORDERED, "$in", "$nin", "$exists", "$contains", "$icontains", "$number")
+"""What each operator that orders means."""
+_OPERATORS = ("$eq", "$ne", *ORDERED, "$in", "$nin", "$exists", "$contains", "$icontains", "$number")
 
 
 def predicate(where: Filter, depth: int = 0) -> Predicate:
@@ -101,8 +102,10 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
     if how == "$contains":
         return lambda held: _contains(held, value)
     if how == "$icontains":
-        return lambda held: isinstance(held, str) and _contains(held.lower(), _lower(value))
-    compare = _ORDERED.get(str(how))
+        return lambda held: (
+            isinstance(held, str) and _contains(held.lower(), value.lower() if isinstance(value, str) else value)
+        )
+    compare = ORDERED.get(str(how))
     if compare is None:
         raise BankError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
     return lambda held: _comparable(held, value) and compare(held, value)
@@ -131,10 +134,6 @@ def _contains(held: Value | None, value: Value) -> bool:
         with suppress(ValueError, RecursionError):
             return any(_equal(each, value) for each in json.loads(held))
     return isinstance(value, str) and value in held
-
-
-def _lower(value: Value) -> Value:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _equal(held: Value | None, value: Value) -> bool:

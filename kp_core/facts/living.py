@@ -33,23 +33,16 @@ _SMALLEST = 4
 class LivingFacts(SearchedFacts):
     """A fact store over tables, which a subclass opens.
 
-    `bank_size` facts make a bank, about; `random_state` seeds the k-means behind it. From a cosine of `near_duplicate`
-    on, two facts are reported to say the same; `None` does not look. Facts are written before banks: after a crash a
-    fact may stand in no bank until banks are next used, which puts it into one.
+    `bank_size` facts make a bank, about. From a cosine of `near_duplicate` on, two facts are reported to say the same;
+    `None` does not look. Facts are written before banks: after a crash a fact may stand in no bank until banks are next
+    used, which puts it into one.
     """
 
-    def __init__(
-        self,
-        embedder: Embedder,
-        *,
-        bank_size: int = BANK_SIZE,
-        random_state: int = 0,
-        near_duplicate: float | None = 0.97,
-    ) -> None:
+    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
         super().__init__(embedder)
         if bank_size < 1:
             raise BankError(f"Got bank_size={bank_size}; expected at least 1.")
-        self.bank_size, self.random_state, self.near_duplicate = bank_size, random_state, near_duplicate
+        self.bank_size, self.near_duplicate = bank_size, near_duplicate
         self._opened: dict[str, Table] = {}
         self._settled: set[str] = set()
 
@@ -231,7 +224,7 @@ class LivingFacts(SearchedFacts):
     def _make_banks(self, table: Table) -> None:
         rows = list(pages(table, vectors=True))
         ids = [row.fact.id for row in rows]
-        table.switch_banks(make_banks(ids, _stacked(rows), self.bank_size, self.random_state))
+        table.switch_banks(make_banks(ids, _stacked(rows), self.bank_size))
         logger.info("Made banks of %d facts of %r.", len(ids), table.namespace)
 
     def _renew(self, table: Table) -> None:
@@ -261,7 +254,7 @@ class LivingFacts(SearchedFacts):
             return
         numbers = table.numbers()
         if not numbers:
-            table.switch_banks(make_banks(ids, vectors, self.bank_size, self.random_state))
+            table.switch_banks(make_banks(ids, vectors, self.bank_size))
             return
         coming, banks = defaultdict[int, list[int]](list), dict[int, Bank]()
         for row, [nearest] in enumerate(table.nearest_banks(vectors, 1)):
@@ -273,7 +266,7 @@ class LivingFacts(SearchedFacts):
             grown = banks[number].joined([ids[row] for row in rows], vectors[rows])
             members = table.rows(grown.ids, vectors=True) if len(grown.ids) > self.bank_size else []
             grown = replace(grown, ids=tuple(row.fact.id for row in members)) if members else grown
-            parts = split_bank(grown, _stacked(members), self.bank_size, self.random_state, free)
+            parts = split_bank(grown, _stacked(members), self.bank_size, free)
             free += len(parts) - 1
             changed += parts
         table.change_banks(changed)
@@ -292,7 +285,7 @@ class LivingFacts(SearchedFacts):
         ids = table.ids()
         if len(ids) != len(table):
             yield f"it counts {len(table)} facts and lists {len(ids)}."
-        chosen = np.random.default_rng(self.random_state).permutation(len(ids))[:_SAMPLE]
+        chosen = np.random.default_rng(0).permutation(len(ids))[:_SAMPLE]
         rows = table.rows([ids[at] for at in chosen.tolist()], vectors=True)
         facts, made = [row.fact for row in rows], self._embed([row.fact for row in rows], None)
         wrong = [f.id for f, row, own in zip(facts, rows, made, strict=True) if not _alike(row.vector, own)]

@@ -57,47 +57,39 @@ def from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, nam
 
 def pushed_down(where: Filter | None) -> dict[str, Any] | None:
     """What Chroma can check of a filter: all that match `where` match this too; `None` where it can check nothing."""
-    parts = [part for name, wanted in (where or {}).items() if (part := _pushed(name, wanted)) is not None]
-    return {"$and": parts} if len(parts) > 1 else parts[0] if parts else None
+    return _together("$and", [part for name, wanted in (where or {}).items() if (part := _pushed(name, wanted))])
 
 
 def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
     if name in {"$and", "$or"} and isinstance(wanted, Sequence):
         parts = [pushed_down(part) for part in wanted]
         known = [part for part in parts if part is not None]
-        if not known or (name == "$or" and len(known) < len(parts)):
-            return None
-        return {name: known} if len(known) > 1 else known[0]
+        return None if name == "$or" and len(known) < len(parts) else _together(name, known)
     if name.startswith("$") or name.removeprefix(_OURS) in {"id", "namespace"}:
         return None
     conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
-    kept = {how: _plain(value) for how, value in conditions.items() if _understood(how, value)}
+    plain = {how: list(v) if isinstance(v, tuple | set | frozenset) else v for how, v in conditions.items()}
+    kept = [(how, value) for how, value in plain.items() if _understood(how, value)]
     # The fact's own fields stand under our names, or, in a collection of others, under the plain ones.
-    plain = name.removeprefix(_OURS)
-    names = [plain, _OURS + plain] if plain in {"title", "source", "version"} else [name]
-    found = []
-    for each in names:
-        tests = [
-            {each: {how: list(value) if isinstance(value, tuple | set | frozenset) else value}}
-            for how, value in kept.items()
-        ]
-        found += [{"$and": tests} if len(tests) > 1 else tests[0]] if tests else []
+    own = name.removeprefix(_OURS)
+    names = [own, _OURS + own] if own in {"title", "source", "version"} else [name]
+    found = [_together("$and", [{each: {how: value}} for how, value in kept]) for each in names]
     # What stands as JSON is left to the predicate.
-    return {"$or": [*found, {_OURS + "has_more": True}]} if found else None
+    return {"$or": [*found, {_OURS + "has_more": True}]} if kept else None
+
+
+def _together(how: str, tests: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Several tests as one; `None` of none."""
+    return {how: tests} if len(tests) > 1 else tests[0] if tests else None
 
 
 def _understood(how: str, value: object) -> bool:
     # An empty title or source does not stand in a record.
-    if "" in (value if isinstance(value, list | tuple | set | frozenset) else [value]):
+    if "" in (value if isinstance(value, list) else [value]):
         return False
-    if how == "$in" and isinstance(value, list | tuple | set | frozenset):
-        return bool(value) and len({type(each) for each in value}) == 1 and all(_scalar(each) for each in value)
     # Chroma orders numbers alone.
-    return how in _COMPARED and _scalar(value) and (how == "$eq" or not isinstance(value, str | bool))
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple | set | frozenset) else value
+    compares = how in _COMPARED and _scalar(value) and (how == "$eq" or not isinstance(value, str | bool))
+    return compares or (how == "$in" and _is_uniform(value))
 
 
 def _scalar(value: object) -> bool:
@@ -108,9 +100,12 @@ def _holds(name: str, value: object) -> bool:
     # Names that begin with `$` or `#` are no names to Chroma.
     if not name or name.startswith((_OURS, "chroma:", "$", "#")):
         return False
-    if isinstance(value, list):
-        return bool(value) and len({type(each) for each in value}) == 1 and all(_scalar(each) for each in value)
-    return _scalar(value)
+    return _scalar(value) or _is_uniform(value)
+
+
+def _is_uniform(value: object) -> bool:
+    """Whether it is a list of scalars of one type."""
+    return isinstance(value, list) and len({type(each) for each in value}) == 1 and all(map(_scalar, value))
 
 
 @contextmanager
@@ -233,8 +228,7 @@ class ChromaTable(QueriedCollection):
         found: dict[int, Bank] = {}
         for at in range(0, len(ids), _NAMED):
             tests = [{_OURS + "ids": {"$contains": fact_id}} for fact_id in ids[at : at + _NAMED]]
-            where = {"where": {"$or": tests} if len(tests) > 1 else tests[0]}
-            found |= {bank.number: bank for bank in self._banks_of(where)}
+            found |= {bank.number: bank for bank in self._banks_of({"where": _together("$or", tests)})}
         return list(found.values())
 
     def nearest_banks(self, vectors: Vectors, count: int) -> list[list[Bank]]:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.errors import BankError, MissingDependencyError
+from kp_core.bundled import needing
+from kp_core.errors import BankError
 from kp_core.facts.base import Hit, Reranker
 
 __all__ = ["CrossEncoderReranker", "LexicalReranker", "hits_wanted", "reranked"]
@@ -50,12 +51,8 @@ class LexicalReranker:
 
     def __init__(self, depth: int = 50) -> None:
         self.depth = _checked(depth)
-        try:
+        with needing("Lexical search needs bm25s", "lexical"):
             import bm25s
-        except ImportError as error:
-            raise MissingDependencyError(
-                'Lexical search needs bm25s: `pip install "knowledge-packs[lexical]"`.'
-            ) from error
         # It sets itself to DEBUG, and would say every index it builds.
         logging.getLogger("bm25s").setLevel(logging.WARNING)
         self._bm25s: Any = bm25s
@@ -84,12 +81,8 @@ class CrossEncoderReranker:
     def __init__(self, model: Any, depth: int = 20) -> None:  # noqa: ANN401 - the library's own type, or a name
         self.depth = _checked(depth)
         if isinstance(model, str):
-            try:
+            with needing("A cross-encoder needs sentence-transformers", "embed"):
                 from sentence_transformers import CrossEncoder
-            except ImportError as error:
-                raise MissingDependencyError(
-                    'A cross-encoder needs sentence-transformers: `pip install "knowledge-packs[embed]"`.'
-                ) from error
             model = CrossEncoder(model)
         self.model = model
 

@@ -27,6 +27,7 @@ __all__ = [
     "Buffer",
     "EncodedPack",
     "PackHeader",
+    "digest_metadata",
     "encode_pack",
     "header_stop",
     "read_header",
@@ -116,7 +117,7 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
             f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids, "
             f"provenance of strings, and KV of one of {[*DTYPES]}."
         ) from error
-    described = {"format": FORMAT, "version": version, "digest": _digest_metadata(version, metadata), "pack": metadata}
+    described = {"format": FORMAT, "version": version, "digest": digest_metadata(version, metadata), "pack": metadata}
     header = to_json({"__metadata__": described, **_header_entries(content)}).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return EncodedPack(len(header).to_bytes(8, "little") + header, tuple(parts), metadata)
@@ -143,7 +144,7 @@ def read_header(data: Buffer, size: int | None = None) -> PackHeader:
     if set(metadata) != {"format", "version", "digest", "pack"} or metadata["format"] != FORMAT:
         raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {FORMAT!r}.")
     version, text = string(metadata["version"], "version"), string(metadata["pack"], "pack")
-    if metadata["digest"] != _digest_metadata(version, text):
+    if metadata["digest"] != digest_metadata(version, text):
         raise PackCorruptError("The metadata do not match their digest.")
     if version not in _READABLE:
         raise PackVersionError(
@@ -220,5 +221,6 @@ def _header_entries(content: PackContent) -> dict[str, object]:
     return entries
 
 
-def _digest_metadata(version: str, text: str) -> str:
+def digest_metadata(version: str, text: str) -> str:
+    """Digest of the JSON of a file, and of the version that it is written in."""
     return blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()

@@ -7,9 +7,8 @@ import logging
 import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
@@ -75,16 +74,9 @@ class KeptEntry:
     packs: tuple[str, ...]
     tokens: int
     model: str
-    nbytes: int
-    last_use: float
-    hits: int
-
-
-class _About(NamedTuple):
-    packs: tuple[str, ...]
-    namespaces: frozenset[str]
-    tokens: int
-    model: str
+    nbytes: int = 0
+    last_use: float = 0.0
+    hits: int = 0
 
 
 class KeptEntries:
@@ -103,9 +95,8 @@ class KeptEntries:
         for handle, found in sorted(self._listed().items()):
             if (about := self._about(handle, found)) is not None:
                 name = _name(handle)
-                last, packs = max(times.get(name, 0), found.modified), about.packs
-                made = (about.model, found.size, last, hits[name])
-                yield KeptEntry(handle.id, about.namespaces, packs, about.tokens, *made)
+                last = max(times.get(name, 0), found.modified)
+                yield replace(about, nbytes=found.size, last_use=last, hits=hits[name])
 
     @property
     def nbytes(self) -> int:
@@ -198,18 +189,18 @@ class KeptEntries:
         found = ((handle_of("packs" + key.removeprefix(_ROOT)), stat) for key, stat in self._blobs.list(f"{_ROOT}/"))
         return {entry[0]: stat for entry, stat in found if entry and not entry[1]}
 
-    def _about(self, handle: Handle, found: BlobStat) -> _About | None:
+    def _about(self, handle: Handle, found: BlobStat) -> KeptEntry | None:
         """What an entry says of itself; `None` when it cannot be read."""
         with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
             return self._seen(handle, found.version)
         return None
 
-    def _read_about(self, handle: Handle, _version: str) -> _About:
+    def _read_about(self, handle: Handle, _version: str) -> KeptEntry:
         pack = self._files.header(handle, root=_ROOT).pack
         about = json.loads(pack.text)
         packs = tuple(about["packs"])
         namespaces = {Handle.parse(each).namespace for each in packs} | {about["words"]} - {None}
-        return _About(packs, frozenset(namespaces), len(pack.token_ids), pack.fingerprint.id)
+        return KeptEntry(handle.id, frozenset(namespaces), packs, len(pack.token_ids), pack.fingerprint.id)
 
 
 def _path(handle: Handle) -> str:

@@ -13,7 +13,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 
-__all__ = ["displaces", "handle_of", "is_spare", "pack_key", "slots", "text_key"]
+__all__ = ["displaces", "handle_of", "is_spare", "is_text_alone", "pack_key", "slots", "text_key"]
 
 _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
 
@@ -49,7 +49,7 @@ def displaces(pack: KnowledgePack, encoded: EncodedPack, stored: PackHeader | No
     """Whether `pack` belongs in the place of the entry that is stored there."""
     if stored is None:
         return True
-    if stored.metadata == encoded.metadata or (pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()):
+    if stored.metadata == encoded.metadata or is_text_alone(pack):
         return False
     return not pack.is_lazy or stored.content.dtype is None or is_spare(stored.pack)
 
@@ -57,3 +57,8 @@ def displaces(pack: KnowledgePack, encoded: EncodedPack, stored: PackHeader | No
 def is_spare(pack: KnowledgePack) -> bool:
     """Whether no model of today can use what is stored: it was recovered from its text, or an early release made it."""
     return pack.fingerprint == ModelFingerprint.unknown() or pack.fingerprint.is_legacy
+
+
+def is_text_alone(pack: KnowledgePack) -> bool:
+    """Whether it has neither KV nor a model that it is to be computed by."""
+    return pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()

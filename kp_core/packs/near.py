@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from hashlib import blake2b
-from pathlib import Path
 
+from kp_core.bundled import cache_directory
 from kp_core.packs.blobs import Buffer, FolderBlobs
 
 __all__ = ["NearBlobs"]
@@ -23,8 +23,7 @@ class NearBlobs:
     """
 
     def __init__(self, place: str, max_bytes: int) -> None:
-        home = Path(os.environ.get("KP_CACHE") or Path.home() / ".cache" / "knowledge-packs")
-        self._blobs, self._place, self.max_bytes = FolderBlobs(home / "objects"), place, max_bytes
+        self._blobs, self._place, self.max_bytes = FolderBlobs(cache_directory() / "objects"), place, max_bytes
 
     def has(self, key: str, version: str) -> bool:
         """Whether there is a copy of this version; says nothing about damage."""

@@ -16,10 +16,9 @@ from kp_core.errors import PackCorruptError, PackError, PackNotFoundError, Quota
 from kp_core.packs.blobs import Blobs, FolderBlobs
 from kp_core.packs.file import PackHeader, encode_pack, read_pack
 from kp_core.packs.files import PackCorruptWarning, PackFiles
-from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.kept import KeptEntries
-from kp_core.packs.layout import displaces, handle_of, is_spare, pack_key, slots, text_key
+from kp_core.packs.layout import displaces, handle_of, is_spare, is_text_alone, pack_key, slots, text_key
 from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.room import make_room
@@ -75,9 +74,10 @@ class PackStore:
             if isinstance(self.blobs, ObjectBlobs):
                 raise PackError(str(error)) from error
             raise
-        self._files = PackFiles(self.blobs, secrets, are_configured=bool(secret) or is_far)
+        self.files = PackFiles(self.blobs, secrets, are_configured=bool(secret) or is_far)
+        """What lies under `packs/`, for engines that look at headers alone."""
         self._uses = LastUse(self.blobs)
-        self.kept = KeptEntries(self._files, self._uses, keep_bytes, keep_seconds)
+        self.kept = KeptEntries(self.files, self._uses, keep_bytes, keep_seconds)
         """What was computed behind other packs and is kept (see the option `keep` of a request)."""
         # Threads that make room take turns, so that together they keep to the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
@@ -96,13 +96,8 @@ class PackStore:
     @property
     def changes(self) -> str:
         """A token that is another one whenever anybody has added or removed a pack, or an entry; costs one `stat`."""
-        found = self._files.recent("changes")
+        found = self.files.recent("changes")
         return "" if found is None else found.version
-
-    @property
-    def files(self) -> PackFiles:
-        """What lies under `packs/`, for engines that look at headers alone."""
-        return self._files
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +111,7 @@ class PackStore:
 
     def handle(self, text: str, namespace: str) -> Handle:
         """The handle `text` has here, stored or not; raises `HandleError` for bad names and non-Unicode text."""
-        return self._files.handle(text, namespace)
+        return self.files.handle(text, namespace)
 
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
         """The store as a conversation may see it: these namespaces, brought in by these roles."""
@@ -140,7 +135,7 @@ class PackStore:
             with self._turn:
                 if self.max_bytes is not None:
                     size = encoded.nbytes + len(pack.text.encode())
-                    make_room(self._files, self._uses, self.max_bytes, (key, text_key(handle)), size)
+                    make_room(self.files, self._uses, self.max_bytes, (key, text_key(handle)), size)
                 # So that KV which somebody else stores at this moment stays.
                 done = self.blobs.write(key, encoded.chunks(), if_absent=absent and pack.is_lazy)
             if done and slot and self.blobs.stat(pack_key(handle)) is None:  # Removed meanwhile: it is the first now.
@@ -148,12 +143,12 @@ class PackStore:
                 done = False
         # After the pack, as a text alone is a pack whose file was lost.
         entered = done and absent
-        if self._files.write_text(handle, pack.text):
+        if self.files.write_text(handle, pack.text):
             entered = True
             if self.blobs.stat(pack_key(handle)) is None:  # Somebody removed the pack in between.
                 self.blobs.delete(text_key(handle))
         if entered:
-            self._files.note_change()
+            self.files.note_change()
         self._uses.note(f"{handle}{slot}")
         return handle
 
@@ -165,7 +160,7 @@ class PackStore:
         """
         _, found = self._find(handle, key)
         if found is None:
-            pack = self._files.read(handle)
+            pack = self.files.read(handle)
             return pack and replace(pack, kv=None, stored_bytes=pack.nbytes)
         return found
 
@@ -177,9 +172,9 @@ class PackStore:
         """
         slot, known = ("", None) if key is None else self._find(handle, key)
         try:
-            pack = self._files.read_beside(handle, slot) if slot else None
+            pack = self.files.read_beside(handle, slot) if slot else None
             if pack is None:
-                slot, pack = "", self._files.read(handle)
+                slot, pack = "", self.files.read(handle)
         except OSError as error:
             if known is None or isinstance(self.blobs, FolderBlobs):
                 raise
@@ -213,19 +208,17 @@ class PackStore:
                     if key != text_key(handle):
                         target = pack_key(new).removesuffix(".safetensors") + key.removeprefix(stem)
                         self.blobs.write(target, [self.blobs.read(key)], if_absent=True)
-                self._files.write_text(new, pack.text)
-                self._files.note_change()
+                self.files.write_text(new, pack.text)
+                self.files.note_change()
                 self.remove(handle)
                 moved += 1
-        forget_secrets(self.blobs, self._files.secrets[1:])
+        forget_secrets(self.blobs, self.files.secrets[1:])
         return moved
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """The pack as it was made for each model and prefix, the first one first, without KV."""
-        keys = [key for key, _ in self.blobs.list(pack_key(handle).removesuffix("safetensors"))]
-        for key in sorted(keys, key=lambda each: (len(each), each)):
-            entry = handle_of(key)
-            if entry and key == pack_key(*entry) and (found := self._files.look(*entry)):
+        for slot in ("", *sorted(self.files.beside(handle), key=len)):
+            if found := self.files.look(handle, slot):
                 yield found
 
     def remove(self, handle: Handle) -> None:
@@ -240,7 +233,7 @@ class PackStore:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
         self.kept.unpin(handle)
         self.kept.drop(pack=handle)  # What was kept since.
-        self._files.note_change()
+        self.files.note_change()
 
     def forget(self, namespace: str) -> int:
         """Delete all KV that was kept in `namespace` or behind it; returns how many entries. Packs stay."""
@@ -255,7 +248,7 @@ class PackStore:
     def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:
         """The packs of these namespaces that are not `known` yet, each with its text; see `changes`."""
         for handle in itertools.chain.from_iterable(map(self.handles, namespaces)):
-            if handle not in known and (text := self._files.text(handle)) is not None:
+            if handle not in known and (text := self.files.text(handle)) is not None:
                 yield handle, text
 
     def verify(self) -> Iterator[tuple[Handle, str]]:
@@ -265,7 +258,7 @@ class PackStore:
             for key in sorted({pack_key(handle), *found} - {text_key(handle)}):
                 try:
                     # As a range, which no local cache has.
-                    self._files.own(handle, read_pack(self.blobs.read(key, 0, found[key].size if key in found else 0)))
+                    self.files.own(handle, read_pack(self.blobs.read(key, 0, found[key].size if key in found else 0)))
                 except FileNotFoundError:
                     yield handle, "The file is missing."
                 except PackError as error:
@@ -281,15 +274,15 @@ class PackStore:
 
     def _find(self, handle: Handle, key: PackKey | None) -> tuple[str, KnowledgePack | None]:
         """Where the entry lies that `peek` gives, and what it is; `None` for a pack to be mended, or absent."""
-        slot, found = "", self._files.look(handle)
+        slot, found = "", self.files.look(handle)
         if key is None or (found and key.fits(found)):
             return slot, found
         of_model, behind = slots(key)
         if found is None or found.fingerprint != key.model:
-            if (own := self._files.look(handle, of_model)) is None:
+            if (own := self.files.look(handle, of_model)) is None:
                 return slot, found
             slot, found = of_model, own
-        other = None if key.fits(found) else self._files.look(handle, behind)
+        other = None if key.fits(found) else self.files.look(handle, behind)
         return (slot, found) if other is None else (behind, other)
 
     def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackHeader | None, bool]:
@@ -303,16 +296,12 @@ class PackStore:
                 continue
             header, absent = None, False
             try:
-                header = self._files.header(handle, slot)
+                header = self.files.header(handle, slot)
             except FileNotFoundError:
                 absent = True
             except PackCorruptError:
                 break
-            if header is None or pack.key.fits(header.pack) or is_spare(header.pack) or _is_text_alone(pack):
+            if header is None or pack.key.fits(header.pack) or is_spare(header.pack) or is_text_alone(pack):
                 break
             mine = header.pack.fingerprint == pack.fingerprint
         return slot, header, absent
-
-
-def _is_text_alone(pack: KnowledgePack) -> bool:
-    return pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()

@@ -41,10 +41,9 @@ class LastUse:
     def times(self) -> dict[str, float]:
         """The last use of each name by anyone, as far as it was written, in seconds since 1970."""
         with self._lock:
-            with suppress(FileNotFoundError, PackCorruptError):
-                for name, when in mapping(from_json(bytes(self._blobs.read("used"))), "used").items():
-                    if isinstance(when, float):
-                        self._times[name] = max(when, self._times.get(name, when))
+            for name, when in self._written("used").items():
+                if isinstance(when, float):
+                    self._times[name] = max(when, self._times.get(name, when))
             if len(self._times) > _MOST_NAMES:
                 self._times = dict(sorted(self._times.items(), key=lambda item: item[1])[-_MOST_NAMES:])
             return dict(self._times)
@@ -55,12 +54,12 @@ class LastUse:
             return self._hits + self._written_hits()
 
     def _written_hits(self) -> Counter[str]:
-        found = Counter[str]()
+        return Counter({name: count for name, count in self._written("hits").items() if type(count) is int})
+
+    def _written(self, key: str) -> dict[str, object]:
         with suppress(FileNotFoundError, PackCorruptError):
-            for name, count in mapping(from_json(bytes(self._blobs.read("hits"))), "hits").items():
-                if type(count) is int:
-                    found[name] = count
-        return found
+            return mapping(from_json(bytes(self._blobs.read(key))), key)
+        return {}
 
     def flush(self) -> None:
         """Write what was noted; nothing where nobody can write, or where the store is gone."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.packs.view import PackView, Segment
 
-__all__ = ["Message", "split_content", "tool_call"]
+__all__ = ["Message", "split_content", "text_of", "tool_call"]
 
 Message: TypeAlias = Mapping[str, Any]
 """A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`."""
@@ -25,13 +25,14 @@ def split_content(message: Message, view: PackView | None) -> tuple[Segment, ...
 
     Raises `UnsupportedContentError` for content that is neither a string nor a list of text parts.
     """
-    text = _text_of(message)
+    text = text_of(message)
     if view is not None:
         return view.split(text, str(message["role"]))
     return (text,) if text else ()
 
 
-def _text_of(message: Message) -> str:
+def text_of(message: Message) -> str:
+    """The text of a message; raises as `split_content`."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
     content = message.get("content")

@@ -77,7 +77,7 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._options = dict(options or {})
-        self._encoder = PromptEncoder(tokenizer, "".join(map(self._literals, self._sources())))
+        self._encoder = PromptEncoder(tokenizer, self._written())
         self._shaper = TurnShaper(self._try_render)
         self.tool_format: ToolFormat = format_of(self.source) if self._shaper.shows_calls else format_of("")
         """How the model writes tool calls."""
@@ -278,15 +278,13 @@ class ChatTemplate:
             self._doubted = True
             logger.warning("This chat template changes the text of messages: %s.", what)
 
-    def _sources(self) -> list[str]:
-        source = self._tokenizer.chat_template
-        return [source] if isinstance(source, str) else list(source.values())
-
-    def _literals(self, source: str) -> str:
+    def _written(self) -> str:
+        """All that the template, or each of several, may write of its own."""
         from kp_core.prompt.sandbox import literals
 
+        source = self._tokenizer.chat_template
         try:
-            return literals(source)
+            return "".join(map(literals, [source] if isinstance(source, str) else source.values()))
         except Exception as error:
             raise TemplateError(f"The chat template is no template of Jinja: {error}") from error
 

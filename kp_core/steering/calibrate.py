@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from tqdm.auto import tqdm
 
-from kp_core.errors import MissingDependencyError, SteeringError
+from kp_core.bundled import needing
+from kp_core.errors import SteeringError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.resolve import Message
 from kp_core.steering.plan import Scope
@@ -126,12 +127,8 @@ class Calibration:
 
         Raises `MissingDependencyError` without matplotlib.
         """
-        try:
+        with needing("Plots need matplotlib", "plot"):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise MissingDependencyError(
-                "Plots need matplotlib: pip install 'knowledge-packs[plot]' (or matplotlib itself)."
-            ) from error
         figure = Figure(figsize=(7, 4), layout="constrained")
         left = figure.subplots()
         right = left.twinx()

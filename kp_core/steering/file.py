@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from hashlib import blake2b
 from pathlib import Path
 
 import safetensors.torch
@@ -12,9 +11,10 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kp_core.errors import PackCorruptError, SteeringError
+from kp_core.packs.codec import digest
 from kp_core.packs.content import from_json, mapping, string, to_json
 from kp_core.packs.durable import replace_file
-from kp_core.packs.file import header_stop
+from kp_core.packs.file import digest_metadata, header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering.value import Steering
 
@@ -40,11 +40,16 @@ def save_steering(steering: Steering, path: str | Path) -> Path:
             "provenance": dict(steering.provenance),
             "recommended": None if steering.recommended is None else list(steering.recommended),
             "scales": {str(layer): scale for layer, scale in steering.scales.items()},
-            "tensors": {name: _digest(tensor) for name, tensor in tensors.items()},
+            "tensors": {name: digest(tensor) for name, tensor in tensors.items()},
         },
         sort_keys=True,
     )
-    metadata = {"format": _FORMAT, "version": _VERSION, "digest": _digest_text(_VERSION, content), "steering": content}
+    metadata = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "digest": digest_metadata(_VERSION, content),
+        "steering": content,
+    }
     replace_file(target, [safetensors.torch.save(tensors, metadata)])
     return target
 
@@ -72,11 +77,11 @@ def _parse(data: bytes) -> Steering:
     version, text = string(metadata["version"], "version"), string(metadata["steering"], "steering")
     if version not in ("1", _VERSION):  # Fingerprints alone differ.
         raise PackCorruptError(f"Got version {version!r}; this release reads versions up to {_VERSION!r}.")
-    if metadata["digest"] != _digest_text(version, text):
+    if metadata["digest"] != digest_metadata(version, text):
         raise PackCorruptError("The metadata do not match their digest.")
     content = json.loads(text)
     tensors = safetensors.torch.load(data)
-    if {name: _digest(tensor) for name, tensor in tensors.items()} != content["tensors"]:
+    if {name: digest(tensor) for name, tensor in tensors.items()} != content["tensors"]:
         raise PackCorruptError("The tensors do not match their digests.")
     deltas: dict[str, dict[int, Tensor]] = {"value": {}, "key": {}}
     for name, tensor in tensors.items():
@@ -99,11 +104,3 @@ def _pair(numbers: list[float | None] | None) -> tuple[float, float] | None:
         return None
     low, high = numbers
     return -math.inf if low is None else float(low), math.inf if high is None else float(high)
-
-
-def _digest(tensor: Tensor) -> str:
-    return blake2b(tensor.contiguous().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def _digest_text(version: str, text: str) -> str:
-    return blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()

@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from kp_core.errors import KnowledgePackError, MissingDependencyError, SourceError
+from kp_core.bundled import needing
+from kp_core.errors import KnowledgePackError, SourceError
 from kp_core.facts.base import Fact
 from kp_core.facts.sources.documents import read_docx, read_html, read_pdf
-from kp_core.facts.sources.drafts import STDIN, Draft, error_at
+from kp_core.facts.sources.drafts import STDIN, Draft, error_at, wrong
 from kp_core.facts.sources.tables import read_csv, read_json_lines
 from kp_core.facts.sources.texts import read_markdown, read_text
 
@@ -89,9 +90,9 @@ def read_rows(  # noqa: PLR0913 - every setting has a default that works
         for number, row in enumerate(rows, start=1):
             place = f"row {number}"
             if not isinstance(row, Mapping):
-                yield place, error_at(source, place, f"got {type(row).__name__}; expected a mapping with `text`")
+                yield wrong(source, place, f"got {type(row).__name__}; expected a mapping with `text`")
             elif missing := set(columns or ()) - row.keys():
-                yield place, error_at(source, place, f"got the fields {sorted(row)}; expected {sorted(missing)} too")
+                yield wrong(source, place, f"got the fields {sorted(row)}; expected {sorted(missing)} too")
             else:
                 yield place, {new: row[old] for old, new in columns.items()} if columns else row
 
@@ -113,12 +114,8 @@ def read_dataset(  # noqa: PLR0913 - every setting has a default that works
     See `read_rows`; the source of a fact is `name/split` unless a column says otherwise. Raises `SourceError` for what
     `datasets` cannot load, `MissingDependencyError` where it is not installed.
     """
-    try:
+    with needing(f"{name}: reading a dataset needs datasets", "datasets"):
         import datasets
-    except ImportError as error:
-        raise MissingDependencyError(
-            f'{name}: reading a dataset needs datasets: `pip install "knowledge-packs[datasets]"`.'
-        ) from error
     failures = (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError)
     try:
         rows = datasets.load_dataset(os.fspath(name), config, split=split, streaming=True)
@@ -126,15 +123,10 @@ def read_dataset(  # noqa: PLR0913 - every setting has a default that works
         raise SourceError(f"{name}: datasets cannot load its split {split!r} ({error}).") from error
 
     def checked() -> Iterator[Mapping[str, object]]:
-        read = iter(rows)
-        while True:
-            try:
-                row = next(read)
-            except StopIteration:
-                return
-            except failures as error:
-                raise SourceError(f"{name}: datasets cannot read on ({error}).") from error
-            yield row
+        try:
+            yield from rows
+        except failures as error:
+            raise SourceError(f"{name}: datasets cannot read on ({error}).") from error
 
     return read_rows(
         checked(), source=f"{name}/{split}", columns=columns, on_error=on_error, skipped=skipped, namespace=namespace

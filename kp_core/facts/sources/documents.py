@@ -7,15 +7,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kp_core.errors import MissingDependencyError
-from kp_core.facts.sources.drafts import Draft, Headings, cut, error_at
+from kp_core.bundled import needing
+from kp_core.facts.sources.drafts import Draft, Headings, cut, wrong
 
 __all__ = ["read_docx", "read_html", "read_pdf"]
 
 _DEEPEST = 10_000  # What reading takes grows with the square of it.
 _TAG = re.compile(rb"<(/?)([a-zA-Z][a-zA-Z0-9-]*)")
 _VOID = frozenset(b"area base br col embed hr img input link meta source track wbr".split())
-_EXTRA = '`pip install "knowledge-packs[files]"`'
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _HEADING = re.compile(r"(?:h|Heading )([1-9])$")
 # What begins and ends a paragraph; everything else runs on within one.
@@ -32,21 +31,19 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
 
     Raises `MissingDependencyError` where pypdf is absent.
     """
-    try:
+    with needing(f"{path}: reading PDF needs pypdf", "files"):
         from pypdf import PdfReader
-    except ImportError as error:
-        raise MissingDependencyError(f"{path}: reading PDF needs pypdf: {_EXTRA}.") from error
     try:
         reader = PdfReader(path)
         if reader.is_encrypted and not reader.decrypt(""):
-            yield "page 1", error_at(path, "page 1", "is locked by a password; save it without one")
+            yield wrong(path, "page 1", "is locked by a password; save it without one")
             return
         title = str((reader.metadata and reader.metadata.title) or "")
         pages = len(reader.pages)
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - of a damaged file the libraries raise whatever their codecs do
-        yield "page 1", error_at(path, "page 1", f"is not PDF, or damaged ({error or type(error).__name__})")
+        yield wrong(path, "page 1", f"is not PDF, or damaged ({error or type(error).__name__})")
         return
     for number in range(1, pages + 1):
         place = f"page {number}"
@@ -55,10 +52,10 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
             text = page.extract_text()
             pictures = bool(text.strip()) or len(page.images)
         except Exception as error:  # noqa: BLE001 - as above
-            yield place, error_at(path, place, f"is damaged ({error or type(error).__name__})")
+            yield wrong(path, place, f"is damaged ({error or type(error).__name__})")
             continue
         if not text.strip() and pictures:
-            yield place, error_at(path, place, "holds pictures and no text; run text recognition over it first")
+            yield wrong(path, place, "holds pictures and no text; run text recognition over it first")
         for paragraph in _BLANK_LINE.split(text):
             for part in cut(" ".join(paragraph.split()), max_chars):
                 yield place, {"text": part, "title": title, "page": number}
@@ -69,20 +66,18 @@ def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterat
 
     Raises `MissingDependencyError` where Beautiful Soup is absent.
     """
-    try:
+    with needing(f"{path}: reading HTML needs beautifulsoup4", "files"):
         from bs4 import BeautifulSoup
-    except ImportError as error:
-        raise MissingDependencyError(f"{path}: reading HTML needs beautifulsoup4: {_EXTRA}.") from error
     data = path.read_bytes()
     # A comment that nobody closes goes on to the end, and is looked through anew for each that begins in it.
     unclosed = data.find(b"<!--", data.rfind(b"-->") + 1)
     data = data if unclosed < 0 else data[:unclosed]
     if data.count(b"<") > _DEEPEST and _depth(data) > _DEEPEST:
-        yield "line 1", error_at(path, "line 1", f"is nested more than {_DEEPEST:,} elements deep")
+        yield wrong(path, "line 1", f"is nested more than {_DEEPEST:,} elements deep")
         return
     soup = BeautifulSoup(data, "html.parser", from_encoding=encoding)
     if "\0" in soup.get_text():
-        yield "line 1", error_at(path, "line 1", "is not text in any known encoding")
+        yield wrong(path, "line 1", "is not text in any known encoding")
         return
     title = " ".join(soup.title.get_text().split()) if soup.title else ""
     for unseen in soup(_UNSEEN):
@@ -106,11 +101,9 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
 
     Raises `MissingDependencyError` where python-docx is absent.
     """
-    try:
+    with needing(f"{path}: reading Word needs python-docx", "files"):
         import docx
         from docx.table import Table
-    except ImportError as error:
-        raise MissingDependencyError(f"{path}: reading Word needs python-docx: {_EXTRA}.") from error
     try:
         with path.open("rb") as file:
             document = docx.Document(file)
@@ -123,10 +116,7 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - as for PDF
-        yield (
-            "paragraph 1",
-            error_at(path, "paragraph 1", f"is not .docx, or damaged ({error or type(error).__name__})"),
-        )
+        yield wrong(path, "paragraph 1", f"is not .docx, or damaged ({error or type(error).__name__})")
         return
     numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
     yield from _sections(path, "paragraph", numbered, title, max_chars)
@@ -154,7 +144,7 @@ def _sections(
             found = True
             yield f"{unit} {number}", {"text": part, "title": str(headings) or title, unit: number}
     if not found:
-        yield f"{unit} 1", error_at(path, f"{unit} 1", "holds no text")
+        yield wrong(path, f"{unit} 1", "holds no text")
 
 
 def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the library's own type
@@ -181,18 +171,11 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
                 begun, around = node.sourceline or begun, node.name
             elif node.name in {"br", "td", "th"}:
                 held.append("\n" if node.name == "br" else " ")
-            # A block within ends this one; what follows it is told apart by the end that is put behind it.
-            waiting += [_End(node)] * block + list(reversed(node.contents))
-        elif isinstance(node, _End):
+            # A block within ends this one; what follows it is told apart by its end, which names the tag that goes on.
+            waiting += [(node.parent.name if node.parent else "",)] * block + list(reversed(node.contents))
+        elif isinstance(node, tuple):
             yield from flush()
-            around = node.parent
+            [around] = node
         elif isinstance(node, NavigableString) and not isinstance(node, PreformattedString):
             held.append(str(node))
     yield from flush()
-
-
-class _End:
-    """Where a block ends; `parent` is the tag that goes on."""
-
-    def __init__(self, tag: Any) -> None:  # noqa: ANN401 - the library's own type
-        self.parent = tag.parent.name if tag.parent else ""

@@ -12,7 +12,7 @@ from typing import TextIO, TypeAlias
 
 from kp_core.errors import SourceError
 
-__all__ = ["STDIN", "Draft", "Headings", "cut", "error_at", "lines_of"]
+__all__ = ["STDIN", "Draft", "Headings", "cut", "error_at", "lines_of", "wrong"]
 
 STDIN = "-"
 """What standard input is called among files."""
@@ -27,6 +27,11 @@ _BOM = "\ufeff"
 def error_at(path: object, place: str, reason: str) -> SourceError:
     """The error that names file and place."""
     return SourceError(f"{path}, {place}: {reason}")
+
+
+def wrong(path: object, place: str, reason: str) -> Draft:
+    """A place where there is no fact, and the error that says why."""
+    return place, error_at(path, place, reason)
 
 
 def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str | SourceError]]:
