@@ -246,9 +246,12 @@ def _stretched(regions: Sequence[Region]) -> tuple[Region, ...]:
                 del made[-len(pieces) + 1 :]
                 spans, chunks = (*before.spans, *spans), tuple(chunk for piece in pieces for chunk in piece.chunks)
                 new = replace(region, start=before.start, chunks=chunks, span=before.span)
-            new = replace(new, spans=spans, label=_label(region.composer, spans, new.start))
+            new = replace(new, spans=spans)
         made.append(new)
-    return tuple(made)
+    return tuple(
+        region if region.composer is None else replace(region, label=_label(region.composer, region.spans, region.start))
+        for region in made
+    )
 
 
 def _append(regions: list[Region], new: Region) -> None:
