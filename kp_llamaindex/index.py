@@ -142,7 +142,7 @@ class KnowledgePackIndex(PackIndex):
 
     def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:  # noqa: ANN401
         """A retriever; `settings` are those of `KnowledgePackRetriever`."""
-        own = {name: getattr(self, name) for name in ("namespace", "unit", "engine", "lazy", "precompile")}
+        own = {name: getattr(self, name) for name in ("namespace", "unit", "engine", "lazy", "precompile", "compress")}
         own["compiled_for"] = self.compiled_for
         return KnowledgePackRetriever(self.fact_store, self.store, **{**own, **settings})
 

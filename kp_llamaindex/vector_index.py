@@ -50,6 +50,7 @@ class PackedVectorIndex(PackIndex):
             compiled_for=self.compiled_for,
             lazy=self.lazy,
             precompile=self.precompile,
+            compress=self.compress,
         )
 
     @classmethod
