@@ -316,7 +316,7 @@ def test_packs_are_stored_as_compress_says(facts, shelf):
     settings = {"fact_store": store, "store": shelf, "engine": tiny_engine(), "k": 2}
     KnowledgePackRetriever(**settings, compress="lossless").invoke("flag")
     assert {shelf.get(handle).compression for handle in shelf} == {"lossless"}
-    with pytest.raises(ValueError, match="Got compress='zip'"):
+    with pytest.raises(ValueError, match="compress"):
         KnowledgePackRetriever(**settings, compress="zip")
 
 
