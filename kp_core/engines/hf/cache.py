@@ -116,14 +116,13 @@ def states_of(cache: Cache) -> tuple[StateShape, ...]:
     )
 
 
-def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, is_part: bool = False) -> Cache:
+def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False) -> Cache:
     """The cache that writes new tokens to `places` of `buffer`, and shows its first `stop` tokens.
 
-    A buffer that `is_part` has the first layers of the model alone: behind the last of them `LayersDone` is raised.
+    Raises `LayersDone` when the last layer of the buffer has its keys and values, unless the pass `goes_on`.
     """
-    last = len(buffer.layers) - 1
-    layers = enumerate(buffer.layers)
-    return Cache(layers=[_Placed(layer, places, stop, is_last=is_part and at == last) for at, layer in layers])
+    last, layers = len(buffer.layers) - 1, enumerate(buffer.layers)
+    return Cache(layers=[_Placed(layer, places, stop, is_last=at == last and not goes_on) for at, layer in layers])
 
 
 def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = ()) -> Cache:

@@ -184,7 +184,7 @@ class CausalModel:
             logits.cpu()  # An accelerator is waited for.
         return (time.perf_counter() - began) / tokens
 
-    def forward_at(  # noqa: PLR0913 - as `PlacedModel` has it
+    def forward_at(
         self,
         ids: Sequence[int],
         positions: Sequence[int],

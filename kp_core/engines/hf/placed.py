@@ -44,7 +44,7 @@ def forward_at(  # noqa: PLR0913
     if past is not None:
         buffer.append(KVTensors(past.keys[:layers], past.values[:layers]))
     places = range(count, count + len(ids))
-    forward_among(base, buffer, ids, positions, places, held=past_positions, is_part=layers is not None)
+    forward_among(base, buffer, ids, positions, places, held=past_positions)
     return buffer.read(count, count + len(ids))
 
 
@@ -58,13 +58,11 @@ def forward_among(  # noqa: PLR0913
     *,
     held: Sequence[int] | None = None,
     unseen: Sequence[int] = (),
-    is_part: bool = False,
     weights: list[Tensor] | None = None,
 ) -> None:
     """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `PlacedModel.forward_among`.
 
-    `held` are the positions of what the buffer holds, by default its places. A buffer that `is_part` has the first
-    layers of the model alone.
+    `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone.
     """
     device, dtype = base.device, buffer.shape.dtype
     own, into = (torch.tensor(list(each), device=device) for each in (positions, places))
@@ -87,7 +85,7 @@ def forward_among(  # noqa: PLR0913
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=own[None],
             attention_mask=mask[None, None],
-            past_key_values=placed_cache_of(buffer, into, stop, is_part=is_part),
+            past_key_values=placed_cache_of(buffer, into, stop, goes_on=weights is not None),
             use_cache=True,
             **watching,
         )

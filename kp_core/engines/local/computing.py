@@ -28,7 +28,7 @@ class PlacedModel(Protocol):
     def rope(self) -> Rope:
         """Moves its keys; raises `UnsupportedRequestError` where they cannot be moved."""
 
-    def forward_at(  # noqa: PLR0913
+    def forward_at(
         self,
         ids: Sequence[int],
         positions: Sequence[int],
