@@ -69,6 +69,7 @@ class Rope:
         if keys.shape[-1] < width:
             raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
         plain = keys[..., :width].float()
-        other = plain.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if self.interleaved else plain.roll(width // 2, -1)
+        pairs = plain.reshape(*plain.shape[:-1], -1, 2)
+        other = pairs.flip(-1).flatten(-2) if self.interleaved else plain.roll(width // 2, -1)
         turned = torch.addcmul(plain * turn[0], other, turn[1])
         return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:].float()], dim=-1)
