@@ -2,7 +2,8 @@
 
 Speed, on passages cut to one size: text against `exact`, packs in the order given; `free`, in an order of the engine's
 choice, with nothing in memory, with two of them seen together (`free, 2 seen`), and with all (`free, all seen`); then
-each approximate composer. All run on one engine, one after the other for each question, with the prefix tree cleared
+each approximate composer, with the packs in the store and nothing in memory, and splice where these packs were spliced
+before (`splice, all seen`). All run on one engine, one after the other for each question, with the prefix tree cleared
 and the system head warm before each; times are medians over `--pairs` questions, and `ratio` is the median of text over
 packs, question by question. `computed` are the tokens that passed all layers; `kl` (nats) and `agree` compare the first
 token with that of exact composition. Combinations above 7,500 tokens are left out and named.
@@ -36,7 +37,7 @@ from rich.progress import track
 from benchmarks import common
 from benchmarks.composed import SETS, composers, divergence, draw_plots, hotpot, orders, quality
 from kp_core import PackStore, Session
-from kp_core.compose import Composer, ExactComposer
+from kp_core.compose import Composer, ExactComposer, SpliceComposer
 
 __all__ = ["COLUMNS", "main", "run"]
 
@@ -69,6 +70,7 @@ def variants(shares: Sequence[float]) -> list[_Variant]:
         _Variant("free, 2 seen", order="free", seen=2),
         _Variant("free, all seen", order="free", seen=-1),
         *(_Variant(made.key, made) for made in composers(shares)[1:]),
+        _Variant("splice, all seen", SpliceComposer(), seen=-1),
     ]
 
 
@@ -120,7 +122,8 @@ def _speed_of(
                 _reset(engine)
                 options: dict[str, Any] = {"view": store.view("default"), "composer": variant.composer}
                 if variant.seen:
-                    seen = handles[-variant.seen :] if variant.seen > 0 else handles[::-1]
+                    backwards = variant.seen < 0 and variant.order == "free"
+                    seen = handles[::-1] if backwards else handles[-variant.seen :] if variant.seen > 0 else handles
                     engine.prefill("\n\n".join(seen) + "\n\nWhy?", **options)
                 packs = engine.generate("\n\n".join(handles) + asked, max_tokens=1, order=variant.order, **options)
                 times[variant.name].append((text.usage.ttft_s, packs.usage.ttft_s))

@@ -241,14 +241,22 @@ def _stretched(regions: Sequence[Region]) -> tuple[Region, ...]:
             spans: tuple[Span, ...] = (region.span,)
             gap = made[-1] if made and made[-1].source == "computed" and len(made[-1]) <= _GAP_TOKENS else None
             before = made[-1 if gap is None else -2] if len(made) > (gap is not None) else None
+            pieces = [*([] if gap is None else [gap]), region]
             if before is not None and before.composer == region.composer:
-                pieces = [before, *([] if gap is None else [gap]), region]
+                pieces, spans = [before, *pieces], (*before.spans, *spans)
+            elif before is None or before.source != "pack":  # What stands between a pack and this one joins it.
+                pieces = [region]
+            if len(pieces) > 1:
                 del made[-len(pieces) + 1 :]
-                spans, chunks = (*before.spans, *spans), tuple(chunk for piece in pieces for chunk in piece.chunks)
-                new = replace(region, start=before.start, chunks=chunks, span=before.span)
-            new = replace(new, spans=spans, label=_label(region.composer, spans, new.start))
+            chunks = tuple(chunk for piece in pieces for chunk in piece.chunks)
+            new = replace(region, start=pieces[0].start, chunks=chunks, span=spans[0], spans=spans)
         made.append(new)
-    return tuple(made)
+    return tuple(
+        region
+        if region.composer is None
+        else replace(region, label=_label(region.composer, region.spans, region.start))
+        for region in made
+    )
 
 
 def _append(regions: list[Region], new: Region) -> None:

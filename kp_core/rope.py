@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -27,31 +27,49 @@ class Rope:
     layers: tuple[bool, ...]
     interleaved: bool = False
 
-    def move(self, kv: KVTensors, by: int) -> KVTensors:
+    def move(self, kv: KVTensors, by: int, out: KVTensors | None = None) -> KVTensors:
         """`kv` as it would be `by` positions later: keys turned in float32 and rounded once, values as they are.
 
-        Move what the model computed and never what was moved, or rounding adds up. Raises `KVShapeError` for KV with
-        another number of layers, or heads smaller than the rotary dimensions.
+        With `out`, of the same shapes, all is written there, in the dtype and on the device of that. Move what the
+        model computed and never what was moved, or rounding adds up. Raises `KVShapeError` for KV with another number
+        of layers, or heads smaller than the rotary dimensions.
         """
         if kv.layers != len(self.layers):
             raise KVShapeError(f"Got KV of {kv.layers} layers; expected the {len(self.layers)} of this model.")
-        if by == 0:
+        if by == 0 and out is None:
             return kv
-        keys = tuple(self.turned(key, by) if turns else key for key, turns in zip(kv.keys, self.layers, strict=True))
-        return KVTensors(keys, kv.values)
+        device = kv.device if out is None else out.device
+        turn = self._turn(by, device)
+        # One after the other: what was turned is still in the processor's cache when it is written.
+        keys = (
+            self._turned(key.to(device), turn) if by and turns else key
+            for key, turns in zip(kv.keys, self.layers, strict=True)
+        )
+        if out is None:
+            return KVTensors(tuple(key.to(kv.dtype) for key in keys), kv.values)
+        for tensor, place in zip(chain(keys, kv.values), (*out.keys, *out.values), strict=True):
+            place.copy_(tensor)
+        return out
 
     def turned(self, keys: Tensor, by: int) -> Tensor:
         """Keys of shape `(kv_heads, tokens, head_dim)`, `by` positions later."""
+        return self._turned(keys, self._turn(by, keys.device)).to(keys.dtype)
+
+    def _turn(self, by: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What each rotary dimension is multiplied by, and what the other one of its pair is: `(rotary_dim,)` each."""
+        angles = by * self.frequencies.to(device, torch.float64)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        if self.interleaved:
+            return cos.repeat_interleave(2), torch.stack((-sin, sin), dim=-1).flatten()
+        return cos.repeat(2), torch.cat((-sin, sin))
+
+    def _turned(self, keys: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """Keys by what `_turn` gave, in float32."""
         width = 2 * len(self.frequencies)
         if keys.shape[-1] < width:
             raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
-        angles = by * self.frequencies.to(keys.device, torch.float64)
-        cos, sin = angles.cos().float(), angles.sin().float()
         plain = keys[..., :width].float()
-        if self.interleaved:
-            first, second = plain[..., 0::2], plain[..., 1::2]
-        else:
-            first, second = plain[..., : width // 2], plain[..., width // 2 :]
-        parts: Sequence[Tensor] = (first * cos - second * sin, second * cos + first * sin)
-        turned = torch.stack(tuple(parts), dim=-1).flatten(-2) if self.interleaved else torch.cat(tuple(parts), dim=-1)
-        return torch.cat([turned.to(keys.dtype), keys[..., width:]], dim=-1)
+        pairs = plain.reshape(*plain.shape[:-1], -1, 2)
+        other = pairs.flip(-1).flatten(-2) if self.interleaved else plain.roll(width // 2, -1)
+        turned = torch.addcmul(plain * turn[0], other, turn[1])
+        return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:].float()], dim=-1)

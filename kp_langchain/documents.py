@@ -10,7 +10,7 @@ from langchain_core.indexing.base import DocumentIndex
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
 from kp_core import Fact, FactStore, Session
-from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
+from kp_core.delivery import KV, Compress, Delivery, Found, Precompile, Unit
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.packs.handle import inert
 from kp_core.packs.view import Packs
@@ -26,7 +26,7 @@ class PackRetriever(DocumentIndex):
     is not followed); with `content="handle"` it is the handle alone, for models that resolve it. `engine` compiles what
     has no pack yet, for the position `compiled_for` (of a prompt: `pack_place(prompt)`): when it is found, or with
     `precompile="background"` when the engine is idle, and until then it comes as text, as it does without an engine,
-    with a logged warning. `kv` says whether KV is kept (see `kp_core.delivery`).
+    with a logged warning. `kv` says whether KV is kept, and `compress` how (see `kp_core.delivery`).
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -38,6 +38,7 @@ class PackRetriever(DocumentIndex):
     compiled_for: CompiledFor = Field(default="user", exclude=True)
     kv: KV = "stored"
     precompile: Precompile = "use"
+    compress: Compress = "auto"
     _rates: Rates | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
@@ -65,6 +66,7 @@ class PackRetriever(DocumentIndex):
             compiled_for=self.compiled_for,
             namespace=self.namespace,
             precompile=self.precompile,
+            compress=self.compress,
             rates=self._rates,
         )
 

@@ -38,7 +38,7 @@ from langgraph.store.base import (
 
 from kp_core import Embedder, Fact, FactStore, Hit, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import KV, Delivery, Found
+from kp_core.delivery import KV, Compress, Delivery, Found
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError
 from kp_core.facts import Filter
@@ -128,11 +128,12 @@ class KnowledgePackStore(BaseStore):
         fields: Sequence[str] | None = None,
         kv: KV = "stored",
         compiled_for: CompiledFor = "system",
+        compress: Compress = "auto",
         ttl: TTLConfig | None = None,
     ) -> None:
         self._facts = open_facts(facts, embedder, path)
         self._fields, self.ttl_config = None if fields is None else list(fields), ttl
-        self._settings: dict[str, Any] = {"kv": kv, "compiled_for": compiled_for}
+        self._settings: dict[str, Any] = {"kv": kv, "compiled_for": compiled_for, "compress": compress}
         self._engine, self._packs = engine, store
         self._delivery, self._labels = self._deliver(None), dict[str, Labels]()
 

@@ -26,7 +26,7 @@ from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMP
 from llama_index.core.schema import BaseNode, Document, TransformComponent
 
 from kp_core import Session
-from kp_core.delivery import Precompile
+from kp_core.delivery import Compress, Precompile
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import PromptError
 from kp_core.packs.view import Packs
@@ -44,8 +44,9 @@ class PackIndex(ABC):
 
     `compiled_for` is the place packs are compiled for, by default that of the first node in LlamaIndex's own question
     prompt: there the pack comes straight from the store, and anywhere else its tokens are computed once (see
-    `pack_place`). `lazy` packs are computed on first use. A node found without a pack is compiled then, or with
-    `precompile="background"` goes as text this time, and is compiled when the engine is idle.
+    `pack_place`). `lazy` packs are computed on first use, others stored as `compress` says (see `kp_core.delivery`). A
+    node found without a pack is compiled then, or with `precompile="background"` goes as text this time, and is
+    compiled when the engine is idle.
 
     `llm` is what the engines use unless they are given one: by default a `KnowledgePackLLM` on the same engine, store
     and namespace. An LLM of another class cannot resolve handles, so its engines get nodes as text. `transformations`
@@ -63,11 +64,12 @@ class PackIndex(ABC):
         compiled_for: CompiledFor | None = None,
         lazy: bool = False,
         precompile: Precompile = "use",
+        compress: Compress = "auto",
         llm: LLM | None = None,
         transformations: Sequence[TransformComponent] | None = None,
     ) -> None:
         self.engine, self.store, self.namespace = engine, store, namespace
-        self.lazy, self.precompile, self.transformations = lazy, precompile, transformations
+        self.lazy, self.precompile, self.compress, self.transformations = lazy, precompile, compress, transformations
         self.llm: LLM = llm or KnowledgePackLLM(engine=engine, store=store, namespaces=(namespace,))
         self.compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm) if compiled_for is None else compiled_for
 
@@ -162,7 +164,7 @@ class PackIndex(ABC):
     @property
     def _packing(self) -> dict[str, Any]:
         """What retrievers and postprocessors are made with."""
-        names = ("engine", "store", "namespace", "compiled_for", "lazy", "precompile")
+        names = ("engine", "store", "namespace", "compiled_for", "lazy", "precompile", "compress")
         return {name: getattr(self, name) for name in names}
 
     def _retriever(self, llm: LLM, settings: dict[str, Any]) -> BaseRetriever:

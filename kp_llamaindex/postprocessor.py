@@ -13,7 +13,7 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.schema import BaseNode, ImageNode, IndexNode, NodeWithScore, QueryBundle
 
 from kp_core import Fact
-from kp_core.delivery import Delivery, Precompile
+from kp_core.delivery import Compress, Delivery, Precompile
 from kp_core.facts import Hit
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.nodes import PackNode
@@ -26,9 +26,10 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     """Turns the nodes of any retriever into `PackNode`s of packs in `store`: text, metadata, scores and order stay.
 
     A node that comes for the first time is compiled by `engine`, for the position `compiled_for` (by default that of
-    the first node in LlamaIndex's own question prompt), its KV stored unless `lazy`. With `precompile="background"` it
-    goes as text that time, and is compiled when the engine is idle. Nodes of images, and those without text, stay as
-    they are. Put it last, behind rerankers and what rewrites nodes.
+    the first node in LlamaIndex's own question prompt), its KV stored unless `lazy`, as `compress` says (see
+    `kp_core.delivery`). With `precompile="background"` it goes as text that time, and is compiled when the engine is
+    idle. Nodes of images, and those without text, stay as they are. Put it last, behind rerankers and what rewrites
+    nodes.
 
         engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
     """
@@ -39,6 +40,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     compiled_for: Any = Field(default=None, description="A role, or messages as `pack_place` makes them.")
     lazy: bool = False
     precompile: Precompile = "use"
+    compress: Compress = "auto"
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -63,6 +65,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
             compiled_for=self.compiled_for,
             namespace=self.namespace,
             precompile=self.precompile,
+            compress=self.compress,
         )
 
     def discard(self, ref_doc_id: str) -> None:

@@ -17,7 +17,7 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import Delivery, Precompile, Unit
+from kp_core.delivery import Compress, Delivery, Precompile, Unit
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import BankError
 from kp_core.facts import Reranker
@@ -38,8 +38,8 @@ class KnowledgePackRetriever(BaseRetriever):
     `unit="document"`, all facts of a source.
 
     A fact found without a pack is compiled then by `engine`, for the position `compiled_for`, its KV stored unless
-    `lazy`; with `precompile="background"` it goes as text this time, and is compiled when the engine is idle; without
-    an engine it goes as text, with a logged warning.
+    `lazy`, as `compress` says (see `kp_core.delivery`); with `precompile="background"` it goes as text this time, and
+    is compiled when the engine is idle; without an engine it goes as text, with a logged warning.
 
     All facts are searched, or those of the `probes` nearest banks (of more where these hold too few). `filters` keeps
     facts by the metadata of their nodes. `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank` puts
@@ -59,6 +59,7 @@ class KnowledgePackRetriever(BaseRetriever):
         compiled_for: CompiledFor = "user",
         lazy: bool = False,
         precompile: Precompile = "use",
+        compress: Compress = "auto",
         namespace: str = "default",
         unit: Unit = "fact",
         similarity_top_k: int = 4,
@@ -76,7 +77,8 @@ class KnowledgePackRetriever(BaseRetriever):
             raise BankError(f"Got content={content!r}; expected 'handle' or 'text'.")
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.fact_store, self.store, self.namespace, self.unit = open_facts(fact_store), store, namespace, unit
-        self.engine, self.compiled_for, self.lazy, self.precompile = engine, compiled_for, lazy, precompile
+        self.engine, self.compiled_for, self.lazy = engine, compiled_for, lazy
+        self.precompile, self.compress = precompile, compress
         self.similarity_top_k, self.probes = similarity_top_k, probes
         self.filters, self.score_cutoff, self.rerank, self.content = filters, score_cutoff, rerank, content
         self.delivery  # noqa: B018 - it refuses what is no unit and no namespace
@@ -118,6 +120,7 @@ class KnowledgePackRetriever(BaseRetriever):
             compiled_for=self.compiled_for,
             namespace=self.namespace,
             precompile=self.precompile,
+            compress=self.compress,
         )
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:

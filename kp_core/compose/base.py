@@ -68,12 +68,20 @@ class Forward(Protocol):
         By default `past` stands at the positions from 0 on, and `ids` behind it.
         """
 
-    def attention(
-        self, ids: Sequence[int], positions: Sequence[int], past: KVTensors, past_positions: Sequence[int]
-    ) -> Tensor:
-        """How much `ids` look at each token of `past`: weights summed over queries, heads and layers, `(tokens,)`.
+    def room(self, tokens: int) -> KVTensors:
+        """Where the KV of the stretch will stand, right behind `before`, to be written in place; it holds anything."""
 
-        Raises `UnsupportedRequestError` where the model's attention does not tell.
+    def anew(self, kv: KVTensors, places: Sequence[int], ids: Sequence[int]) -> KVTensors:
+        """`kv`, the stretch, with `ids` at `places` of it computed anew, over all that stands before each, in one pass.
+
+        What `room` gave is written in place; anything else is copied there first.
+        """
+
+    def attention(self, ids: Sequence[int], positions: Sequence[int], kv: KVTensors, blank: Sequence[int]) -> Tensor:
+        """How much `ids` look at each token of `kv`, the stretch, but those at the places `blank`, which nobody sees.
+
+        Weights summed over queries, heads and layers, `(tokens,)`. Raises `UnsupportedRequestError` where the model's
+        attention does not tell.
         """
 
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kp_core.compose.base import Forward, Stretch
-from kp_core.compose.splice import movable, spliced
+from kp_core.compose.splice import laid, movable
 from kp_core.compose.stretch import recompute
 from kp_core.errors import OptionError
 from kp_core.kv import KVTensors
@@ -70,22 +70,21 @@ class BlendComposer:
         return () if self.exact else movable(prompt)
 
     def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """The packs' KV, moved, with the chosen tokens computed anew."""
-        kv = spliced(region, packs, forward)
-        if self.r == 0:
-            return kv
-        scores = _RULES[self.rule](region, kv, forward)
-        chosen: list[int] = []
-        for span in region.spans:
-            own = scores[span.start - region.start : span.stop - region.start]
-            best = own.topk(math.ceil(self.r * len(span))).indices
-            chosen += [span.start - region.start + int(at) for at in best]
+        """The packs' KV, moved, with the chosen tokens computed anew, in the pass that computes what is between."""
+        kv = laid(region, packs, forward)
+        chosen = {*region.between}
+        if self.r > 0:
+            scores = _RULES[self.rule](region, kv, forward)
+            for span in region.spans:
+                start = span.start - region.start
+                best = scores[start : start + len(span)].topk(math.ceil(self.r * len(span))).indices
+                chosen.update(start + int(at) for at in best)
         return recompute(region, kv, sorted(chosen), forward)
 
 
 def _first(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:  # noqa: ARG001
     """The earlier in its pack, the higher."""
-    return -kv.keys[0].new_tensor(range(len(region))).double()
+    return -torch.arange(len(region), device=kv.device)
 
 
 def _deviation(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
@@ -100,12 +99,9 @@ def _deviation(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
 
 def _attention(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
     """How much the end of the prompt looks at each token."""
-    before = forward.before
-    past = kv if before is None else KVTensors.concat((before, kv))
     question = region.behind[-_QUESTION:]
     end = region.stop + len(region.behind)
-    weights = forward.attention(question, range(end - len(question), end), past, range(past.tokens))
-    return weights[-len(region) :]
+    return forward.attention(question, range(end - len(question), end), kv, region.between)
 
 
 _RULES: Mapping[Rule, Callable[[Stretch, KVTensors, Forward], Tensor]] = {

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kp_core.compose.base import Forward, Stretch
-from kp_core.compose.stretch import join
+from kp_core.compose.stretch import recompute
 from kp_core.errors import KVShapeError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 
-__all__ = ["SpliceComposer", "movable", "spliced"]
+__all__ = ["SpliceComposer", "laid", "movable", "spliced"]
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,19 @@ def movable(prompt: Prompt) -> tuple[Span, ...]:
 
 
 def spliced(region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-    """The packs of a region at their positions there; raises `KVShapeError` for one without KV."""
-    parts = []
+    """The packs of a region at their positions there, and what stands between; raises as `laid`."""
+    return recompute(region, laid(region, packs, forward), region.between, forward)
+
+
+def laid(region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+    """The room of a region with its packs moved there; what stands between is still to be computed.
+
+    Raises `KVShapeError` for a pack without KV.
+    """
+    room = forward.room(len(region))
     for span, pack in zip(region.spans, packs, strict=True):
         if pack.kv is None:
             raise KVShapeError(f"Got a lazy pack for the tokens {span.start}:{span.stop}; expected its KV.")
-        parts.append(forward.rope.move(pack.kv, span.start - len(pack.prefix)))
-    return join(region, parts, forward)
+        place = room.slice(span.start - region.start, span.stop - region.start)
+        forward.rope.move(pack.kv, span.start - len(pack.prefix), place)
+    return room

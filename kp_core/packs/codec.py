@@ -109,10 +109,15 @@ def digest(tensor: Tensor) -> str:
 
 def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) -> list[_Out]:
     """`act` on each item, in threads where `nbytes` of them pay: hashing and zstd release the interpreter's lock."""
-    if nbytes < _POOL_FROM:
+    count = min(8, os.cpu_count() or 1, len(items))
+    if nbytes < _POOL_FROM or count < 2:
         return list(map(act, items))
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(act, items))
+    found: list[_Out] = list(items)  # type: ignore[arg-type]  # Each is replaced below.
+    with ThreadPoolExecutor(count) as pool:
+        # A task for each item would cost as much as hashing it.
+        for at, part in enumerate(pool.map(lambda at: list(map(act, items[at::count])), range(count))):
+            found[at::count] = part
+    return found
 
 
 def _quantised(tensor: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from math import prod
@@ -37,6 +38,7 @@ __all__ = [
 FORMAT = "knowledge-pack"
 _READABLE = ("1", "2", "3", "4")
 _LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
+_HEADERS = 64  # Kept in memory, some 50 KB each.
 _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
 
 
@@ -138,8 +140,14 @@ def read_header(data: Buffer, size: int | None = None) -> PackHeader:
     version that this release does not know.
     """
     size = len(data) if size is None else size
-    start = header_stop(data, size)
-    entries = mapping(from_json(bytes(data[8:start])), "header")
+    return _read_header(bytes(data[: header_stop(data, size)]), size)
+
+
+@lru_cache(_HEADERS)
+def _read_header(data: bytes, size: int) -> PackHeader:
+    """The head of a file is read when a pack is looked up, and again with its tensors: so it is parsed once."""
+    start = len(data)
+    entries = mapping(from_json(data[8:]), "header")
     metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
     if set(metadata) != {"format", "version", "digest", "pack"} or metadata["format"] != FORMAT:
         raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {FORMAT!r}.")

@@ -317,6 +317,7 @@ def test_composition(tmp_path: Path) -> None:
     timed = {row["variant"]: row for row in rows if row["ttft_s"] is not None}
     assert timed["exact"]["kl"] == timed["free"]["kl"] == 0
     assert timed["free, all seen"]["computed"] <= timed["exact"]["computed"]
+    assert timed["splice, all seen"]["computed"] < timed["splice"]["computed"]
     scored = {(row["composer"], row["order"]): row for row in rows if row["em"] is not None}
     assert len(scored) == 2 * len(composed.composers([0.5]))
     for (composer, _), row in scored.items():

@@ -67,6 +67,19 @@ def test_keys_are_turned_in_float32_and_rounded_once(dtype):
     assert torch.equal(moved.values[0], keys)
 
 
+@pytest.mark.parametrize("by", [0, 300])
+def test_keys_are_moved_into_memory_that_is_there(by):
+    rope = Rope(torch.tensor([1.0, 0.1]), (True, False), interleaved=True)
+    keys, values = (torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(at)).bfloat16() for at in (0, 1))
+    kv = KVTensors((keys, keys), (values, values))
+    memory = KVTensors(*(tuple(torch.zeros(2, 9, 8, dtype=torch.bfloat16) for _ in range(2)) for _ in "kv"))
+    out = rope.move(kv, by, memory.slice(3, 8))
+    assert out.equal(rope.move(kv, by))
+    assert memory.slice(3, 8).equal(out)
+    assert not memory.keys[0][:, [0, 1, 2, 8]].any()
+    assert kv.keys[0].equal(keys)
+
+
 def test_what_grows_with_the_length_is_not_moved():
     short = [1.0] * 4
     rope = {

@@ -310,6 +310,16 @@ def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):
     until(lambda: all(document.metadata["kp"]["handle"] for document in later.invoke("flag")))
 
 
+def test_packs_are_stored_as_compress_says(facts, shelf):
+    store = MemoryFactStore(DeterministicFakeEmbedding(size=32))
+    store.add(facts[:2])
+    settings = {"fact_store": store, "store": shelf, "engine": tiny_engine(), "k": 2}
+    KnowledgePackRetriever(**settings, compress="lossless").invoke("flag")
+    assert {shelf.get(handle).compression for handle in shelf} == {"lossless"}
+    with pytest.raises(ValueError, match="compress"):
+        KnowledgePackRetriever(**settings, compress="zip")
+
+
 def test_the_disk_is_measured_once(facts, shelf, embedder, monkeypatch):
     measured = []
     measure = delivery.measure_rates

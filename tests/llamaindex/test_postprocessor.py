@@ -99,6 +99,13 @@ def test_in_the_background(nodes, store, caplog):
     assert second.node.is_intact
 
 
+@pytest.mark.parametrize("compress", ["lossless", "none"])
+def test_packs_are_stored_as_compress_says(compress, nodes, store):
+    packs = KnowledgePackPostprocessor(engine=tiny_engine(), store=store, compress=compress)
+    packs.postprocess_nodes(found(nodes[0]))
+    assert {store.get(handle).compression for handle in store} == {compress}
+
+
 def test_bad_settings(store):
     with pytest.raises(ValueError, match="Acme Corp"):
         KnowledgePackPostprocessor(engine=tiny_engine(), store=store, namespace="Acme Corp")

@@ -73,6 +73,9 @@ def test_a_fact_without_a_pack_is_compiled_when_it_is_found(tiny_index, nodes, s
     store.remove(handle)
     [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(nodes[0].text)
     assert (hit.node.handle, store.get(handle).is_lazy) == (str(handle), True)
+    store.remove(handle)
+    tiny_index.as_retriever(similarity_top_k=1, lazy=False, compress="lossless").retrieve(nodes[0].text)
+    assert store.get(handle).compression == "lossless"
 
 
 def test_the_old_keyword_works_for_one_release(nodes, store, embedder):

@@ -122,12 +122,15 @@ def _placed(  # noqa: PLR0913
         grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
         found = _attention(grouped, key, value, attn_mask=mask, scale=scale)
         return found.reshape(rows, heads, new, value.shape[3])
-    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
     if isinstance(weights, list):
-        factor = query.shape[3] ** -0.5 if scale is None else scale
-        scores = query.float() @ key.float().mT * factor + mask.float()
-        weights.append(scores.softmax(dim=-1).sum(dim=(0, 1, 2)))
-    return _attention(query, key, value, attn_mask=mask, scale=scale)
+        factor = dim**-0.5 if scale is None else scale
+        grouped = query.reshape(rows, key.shape[1], -1, dim).float()
+        scores = (grouped @ key.float().mT * factor).reshape(rows, key.shape[1], -1, new, key.shape[2])
+        scores = scores + mask[:, :, None].float()
+        weights.append(scores.softmax(dim=-1).sum(dim=(0, 1, 2, 3)))
+    if query.device.type != "cpu":  # See `_masked`.
+        key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
+    return _attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])
 
 
 AttentionInterface.register(NAME, split_attention)

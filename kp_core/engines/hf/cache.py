@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from kp_core.engines.local.buffer import BufferLayer, KVBuffer, StateShape
 
-__all__ = ["LayersDone", "cache_of", "states_of"]
+__all__ = ["LayersDone", "cache_of", "placed_cache_of", "states_of"]
 
 
 class LayersDone(Exception):  # noqa: N818 - no error: what was asked for is computed
@@ -29,9 +29,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     is_sliding = False
 
-    def __init__(self, layer: BufferLayer, *, is_last: bool = False, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
+    def __init__(self, layer: BufferLayer, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
         super().__init__(**more)
-        self._layer, self._is_last = layer, is_last
+        self._layer = layer
         self.keys, self.values = layer.keys, layer.values
         self.is_initialized = True
 
@@ -40,10 +40,7 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """See `BufferLayer.update`."""
-        found = self._layer.update(key_states, value_states)
-        if self._is_last:
-            raise LayersDone
-        return found
+        return self._layer.update(key_states, value_states)
 
     def get_seq_length(self) -> int:
         """Tokens filled."""
@@ -56,6 +53,21 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will see."""
         return self._layer.length + query_length, 0
+
+
+class _Placed(_Layer):
+    """One layer whose new tokens are written to `places` of the buffer, and see its first `stop` tokens."""
+
+    def __init__(self, layer: BufferLayer, places: Tensor, stop: int, *, is_last: bool) -> None:
+        super().__init__(layer)
+        self._places, self._stop, self._is_last = places, stop, is_last
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """See `BufferLayer.put`; raises `LayersDone` behind the last layer that is wanted."""
+        found = self._layer.put(key_states, value_states, self._places, self._stop)
+        if self._is_last:
+            raise LayersDone
+        return found
 
 
 class _Window(_Layer):
@@ -104,13 +116,20 @@ def states_of(cache: Cache) -> tuple[StateShape, ...]:
     )
 
 
-def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, layers: int | None = None) -> Cache:
-    """The cache that reads and writes `buffer`; raises `LayersDone` once the first `layers` layers are written.
+def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False) -> Cache:
+    """The cache that writes new tokens to `places` of `buffer`, and shows its first `stop` tokens.
+
+    Raises `LayersDone` when the last layer of the buffer has its keys and values, unless the pass `goes_on`.
+    """
+    last, layers = len(buffer.layers) - 1, enumerate(buffer.layers)
+    return Cache(layers=[_Placed(layer, places, stop, is_last=at == last and not goes_on) for at, layer in layers])
+
+
+def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = ()) -> Cache:
+    """The cache that reads and writes `buffer`.
 
     `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it.
     """
-    if layers is not None:
-        return Cache(layers=[_Layer(layer, is_last=at + 1 == layers) for at, layer in enumerate(buffer.layers)])
     view = buffer.view
     if not isinstance(view, Cache):
         stored = iter(buffer.layers)

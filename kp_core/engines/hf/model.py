@@ -20,7 +20,7 @@ from kp_core.engines.hf import attention
 from kp_core.engines.hf.cache import cache_of, states_of
 from kp_core.engines.hf.kinds import kind_of, narrowed, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
-from kp_core.engines.hf.placed import forward_at, forward_soft, rope_of
+from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.hf.scans import scan_from_states
@@ -184,7 +184,7 @@ class CausalModel:
             logits.cpu()  # An accelerator is waited for.
         return (time.perf_counter() - began) / tokens
 
-    def forward_at(  # noqa: PLR0913 - as `PlacedModel` has it
+    def forward_at(
         self,
         ids: Sequence[int],
         positions: Sequence[int],
@@ -192,12 +192,25 @@ class CausalModel:
         past_positions: Sequence[int],
         *,
         layers: int | None = None,
-        weights: list[Tensor] | None = None,
     ) -> KVTensors:
         """KV of `ids` at any `positions`; see `kp_core.engines.hf.placed`."""
         self._refuse_moving()
+        return forward_at(self._model.base_model, self.shape, ids, positions, past, past_positions, layers=layers)
+
+    def forward_among(  # noqa: PLR0913 - as `PlacedModel` has it
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        buffer: KVBuffer,
+        places: Sequence[int],
+        *,
+        unseen: Sequence[int] = (),
+        weights: list[Tensor] | None = None,
+    ) -> None:
+        """Write KV of `ids` to any `places` of `buffer`; see `kp_core.engines.hf.placed`."""
+        self._refuse_moving()
         base = self._model.base_model
-        return forward_at(base, self.shape, ids, positions, past, past_positions, layers=layers, weights=weights)
+        forward_among(base, buffer, ids, positions, places, unseen=unseen, weights=weights)
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """KV of soft tokens and `ids`; see `kp_core.engines.hf.placed`."""

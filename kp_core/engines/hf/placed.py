@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kp_core.engines.hf.cache import LayersDone, cache_of
+from kp_core.engines.hf.cache import LayersDone, cache_of, placed_cache_of
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.rope import Rope
 
-__all__ = ["forward_at", "forward_soft", "rope_of"]
+__all__ = ["forward_among", "forward_at", "forward_soft", "rope_of"]
 
 _GROWING = ("dynamic", "longrope")
 _TOLERANCE = {torch.float32: 1e-3}
@@ -33,40 +34,65 @@ def forward_at(  # noqa: PLR0913
     past_positions: Sequence[int],
     *,
     layers: int | None = None,
-    weights: list[Tensor] | None = None,
 ) -> KVTensors:
     """KV of `ids` at `positions`, which see all of `past` and of one another at no later position.
 
-    Only the first `layers` layers are run, if given. `weights` takes the attention that each layer pays to `past`,
-    `(past tokens,)`, summed over queries and heads.
+    Only the first `layers` layers are run, if given.
     """
     count = 0 if past is None else past.tokens
-    buffer = KVBuffer(shape, count + len(ids))
+    buffer = KVBuffer(replace(shape, layers=shape.layers[:layers]), count + len(ids))
     if past is not None:
-        buffer.append(past)
-    device = base.device
-    own = torch.tensor(list(positions), device=device)
-    keys = torch.cat([torch.tensor(list(past_positions), device=device, dtype=own.dtype), own])
-    mask = torch.zeros(len(ids), count + len(ids), dtype=shape.dtype, device=device)
-    mask.masked_fill_(keys[None] > own[:, None], torch.finfo(shape.dtype).min)
+        buffer.append(KVTensors(past.keys[:layers], past.values[:layers]))
+    places = range(count, count + len(ids))
+    forward_among(base, buffer, ids, positions, places, held=past_positions)
+    return buffer.read(count, count + len(ids))
+
+
+@torch.inference_mode()
+def forward_among(  # noqa: PLR0913
+    base: Any,  # noqa: ANN401 - a transformers model without its head
+    buffer: KVBuffer,
+    ids: Sequence[int],
+    positions: Sequence[int],
+    places: Sequence[int],
+    *,
+    held: Sequence[int] | None = None,
+    unseen: Sequence[int] = (),
+    weights: list[Tensor] | None = None,
+) -> None:
+    """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `PlacedModel.forward_among`.
+
+    `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone.
+    """
+    device, dtype = base.device, buffer.shape.dtype
+    own, into = (torch.tensor(list(each), device=device) for each in (positions, places))
+    stop = max(buffer.length, max(places) + 1)
+    stand = torch.arange(stop, device=device)
+    if held is not None:
+        stand[: len(held)] = torch.tensor(list(held), device=device)
+    if unseen:
+        hidden = torch.tensor(list(unseen), device=device)
+        stand[hidden] = torch.iinfo(stand.dtype).max
+        for layer in buffer.layers:  # A weight of nothing, times no number, is no number.
+            layer.keys[:, :, hidden] = 0
+            layer.values[:, :, hidden] = 0
+    stand[into] = own
+    mask = torch.zeros(len(ids), stop, dtype=dtype, device=device)
+    mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
     watching = {} if weights is None else {"kp_weights": weights}
     with suppress(LayersDone):
         base(
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=own[None],
             attention_mask=mask[None, None],
-            past_key_values=cache_of(buffer, layers=layers),
+            past_key_values=placed_cache_of(buffer, into, stop, goes_on=weights is not None),
             use_cache=True,
             **watching,
         )
-    if weights is not None:
-        if not weights:
-            raise UnsupportedRequestError(
-                "This model's attention does not tell what it looks at; use another rule than 'attention'."
-            )
-        weights[:] = [each[:count] for each in weights]
-    found = buffer.read(count, buffer.length)
-    return found if layers is None else KVTensors(found.keys[:layers], found.values[:layers])
+    if weights is not None and not weights:
+        raise UnsupportedRequestError(
+            "This model's attention does not tell what it looks at; use another rule than 'attention'."
+        )
 
 
 @torch.inference_mode()

@@ -84,6 +84,12 @@ class BufferLayer:
         self.values[:, :, start : self.length] = values
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
+    def put(self, keys: Tensor, values: Tensor, places: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """Write tokens at `places`, whatever is filled; gives views of the first `stop` tokens."""
+        self.keys.index_copy_(2, places, keys)
+        self.values.index_copy_(2, places, values)
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
 
 class KVBuffer:
     """The cache of one forward pass: room for `capacity` tokens of `batch` sequences of one length.
@@ -138,9 +144,17 @@ class KVBuffer:
 
     def append(self, kv: KVTensors) -> None:
         """Write `kv` behind the filled tokens, in every sequence of the batch."""
-        for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
-            layer.update(key.expand(len(layer.keys), -1, -1, -1), value.expand(len(layer.values), -1, -1, -1))
+        if self.holds(kv):
+            self.passed(self.length + kv.tokens)
+        else:
+            for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
+                layer.update(key.expand(len(layer.keys), -1, -1, -1), value.expand(len(layer.values), -1, -1, -1))
         self._restore(kv.states)
+
+    def holds(self, kv: KVTensors) -> bool:
+        """Whether `kv` is itself a view of the memory behind the filled tokens, where it was written in place."""
+        behind = self.layers[0].keys[0, :, self.length :]
+        return bool(kv.keys[0].numel()) and kv.keys[0].data_ptr() == behind.data_ptr()
 
     def _restore(self, states: Sequence[Tensor]) -> None:
         """Write the states behind the last token; without them, they are not known there."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -27,7 +28,7 @@ class PlacedModel(Protocol):
     def rope(self) -> Rope:
         """Moves its keys; raises `UnsupportedRequestError` where they cannot be moved."""
 
-    def forward_at(  # noqa: PLR0913
+    def forward_at(
         self,
         ids: Sequence[int],
         positions: Sequence[int],
@@ -35,9 +36,23 @@ class PlacedModel(Protocol):
         past_positions: Sequence[int],
         *,
         layers: int | None = None,
-        weights: list[Tensor] | None = None,
     ) -> KVTensors:
-        """See `Forward`; `weights` takes the attention of each layer, `(past tokens,)`."""
+        """See `Forward`."""
+
+    def forward_among(  # noqa: PLR0913
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        buffer: KVBuffer,
+        places: Sequence[int],
+        *,
+        unseen: Sequence[int] = (),
+        weights: list[Tensor] | None = None,
+    ) -> None:
+        """Write KV of `ids`, at `positions`, to the `places` of `buffer`, over all that stands there at its position.
+
+        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`.
+        """
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """See `Forward.soft`."""
@@ -47,7 +62,7 @@ class Computing:
     """A `Forward` behind what a buffer holds."""
 
     def __init__(self, model: PlacedModel, scheduler: Scheduler, buffer: KVBuffer) -> None:
-        self._model, self._scheduler = model, scheduler
+        self._model, self._scheduler, self._buffer, self._start = model, scheduler, buffer, buffer.length
         self.before = buffer.view_of(0, buffer.length) if buffer.length else None
         self.tokens = 0
         """Tokens that were computed in all layers."""
@@ -75,15 +90,37 @@ class Computing:
         self.tokens += len(ids) if layers is None else 0
         return found
 
-    def attention(
-        self, ids: Sequence[int], positions: Sequence[int], past: KVTensors, past_positions: Sequence[int]
-    ) -> Tensor:
+    def room(self, tokens: int) -> KVTensors:
+        """See `Forward.room`."""
+        return self._buffer.view_of(self._start, self._start + tokens)
+
+    def anew(self, kv: KVTensors, places: Sequence[int], ids: Sequence[int]) -> KVTensors:
+        """See `Forward.anew`."""
+        places = [self._start + place for place in places]
+        with self._holding(kv):
+            self._model.forward_among(ids, places, self._buffer, places)
+        self.tokens += len(ids)
+        return self._buffer.view_of(self._start, self._start + kv.tokens)
+
+    def attention(self, ids: Sequence[int], positions: Sequence[int], kv: KVTensors, blank: Sequence[int]) -> Tensor:
         """See `Forward.attention`."""
         weights: list[Tensor] = []
-        with self._scheduler.prefill():
-            self._model.forward_at(ids, positions, past, past_positions, weights=weights)
+        stop, unseen = self._start + kv.tokens, [self._start + place for place in blank]
+        places = range(stop, stop + len(ids))
+        with self._holding(kv):
+            self._model.forward_among(ids, positions, self._buffer, places, unseen=unseen, weights=weights)
         self.tokens += len(ids)
-        return torch.stack(weights).sum(dim=0)
+        return torch.stack(weights).sum(dim=0)[self._start : stop]
+
+    @contextmanager
+    def _holding(self, kv: KVTensors) -> Iterator[None]:
+        """The model, with `kv` in the buffer behind what stood there; only that stands there afterwards."""
+        self._buffer.append(kv)
+        try:
+            with self._scheduler.prefill():
+                yield
+        finally:
+            self._buffer.truncate(self._start)
 
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """See `Forward.soft`."""

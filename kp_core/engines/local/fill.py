@@ -251,10 +251,12 @@ class Filler:
 
     def _keep(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors) -> None:
         """Write the KV of a labelled region to the buffer, and to the tree as one node."""
+        is_of_buffer = run.buffer.holds(kv)
         run.buffer.append(kv)
         # What depends on what stands behind it is found by no other prompt.
         is_kept = getattr(region.composer, "keeps", True)
         if is_kept and run.path.is_open and run.path.tokens == region.start:
+            kv = run.buffer.read(region.start, region.stop) if is_of_buffer else kv
             run.path.extend((*prompt.token_ids[region.start : region.stop], region.label), kv)
 
 

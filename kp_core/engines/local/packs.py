@@ -12,6 +12,7 @@ from kp_core.engines.local.computing import Computing
 from kp_core.engines.local.scheduler import Scheduler
 from kp_core.errors import KVShapeError, PackNotFoundError
 from kp_core.kv import KVTensors
+from kp_core.packs.codec import in_threads
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack
 from kp_core.plan import Plan, Region
@@ -35,12 +36,14 @@ class PackKV:
         """The KV that a pack or a composer brings for a region, on the device of the cache."""
         if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
             return None
-        packs = []
-        for span in region.spans or (region.span,):
-            if isinstance(region.composer, WrappingComposer):
-                packs.append(self._wrapped(span, region.composer, plan, run))
-                continue
-            pack = self._read(span, plan)
+        spans, composer, packs = region.spans or (region.span,), region.composer, []
+        if isinstance(composer, WrappingComposer):
+            found: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, plan, run) for span in spans]
+        else:
+            found = in_threads(
+                lambda span: self._read(span, plan), spans, sum(span.pack.stored_bytes for span in spans)
+            )
+        for span, pack in zip(spans, found, strict=True):
             if pack is None or pack.kv is None:
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
                 return None

@@ -1,9 +1,13 @@
 """Splice and blend against recomputing, token for token."""
 
+import math
+from dataclasses import dataclass
+from itertools import chain
+
 import pytest
 import torch
 
-from kp_core import BlendComposer, Handle, PackStore, SpliceComposer
+from kp_core import BlendComposer, Handle, KVTensors, PackStore, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.compose.blend import _RULES
 from kp_core.engines.request import Request
@@ -30,6 +34,94 @@ def kv_of(engine, question, **options):
         return plan.prompt, run.buffer.read(0, len(plan.prompt))
     finally:
         engine.engine._filler.finish(run)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Packs moved one by one into new memory; all that is computed stands behind them, whatever its position."""
+
+    r: float = 0
+    exact = False
+
+    @property
+    def key(self):
+        return f"slow:{self.r}"
+
+    def regions(self, prompt):
+        return prompt.spans
+
+    def fill(self, region, packs, forward):
+        spans = list(zip(region.spans, packs, strict=True))
+        moved = [forward.rope.move(pack.kv, span.start - len(pack.prefix)) for span, pack in spans]
+        firsts = [[*range(span.start, span.start + math.ceil(self.r * len(span)))] for span in region.spans]
+        new = sorted([*(at + region.start for at in region.between), *chain.from_iterable(firsts)])
+        old = [at for at in range(region.start, region.stop) if at not in new]
+        packed = [at for span in region.spans for at in range(span.start, span.stop)]
+        kept = taken(KVTensors.concat(moved), [packed.index(at) for at in old])
+        past = KVTensors.concat((forward.before, kept))
+        ids = [region.token_ids[at - region.start] for at in new]
+        made = forward(ids, new, past, [*range(region.start), *old])
+        places = [*old, *new]
+        return taken(KVTensors.concat((kept, made)), [places.index(at) for at in range(region.start, region.stop)])
+
+
+def taken(kv, tokens):
+    """These tokens of `kv`, in this order."""
+    return KVTensors(tuple(key[:, tokens] for key in kv.keys), tuple(value[:, tokens] for value in kv.values))
+
+
+@pytest.mark.parametrize("share", [0, 0.4])
+def test_what_is_written_in_place_is_what_is_put_together(share, isles):
+    engine, request, question = isles
+    prompt, slow = kv_of(engine, question, **request, composer=Slow(share))
+    _, found = kv_of(engine, question, **request, composer=BlendComposer(share, "first") if share else "splice")
+    tolerance = 1e-5 if slow.dtype == torch.float32 else 0.05
+    pairs = zip((*found.keys, *found.values), (*slow.keys, *slow.values), strict=True)
+    assert all((mine.float() - theirs.float()).norm() <= tolerance * theirs.float().norm() for mine, theirs in pairs)
+    for span in prompt.spans:
+        start = span.start + math.ceil(share * len(span))
+        assert found.slice(start, span.stop).equal(slow.slice(start, span.stop))
+
+
+def test_the_next_prompt_in_the_buffer_leaves_the_tree_as_it_was(isles):
+    engine, request, question = isles
+    spliced = kv_of(engine, question, **request, composer="splice")[1]
+    one, two, three, asked = question.split("\n\n")
+    engine.prefill(f"{one}\n\n{three}\n\n{two}\n\n{asked}", **request, composer="splice")
+    engine.prefill("Another question, long enough to be written over all that stood there. " * 3)
+    again = engine.prefill(question, **request, composer="splice")
+    assert again.usage.computed_tokens == 0
+    assert kv_of(engine, question, **request, composer="splice")[1].equal(spliced)
+
+
+def test_the_question_looks_at_what_it_would_look_at(isles):
+    """The weights that choose tokens, against attention of the same question behind KV that was put together."""
+    engine, request, question = isles
+    seen = []
+
+    @dataclass(frozen=True)
+    class Looking(Slow):
+        key = "looking"
+        keeps = False
+
+        def fill(self, region, packs, forward):
+            kv = super().fill(region, packs, forward)
+            asked, hidden = region.behind[-8:], [0, len(region) - 1]
+            at = range(region.stop, region.stop + len(asked))
+            weights = forward.attention(asked, at, kv, ())
+            less = forward.attention(asked, at, kv, hidden)
+            seen.append((len(region), weights, less, hidden))
+            return kv
+
+    engine.prefill(question, **request, composer=Looking())
+    ((tokens, weights, less, hidden),) = seen
+    model = engine.engine.model.network.config
+    assert weights.shape == less.shape == (tokens,)
+    # Each query of each head and layer gives out one in all, a part of it to what stands elsewhere.
+    assert 0 < weights.sum() < 8 * model.num_attention_heads * model.num_hidden_layers
+    assert (less[hidden] == 0).all()
+    assert (weights[hidden] > 0).all()
+    assert less.sum() > 0
 
 
 def test_spliced_keys_of_the_first_layer_are_those_of_the_text(isles):
