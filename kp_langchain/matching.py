@@ -45,5 +45,5 @@ def _compares(held: Any, how: str, wanted: Any) -> bool:  # noqa: ANN401 - what 
         raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(_ORDERED)}.")
     try:
         return bool(_ORDERED[how](float(held), float(wanted)))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False
