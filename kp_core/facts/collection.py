@@ -100,11 +100,21 @@ class _OwnEmbedder:
         return len(self.embed_query("a"))
 
     def embed(self, texts: Any) -> Vectors:  # noqa: ANN401
-        return _unit(np.asarray(self._function(list(texts)), np.float32))
+        return self._made(self._function, list(texts))
 
     def embed_query(self, text: str) -> Vectors:
-        made: Vectors = _unit(np.asarray(self._function.embed_query([text]), np.float32))[0]
+        made: Vectors = self._made(self._function.embed_query, [text])[0]
         return made
+
+    def _made(self, embed: Any, texts: list[str]) -> Vectors:  # noqa: ANN401 - Chroma's
+        try:
+            return _unit(np.asarray(embed(texts), np.float32))
+        except Exception as error:  # whatever it asks and wherever it downloads from
+            raise BankError(
+                f"The collection's own embedding function, {self.name!r}, fails ({type(error).__name__}: {error}). Give "
+                "an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
+                "`SentenceTransformerEmbedder()`, or --embedder with its folder."
+            ) from error
 
 
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> _OwnEmbedder | None:  # noqa: ANN401
