@@ -111,8 +111,8 @@ class _OwnEmbedder:
             return _unit(np.asarray(embed(texts), np.float32))
         except Exception as error:  # whatever it asks and wherever it downloads from
             raise BankError(
-                f"The collection's own embedding function, {self.name!r}, fails ({type(error).__name__}: {error}). Give "
-                "an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
+                f"The collection's own embedding function, {self.name!r}, fails ({type(error).__name__}: {error}). "
+                "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
                 "`SentenceTransformerEmbedder()`, or --embedder with its folder."
             ) from error
 
