@@ -14,8 +14,8 @@ __all__ = ["bars", "lines"]
 _MARKS = ("o-", "s--", "^:", "d-.")
 # Ink and colours that can be told apart by people who see no red or no green, on white and on black.
 _STYLES = {
-    "": ("#24292f", ["#d95f02", "#0072b2", "#009e73", "#aa4499"]),
-    "-dark": ("#d0d7de", ["#f5a45d", "#56b4e9", "#44c9a0", "#d18ac8"]),
+    "": ("#24292f", ["#d95f02", "#0072b2", "#009e73", "#aa4499", "#b8860b", "#7f7f7f"]),
+    "-dark": ("#d0d7de", ["#f5a45d", "#56b4e9", "#44c9a0", "#d18ac8", "#e3c65b", "#a6a6a6"]),
 }
 
 
@@ -65,7 +65,7 @@ def bars(folder: Path, name: str, groups: Sequence[str], series: Mapping[str, Se
         axes.set_xticks(range(len(groups)), groups, fontsize=8, **slanted)
         axes.set(ylabel=label)
         # Above the axes: anywhere inside it may cover a bar.
-        figure.legend(loc="outside upper center", ncols=len(series), fontsize=8)
+        figure.legend(loc="outside upper center", ncols=min(3, len(series)), fontsize=8)
 
     _save(draw, folder, name)
 

@@ -38,5 +38,5 @@ def _compares(held: Any, how: str, wanted: Any) -> bool:  # noqa: ANN401 - what 
         raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(ORDERED)}.")
     try:
         return bool(ORDERED[how](float(held), float(wanted)))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return False

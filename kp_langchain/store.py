@@ -50,6 +50,7 @@ __all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
 _PREFIX, _LONGEST = "lg-", 64
 _ABOUT, _UNSEARCHED = "langgraph", "unsearched"
 _GROWTH = 4  # As in `kp_core.delivery`.
+_FOREVER = 1e12  # Minutes.
 
 Labels: TypeAlias = tuple[str, ...]
 
@@ -195,7 +196,7 @@ class KnowledgePackStore(BaseStore):
     def _fact(self, op: PutOp) -> Fact:
         """What is put, as a fact."""
         now, namespace = time.time(), namespace_of(op.namespace)
-        if op.ttl is not None and not op.ttl > 0:
+        if op.ttl is not None and not 0 < op.ttl < _FOREVER:
             raise BankError(f"Got ttl={op.ttl} for {op.key!r}; expected minutes above 0, or None for never.")
         created = next((_about(held)["created"] for held in self._read(namespace, op.key)), None)
         value, updated = dict(op.value or {}), datetime.fromtimestamp(now, UTC).isoformat()
@@ -214,7 +215,8 @@ class KnowledgePackStore(BaseStore):
         )
 
     def _search(self, op: SearchOp) -> list[tuple[Fact, float | None]]:
-        depth, asked, stop = len(op.namespace_prefix), op.filter or {}, op.offset + op.limit
+        depth, asked, stop = len(op.namespace_prefix), op.filter or {}, _stop(op)
+        start = min(op.offset, stop)
         spaces = [name for name, labels in self._spaces() if labels[:depth] == tuple(op.namespace_prefix)]
 
         def passes(fact: Fact) -> bool:
@@ -228,9 +230,9 @@ class KnowledgePackStore(BaseStore):
             return ((fact, None) for fact in facts if passes(fact))
 
         if not (op.query or "").strip():
-            return list(itertools.islice(held(), op.offset, stop))
-        hits = self._nearest(op.query or "", stop, spaces, passes)[op.offset : stop]
-        rest = itertools.islice(held({_UNSEARCHED: True}), op.limit - len(hits))
+            return list(itertools.islice(held(), start, stop))
+        hits = self._nearest(op.query or "", stop, spaces, passes)[start:stop]
+        rest = itertools.islice(held({_UNSEARCHED: True}), stop - start - len(hits))
         return [*((hit.fact, hit.score) for hit in hits), *rest]
 
     def _nearest(self, query: str, count: int, spaces: Sequence[str], passes: Callable[[Fact], bool]) -> list[Hit]:
@@ -260,7 +262,14 @@ class KnowledgePackStore(BaseStore):
             if all(has_labels(labels, wanted) for wanted in op.match_conditions or ())
             and any(map(_is_item, self._facts.facts(namespace=name)))
         ]
-        return sorted(set(held))[op.offset : op.offset + op.limit]
+        return sorted(set(held))[op.offset : _stop(op)]
+
+
+def _stop(op: SearchOp | ListNamespacesOp) -> int:
+    """Where the page that is asked for ends; raises `BankError` for one that cannot be."""
+    if op.offset < 0 or op.limit < 0:
+        raise BankError(f"Got offset={op.offset} and limit={op.limit}; expected 0 or more.")
+    return min(op.offset + op.limit, 1 << 31)
 
 
 def _id(key: str) -> str:

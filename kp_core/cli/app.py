@@ -163,7 +163,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception, *, as_json: bool) -> None:
-    message = str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"
+    # An `OSError` without a number is one that we say, of places that are far.
+    ours = isinstance(error, KnowledgePackError) or (isinstance(error, OSError) and error.errno is None and error.args)
+    message = str(error) if ours else f"{type(error).__name__}: {error}"
     message = plain(" ".join(message.splitlines()))
     if as_json:
         sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")

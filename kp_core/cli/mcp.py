@@ -40,15 +40,16 @@ def mcp(
         str,
         typer.Option(help="Search this namespace alone, and remember into it.", callback=checked_namespace),
     ] = "default",
+    create: Annotated[bool, typer.Option("--create", help="Make the collection where there is none.")] = False,
     options: PlaceOptions,
     model: ModelOptions,
 ) -> None:
     """Serve a collection to agents over MCP (standard input and output): tools `search` and `remember`.
 
     Results are handles, for an agent whose model we serve; the text goes to programs alone, in the result's `_meta`.
-    The collection is made where there is none. The model loads when a tool is first called.
+    The model loads when a tool is first called.
     """
-    with open_collection(place, options, new=True) as facts:
+    with open_collection(place, options, new=create, hint="--create makes one.") as facts:
         lock, made = threading.Lock(), list[Delivery]()
 
         def delivery() -> Delivery:

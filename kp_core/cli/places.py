@@ -111,12 +111,18 @@ def is_collection(place: str) -> bool:
     return is_url(place) or is_fact_store(Path(place))
 
 
-def open_collection(place: str, options: PlaceOptions, *, new: bool = False, **settings: Any) -> ChromaFactStore:  # noqa: ANN401 - those of `ChromaFactStore`
+def open_collection(
+    place: str,
+    options: PlaceOptions,
+    *,
+    new: bool = False,
+    hint: str = "`kp build COLLECTION FILE...` makes one.",
+    **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
+) -> ChromaFactStore:
     """The collection in a folder or on a server; raises `BankError` where there is none, unless it may be `new`."""
     path = Path(place)
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
         around = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [str(each) for each in around if is_fact_store(each)]
-        hint = did_you_mean(place, names, "`kp build COLLECTION FILE...` makes one.")
-        raise BankError(f"There is no collection in {place}. {hint}")
+        raise BankError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
     return ChromaFactStore(place, options.embedding(), **options.server(place), **settings)

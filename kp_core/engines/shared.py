@@ -73,12 +73,6 @@ def shared_engine(
         return _sessions[key]
 
 
-def loaded_engine(
-    model: str | None = None,
-    dtype: str | None = None,
-    device: str | None = None,
-    base_url: str | None = None,
-    api_key: str | None = None,
-) -> Session | None:
-    """As `shared_engine`, but `None` where that would have to load; never waits."""
-    return _sessions.get((model, dtype, device, base_url, api_key))
+def loaded_engine(*asked: str | None) -> Session | None:
+    """As `shared_engine` of the same five, but `None` where that would have to load; never waits."""
+    return _sessions.get(asked)

@@ -96,7 +96,22 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     # Chroma gives a collection that names no function its default one, which did not make these vectors.
     if function is None or told_of.get("type") != "known":
         return None
-    return OtherEmbedder(str(told_of.get("name")), function, lambda text: function.embed_query([text])[0])
+    name = str(told_of.get("name"))
+    return OtherEmbedder(name, _told(name, function), _told(name, lambda text: function.embed_query([text])[0]))
+
+
+def _told(name: str, embed: Any) -> Any:  # noqa: ANN401 - Chroma's
+    def told_of(texts: Any) -> Any:  # noqa: ANN401
+        try:
+            return embed(texts)
+        except Exception as error:  # whatever it asks and wherever it downloads from
+            raise BankError(
+                f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
+                "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
+                "`SentenceTransformerEmbedder()`, or --embedder with its folder."
+            ) from error
+
+    return told_of
 
 
 def _fact(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:

@@ -115,15 +115,21 @@ class World:
         Nothing is taken in unless all files can be read. Raises `SourceError` for a file that holds no text, is of a
         type that is not read, or for more than 200,000 characters.
         """
-        read: dict[str, list[Fact]] = {}
+        read, size, title = dict[str, list[Fact]](), 0, ""
         for file in files:
             name = file.name if file.name not in read else f"{file.parent.name}/{file.name}"
-            read[name] = self._read(file)
-        if (size := sum(len(fact.text) for facts in read.values() for fact in facts)) > MOST_CHARACTERS:
-            raise SourceError(
-                f"Got {size:,} characters; the playground takes {MOST_CHARACTERS:,} at once. "
-                "`kp build` makes a collection of any size."
-            )
+            read[name] = []
+            for fact in self._read(file):
+                read[name].append(fact)
+                size += len(fact.text) + len(fact.title) * (fact.title != title)
+                title = fact.title
+                if size > MOST_CHARACTERS:  # Whoever wrote the file decides how much more there is.
+                    raise SourceError(
+                        f"Got too many characters; the playground takes {MOST_CHARACTERS:,} at once. "
+                        "`kp build` makes a collection of any size."
+                    )
+            if not read[name]:
+                raise SourceError(f"{file.name}: holds no text; expected at least a sentence.")
         for source, facts in read.items():
             parts = list(self._parts(facts))
             names = [f"{source}, part {n}" if len(parts) > 1 else source for n in range(1, len(parts) + 1)]
@@ -135,7 +141,7 @@ class World:
                 self._forget_facts(name)
                 self._facts.add(
                     [
-                        replace(fact, id=f"{name}#{number}", source=name, namespace=_NAMESPACE)
+                        replace(fact, id=f"{name}#{number}", source=name, namespace=_NAMESPACE, expires=None)
                         for number, fact in enumerate(paragraphs)
                     ],
                     overwrite=True,
@@ -247,15 +253,12 @@ class World:
     def _forget_facts(self, name: str) -> None:
         self._facts.delete([fact.id for fact in self._facts.facts(where={"kp:source": name}, namespace=_NAMESPACE)])
 
-    def _read(self, file: Path) -> list[Fact]:
+    def _read(self, file: Path) -> Iterator[Fact]:
         try:
-            facts = list(read_facts(file, max_chars=_PARAGRAPH))
+            yield from read_facts(file, max_chars=_PARAGRAPH)
         except SourceError as error:
             # Where an upload lies on this machine is nothing to read for people.
             raise SourceError(str(error).replace(str(file), file.name)) from error
-        if not facts:
-            raise SourceError(f"{file.name}: holds no text; expected at least a sentence.")
-        return facts
 
     def _parts(self, facts: Iterable[Fact]) -> Iterator[tuple[str, list[Fact]]]:
         """`facts` in pieces that one pack may hold: the text of each, and its paragraphs."""

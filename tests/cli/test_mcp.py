@@ -11,7 +11,7 @@ from kp_core import Fact, MemoryFactStore, PackStore
 from kp_core.cli.mcp import memory_server
 from kp_core.delivery import Delivery
 from kp_core.packs.handle import Handle, find_handles
-from tests.cli.conftest import ENVIRONMENT
+from tests.cli.conftest import ENVIRONMENT, kp  # noqa: F401 - a fixture
 from tests.conftest import roomy_engine
 from tests.core.facts.test_facts import HashEmbedder
 
@@ -30,10 +30,16 @@ def served(tmp_path: Path, facts: MemoryFactStore, namespace: str = "default") -
     return memory_server(facts, lambda: made, namespace), store
 
 
+def test_a_misspelt_collection_is_not_made(kp, tmp_path: Path) -> None:  # noqa: F811
+    code, _, told = kp("mcp", str(tmp_path / "memroy"), "--engine", "tests.cli.engines:number")
+    assert (code, told) == (1, f"kp: There is no collection in {tmp_path / 'memroy'}. --create makes one.\n")
+    assert not list(tmp_path.glob("memroy"))
+
+
 @pytest.mark.slow
 async def test_over_stdio_what_was_remembered_is_found_again(tmp_path: Path) -> None:
     arguments = ["-m", "kp_core.cli", "mcp", str(tmp_path / "memory"), "--namespace", "ana"]
-    arguments += ["--engine", "tests.cli.engines:tiny"]
+    arguments += ["--create", "--engine", "tests.cli.engines:tiny"]
     where = StdioServerParameters(
         command=sys.executable, args=arguments, env=ENVIRONMENT, cwd=Path(__file__).parents[2]
     )

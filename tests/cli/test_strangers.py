@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from chromadb import AdminClient
 from chromadb.config import Settings
+from chromadb.utils.embedding_functions import ONNXMiniLM_L6_V2
 
 from kp_core import PackStore, SentenceTransformerEmbedder
 from kp_core.facts.client import open_client
@@ -172,3 +173,16 @@ def test_a_server_that_is_away_is_named(kp: Kp, tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     for command in (("search", url, QUESTION), ("build", url, "facts.txt"), ("verify", url), ("inspect", url)):
         one_line(kp(*command), f"There is no Chroma server at {url}", "chroma run")
+
+
+def test_an_embedding_function_that_cannot_be_reached_is_said_in_one_line(kp: Kp, tmp_path: Path, monkeypatch) -> None:
+    """Chroma's default one downloads its model when it is first used; no proxy leads anywhere here."""
+    monkeypatch.setattr(ONNXMiniLM_L6_V2, "DOWNLOAD_PATH", tmp_path / "none")
+    for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    client = open_client(tmp_path / "default")
+    client.create_collection("notes").add(ids=["a"], documents=["A mill."], embeddings=[[1.0] * 384])
+    client.close()
+    code, _, told = kp("search", str(tmp_path / "default"), "mill")
+    assert code == 1
+    assert told.splitlines()[-1].startswith("kp: The collection's own embedding function, 'default', fails (")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kp_core.bundled import needing
 from kp_core.facts.sources.drafts import Draft, Headings, cut, wrong
@@ -13,6 +14,11 @@ from kp_core.facts.sources.drafts import Draft, Headings, cut, wrong
 __all__ = ["read_docx", "read_html", "read_pdf"]
 
 _DEEPEST = 10_000  # What reading takes grows with the square of it.
+_LARGEST, _TIMES = (
+    100_000_000,
+    20,
+)  # Bytes that a .docx may unpack to, or so many times its own; text shrinks to a tenth.
+_WIDEST = 1000  # Columns of a cell; python-docx gives it once for each.
 _TAG = re.compile(rb"<(/?)([a-zA-Z][a-zA-Z0-9-]*)")
 _VOID = frozenset(b"area base br col embed hr img input link meta source track wbr".split())
 _BLANK_LINE = re.compile(r"\n\s*\n")
@@ -105,21 +111,39 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
         import docx
         from docx.table import Table
     try:
-        with path.open("rb") as file:
-            document = docx.Document(file)
+        document = _opened(path, docx.Document)
         title = document.core_properties.title or ""
-        blocks = [
+        # One at a time: whoever has read enough may stop.
+        blocks = (
             part
             for each in document.iter_inner_content()
             for part in (_rows(each) if isinstance(each, Table) else [(getattr(each.style, "name", ""), each.text)])
-        ]
+        )
+        numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
+        yield from _sections(path, "paragraph", numbered, title, max_chars)
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - as for PDF
         yield wrong(path, "paragraph 1", f"is not .docx, or damaged ({error or type(error).__name__})")
-        return
-    numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
-    yield from _sections(path, "paragraph", numbered, title, max_chars)
+
+
+def _opened(path: Path, read: Callable[[IO[bytes]], Any]) -> Any:  # noqa: ANN401 - the library's own type
+    """The document; raises `ValueError` for one that would fill the memory."""
+    with path.open("rb") as file:
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+            size, unpacked = path.stat().st_size, sum(part.file_size for part in parts)
+            if unpacked > max(_LARGEST, _TIMES * size):
+                raise ValueError(f"{size:,} bytes that unpack to {unpacked:,}")
+            for part in parts:
+                # Who lies about a size is found out here, a piece at a time.
+                with archive.open(part) as opened:
+                    while opened.read(1 << 20):
+                        pass
+        document = read(file)
+    if any(int(span) > _WIDEST for span in document.element.xpath("//w:gridSpan/@w:val")):
+        raise ValueError(f"a cell of more than {_WIDEST:,} columns")
+    return document
 
 
 def _rows(table: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - the library's own type

@@ -18,7 +18,7 @@ from kp_core.cli.mcp import memory_server
 from kp_core.delivery import Delivery
 from kp_langchain.store import KnowledgePackStore, namespace_of
 from tests.attack.harness import Case, LostError, WrongError, refused
-from tests.attack.mutate import text, value
+from tests.attack.mutate import number, text, value
 from tests.conftest import roomy_engine
 from tests.core.facts.test_facts import HashEmbedder
 
@@ -41,6 +41,7 @@ _LABELS = (
     "default",
     "*",
 )
+_COUNTS = (0, -1, 2**31, 2**63, 10**400)
 
 
 @contextmanager
@@ -69,8 +70,11 @@ def attack(folder: Path) -> Iterator[Case]:
                     draw.choice(("text", text(draw))): draw.choice((text(draw), value(draw)))
                     for _ in range(draw.choice((1, 1, 2)))
                 }
-                memory.put(labels, key, put)
+                ttl = draw.choice((None, None, number(draw)))
+                memory.put(labels, key, put, draw.choice((None, None, False, [text(draw)])), ttl=ttl)
                 held[labels, key] = json.loads(json.dumps(put))
+                if ttl is not None and ttl < 0.1:  # It is over by now.
+                    del held[labels, key]
         with refused(InvalidNamespaceError):
             item = memory.get(labels, key)
             if (item and item.value) != (now := held.get((labels, key))):
@@ -79,13 +83,23 @@ def attack(folder: Path) -> Iterator[Case]:
                 )
             prefix = labels[: draw.randrange(len(labels) + 1)]
             query = draw.choice((None, text(draw)))
-            for found in memory.search(prefix, query=query, limit=draw.choice((1, 5, 1000))):
+            page = {"limit": draw.choice((1, 5, 1000, *_COUNTS)), "offset": draw.choice((0, 0, *_COUNTS))}
+            where = draw.choice((None, None, value(draw)))
+            asked = {text(draw): where, "text": draw.choice(({"$gt": 1}, where))} if where else None
+            for found in memory.search(prefix, query=query, filter=asked, **page):
                 spaces = {handle.namespace for _, _, handle in find_handles(found.handle or "")}
                 right = (
                     found.namespace[: len(prefix)] == prefix and held.get((found.namespace, found.key)) == found.value
                 )
                 if not right or spaces - {namespace_of(found.namespace)}:
                     raise WrongError(f"{prefix!r} finds {found!r}")
+        with refused(InvalidNamespaceError):
+            spaces = memory.list_namespaces(prefix=labels or None, limit=draw.choice((10, *_COUNTS)))
+            below = {space for space, _ in held if len(space) >= len(labels)}
+            if wrong := [
+                s for s in spaces if s not in below or any(a not in (b, "*") for a, b in zip(labels, s, strict=False))
+            ]:
+                raise WrongError(f"below {labels!r} there is {wrong!r}")
 
     async def over_mcp(draw: Random) -> None:
         said = draw.choice((text(draw), value(draw)))

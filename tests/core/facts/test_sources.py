@@ -226,6 +226,25 @@ def test_word(tmp_path: Path) -> None:
         list(read_facts(tmp_path / "empty.docx"))
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (b"<w:body>", b"<w:body>" + b" " * 110_000_000, r"[\d,]+ bytes that unpack to 110,\d{3},\d{3}"),
+        (b"<w:tcPr>", b'<w:tcPr><w:gridSpan w:val="2000000000"/>', "a cell of more than 1,000 columns"),
+    ],
+)
+def test_word_that_would_fill_the_memory_is_named(tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
+    document, path = docx.Document(), tmp_path / "a.docx"
+    document.add_table(1, 2).cell(0, 0).text = "Sail"
+    document.save(str(tmp_path / "whole.docx"))
+    with zipfile.ZipFile(tmp_path / "whole.docx") as whole, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as made:
+        for name in whole.namelist():
+            made.writestr(name, whole.read(name).replace(old, new, 1), compresslevel=1)
+    assert path.stat().st_size < 1_000_000
+    with pytest.raises(SourceError, match=rf"a\.docx, paragraph 1: is not \.docx, or damaged \({said}\)"):
+        list(read_facts(path))
+
+
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-8-sig"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.md", "a.html"])
 def test_other_encodings_are_read_when_they_are_named(tmp_path: Path, name: str, encoding: str) -> None:

@@ -121,6 +121,15 @@ def test_what_is_wrong_is_said_at_the_first_touch(s3_server, at, bucket, key, wo
         PackStore(ObjectBlobs(f"s3://{bucket}/packs", key=key, secret=secret))
 
 
+def test_the_command_line_says_it_in_one_line(at, kp, monkeypatch):
+    PackStore(at).put(numbered(0))
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    code, _, told = kp("inspect", at)
+    assert code == 1
+    assert told.startswith(f"kp: {at} cannot be reached, or refuses")
+    assert "Check the keys" in told
+
+
 def test_a_server_that_is_away_is_said_at_the_first_touch(at, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(PackError, match=r"cannot be reached.*Check the network and the address"):
