@@ -8,6 +8,7 @@ before). Answers have `--answer` tokens at most.
 - tok_s: tokens of all answers over the seconds from the first request to the last token.
 - ttft: seconds from a request to its first token, at the median and the 99th percentile.
 - itl_p99: 99th percentile of the seconds between two pieces of one answer.
+- vllm_tok_s: tok_s of vLLM for the same token ids, knowledge in its prefix cache, where `make setup-vllm` was done.
 - peak_bytes: the most memory the process ever had (Linux, macOS), which never falls from row to row.
 - long: with `--long N`, the gaps between tokens of the running answers while a text of N tokens is prefilled.
 """
@@ -16,14 +17,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,10 +41,11 @@ __all__ = ["main", "run"]
 
 _UNIT = 1 if sys.platform == "darwin" else 1024
 _ASKED = "Tell a long story about what you read."
+_VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 
 
 def listen(engine: Session, asked: str, tokens: int, **options: Any) -> tuple[int, list[float]]:  # noqa: ANN401
-    """The tokens of an answer, when it was asked for, and when each piece of it came."""
+    """The tokens of an answer, and when it was asked for and each piece of it came."""
     heard = [time.perf_counter()]
     stream = engine.stream(asked, max_tokens=tokens, **options)
     heard += [time.perf_counter() for _ in stream.deltas()]
@@ -72,6 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     engine = common.load_engine(arguments)
     texts = itertools.cycle(str(passage.text) for passage in common.read_passages(arguments.data))
     rows: list[dict[str, Any]] = []
+    prompts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         store = PackStore(folder)
         view = store.view("default")
@@ -82,22 +89,42 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             for sharing, users in ((way, count) for way in arguments.sharing for count in arguments.users):
                 requests = [f"{each}\n\n{_ASKED} ({number})" for number, each in enumerate(ways[sharing][:users])]
                 for at_once in (users, 1):
-                    _reset(engine, requests if sharing != "text" else (), view=view)
+                    warm = _reset(engine, requests if sharing != "text" else (), view=view)
                     figures = measure(engine, requests, at_once, arguments.answer, view=view)
                     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT
                     row = {"users": users, "tokens": size, "sharing": sharing, "at_once": at_once}
                     rows.append(row | figures | {"peak_bytes": peak})
+                    ids = [list(engine.prefill(asked, view=view).prompt.token_ids) for asked in requests]
+                    prompts.append({"prompts": ids, "warm": warm, "at_once": at_once})
         told: dict[str, Any] = {"rows": rows}
         if arguments.long:
             told["long"] = _beside_a_long_prompt(engine, texts, arguments)
+        engine.clear_cache()
+        for row, rate in zip(rows, _vllm(prompts, arguments, Path(folder)), strict=True):
+            row["vllm_tok_s"] = rate
     return told
 
 
-def _reset(engine: Session, requests: Sequence[str], **options: Any) -> None:  # noqa: ANN401
+def _reset(engine: Session, requests: Sequence[str], **options: Any) -> list[list[int]]:  # noqa: ANN401
+    """Forget all, and prefill the knowledge of these requests; the token ids of what was prefilled."""
     engine.clear_cache()
     engine.prefill("Hello.")
-    for asked in dict.fromkeys(asked.rpartition("\n\n")[0] for asked in requests):
-        engine.prefill(f"{asked}\n\nWhy?", **options)
+    texts = dict.fromkeys(asked.rpartition("\n\n")[0] for asked in requests)
+    return [list(engine.prefill(f"{text}\n\nWhy?", **options).prompt.token_ids) for text in texts]
+
+
+def _vllm(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace, folder: Path) -> Sequence[float | None]:
+    """Tokens a second of vLLM for each row, which does not run beside ours; nothing where it is not installed."""
+    if not _VLLM.exists():
+        return [None] * len(rows)
+    asked = {"model": common.model_path(arguments), "dtype": arguments.dtype, "tokens": arguments.answer, "rows": rows}
+    (folder / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    worker = Path(__file__).parent / "vllm_worker.py"
+    settings = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [str(_VLLM), str(worker), str(folder / "asked.json"), str(folder / "rates.json")]
+    subprocess.run(command, check=True, env=os.environ | settings)  # noqa: S603 - our own
+    rates: list[float] = json.loads((folder / "rates.json").read_text(encoding="utf-8"))
+    return rates
 
 
 def _beside_a_long_prompt(engine: Session, texts: Iterator[str], arguments: argparse.Namespace) -> dict[str, float]:
@@ -137,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--long", type=int, default=4000, metavar="N", help="tokens of a text prefilled beside answers")
     arguments = parser.parse_args(argv)
     found = run(arguments)
-    columns = ("users", "tokens", "sharing", "at_once", "tok_s", "ttft_p50", "ttft_p99", "itl_p99", "peak_bytes")
+    columns = ("users", "tokens", "sharing", "at_once", "tok_s", "vllm_tok_s", "ttft_p50", "ttft_p99", "itl_p99")
+    columns += ("peak_bytes",)
     notes = [f"Beside a prefill: {found['long']}"] if "long" in found else []
     common.show_table("Users at once", columns, [[row[name] for name in columns] for row in found["rows"]], notes)
     common.write_json(arguments.json, found)

@@ -29,6 +29,7 @@
     │   └── WrapperMismatchError    soft tokens of another model; a FingerprintMismatchError as well
     ├── UnsupportedRequestError     what this engine cannot do, and which one can
     ├── SamplingError               generation options out of range
+    ├── CacheBudgetError            a request whose KV is larger than all memory for KV
     ├── BusyError                   more background work than an engine keeps
     └── GenerationTimeoutError      an answer that took longer than it was given
 
@@ -43,6 +44,7 @@ __all__ = [
     "BankError",
     "BankLockedError",
     "BusyError",
+    "CacheBudgetError",
     "ContextOverflowError",
     "FingerprintMismatchError",
     "GenerationTimeoutError",
@@ -228,6 +230,10 @@ class WrapperMismatchError(FingerprintMismatchError, WrapperError):
 
 class BusyError(KnowledgePackError):
     """More background work was given to an engine than it keeps."""
+
+
+class CacheBudgetError(KnowledgePackError, MemoryError):
+    """A prompt with its answer has more KV than the engine's memory for KV, `cache_bytes`, may hold in all."""
 
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):

@@ -99,6 +99,11 @@ class Limit:
         return self.is_over or (self.cancel is not None and self.cancel.is_set())
 
     @property
+    def may_end(self) -> bool:
+        """Whether anything could end it."""
+        return self.cancel is not None or self.timeout is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether the time is up."""
         return self.timeout is not None and self.spent > self.timeout

@@ -17,6 +17,7 @@ __all__ = ["CAPABILITIES", "CachingEngine", "Engine", "FinishReason", "TokenStre
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
 CAPABILITIES = {
+    "batch": "answers that are asked for at the same time, one forward pass for the next token of all",
     "cache": "a prefix tree that can be looked into, cleared and pinned (`CachingEngine`)",
     "compose": "KV of packs from composers other than the exact one",
     "deterministic": "reuse of prefilled KV alone",

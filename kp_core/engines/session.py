@@ -100,7 +100,7 @@ class Session(OfEngine):
         Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
         `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`) and, as its kind
         `SteeringMismatchError`, for a steering of one, `SteeringError` for one that the prompt has no position for,
-        `SamplingError`, `OptionError`.
+        `SamplingError`, `OptionError`, `CacheBudgetError` for a request larger than the engine's memory for KV.
         """
         return self.stream(messages, **options).result()
 
@@ -167,7 +167,11 @@ class Session(OfEngine):
         if not tokens:
             return 1.0
         plan, _ = self._plan(messages, Request.of(options), forced=tokens, tokens=len(tokens))
-        return math.exp(fmean(self._run(plan).losses))
+        losses = self._run(plan).losses
+        check_time(plan.limit, 0)
+        if not losses:
+            raise CancelledError("The measurement was cancelled.")
+        return math.exp(fmean(losses))
 
     @renamed(inside="compiled_for")
     def build_pack(  # noqa: PLR0913 - as `build_packs`

@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 # asyncio's own pool has few threads on a small machine, and answers that are decoded together wait for one another.
 _THREADS = ThreadPoolExecutor(64, "kp-async")
+# Requests that begin may wait for memory, until streams end that have begun; so those go on in threads of their own.
+_STEPS = ThreadPoolExecutor(64, "kp-async-step")
 
 
 class Stream:
@@ -83,7 +85,10 @@ class AsyncStream:
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """All that comes, as `Stream.deltas`."""
-        while (delta := await in_thread(self._next, self._cancel, self._close)) is not None:
+        while True:
+            threads = _THREADS if self._stream is None else _STEPS
+            if (delta := await in_thread(self._next, self._cancel, self._close, threads)) is None:
+                return
             yield delta
 
     async def aclose(self) -> None:
@@ -103,9 +108,14 @@ class AsyncStream:
                 self._stream.close()
 
 
-async def in_thread(work: Callable[[], T], cancel: threading.Event, clean_up: Callable[[], None] | None = None) -> T:
+async def in_thread(
+    work: Callable[[], T],
+    cancel: threading.Event,
+    clean_up: Callable[[], None] | None = None,
+    threads: ThreadPoolExecutor = _THREADS,
+) -> T:
     """Run `work` in a thread. Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned."""
-    future = asyncio.get_running_loop().run_in_executor(_THREADS, work)
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
     try:
         return await asyncio.shield(future)
     except asyncio.CancelledError:

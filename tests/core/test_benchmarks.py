@@ -330,7 +330,8 @@ def test_composition(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_concurrency(tmp_path: Path) -> None:
+def test_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "_VLLM", tmp_path / "absent")
     out = tmp_path / "out.json"
     sizes = ["--users", "1", "2", "--tokens", "64", "--sharing", "pack", "text", "--answer", "4", "--long", "300"]
     concurrency.main(["--data", data("wiki_passages.jsonl"), *sizes, "--json", str(out)])
@@ -339,6 +340,7 @@ def test_concurrency(tmp_path: Path) -> None:
         (users, sharing, at_once) for sharing in ("pack", "text") for users in (1, 2) for at_once in (users, 1)
     ]
     assert all(row["tok_s"] > 0 and row["ttft_p99"] >= row["ttft_p50"] > 0 for row in found["rows"])
+    assert {row["vllm_tok_s"] for row in found["rows"]} == {None}
     assert found["long"]["itl_p99"] > 0
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kp_core.engines.hf.bundled import bundled_model
 from kp_core.engines.hf.identity import take_fingerprint
-from kp_core.engines.hf.loading import LOADING, load, memory_bytes, name_of
+from kp_core.engines.hf.loading import KV_SHARE, LOADING, load, memory_bytes, name_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.watch import ModelWatch
 from kp_core.engines.local.engine import LocalEngine
@@ -41,9 +41,9 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
 
     `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); without it, the bundled
     SmolLM2-135M-Instruct. `device` is by default the best there is (CUDA, MPS, CPU), `dtype` bfloat16 where the machine
-    has it (`"auto"`: as the checkpoint is stored). `cache_bytes`
-    is the budget of the prefix tree, by default an eighth of the memory where the cache lives. `chunk_tokens` is the
-    longest canonical prefill chunk; it is part of the fingerprint. `template_options` go to the chat template.
+    has it (`"auto"`: as the checkpoint is stored). `cache_bytes` is the budget of all KV in memory, of requests and of
+    what is kept for later ones: by default a quarter of the memory where it lives. `chunk_tokens` is the longest
+    canonical prefill chunk; it is part of the fingerprint. `template_options` go to the chat template.
     Code that comes with a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`:
     `device_map`, `quantization_config`, `attn_implementation` (which is then kept, and part of the numerics),
     `revision`, `token`, `torch_dtype`.
@@ -78,7 +78,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         return take_fingerprint(causal, found, template, chunk_tokens, source)
 
     if cache_bytes is None:
-        cache_bytes = memory_bytes(causal.shape.device) // 8
+        cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
     engine = LocalEngine(
         causal, found, identity=identity, check=check, cache_bytes=cache_bytes, chunk_tokens=chunk_tokens, renew=renew
     )

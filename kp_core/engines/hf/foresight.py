@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from kp_core.engines.hf.cache import states_of
 from kp_core.engines.hf.checkpoint import place_of
 from kp_core.engines.hf.kinds import CacheKind, kind_of, rope_parameters
-from kp_core.engines.hf.loading import _best_device, _best_dtype, memory_bytes, unreadable
+from kp_core.engines.hf.loading import KV_SHARE, _best_device, _best_dtype, memory_bytes, unreadable
 
 __all__ = ["Foresight", "foresee"]
 
@@ -43,8 +43,8 @@ class Foresight:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of a prompt whose KV fits into memory beside the weights; 0 where these do not fit."""
-        left = self.memory - (self.weight_bytes or 0)
+        """Tokens of a prompt whose KV fits into memory beside the weights, and into what is KV's by default there."""
+        left = min(self.memory - (self.weight_bytes or 0), self.memory // KV_SHARE)
         return max(0, min(self.positions, left // max(1, self.bytes_per_token)))
 
 

@@ -26,6 +26,8 @@ _UNFIT = {
 _LATENT = "kv_lora_rank"
 _SIZES = ("sliding_window", "attention_chunk_size")
 """Where transformers reads the size of windows from when it makes masks."""
+_BATCHED = ("plain", "windows")
+"""Kinds of cache with which several answers may be decoded in one pass (`CausalModel.batches`)."""
 _ALIBI = ("bloom",)
 """Model types that always have it."""
 
@@ -75,6 +77,8 @@ class CacheKind:
             found["compose"] = "some of its layers read the KV of others"
         elif self.is_biased:
             found["compose"] = "its attention counts how far apart tokens are in the cache (ALiBi)"
+        if self.name not in _BATCHED:
+            found["batch"] = f"one pass over several answers is not written for a cache with {self.name}"
         return found
 
 

@@ -17,7 +17,7 @@ from kp_core.engines.hf.checkpoint import commit_of, place_of, stamp_files
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
 
-__all__ = ["LOADING", "causal_lm", "load", "load_tokenizer", "memory_bytes", "name_of", "unreadable"]
+__all__ = ["KV_SHARE", "LOADING", "causal_lm", "load", "load_tokenizer", "memory_bytes", "name_of", "unreadable"]
 
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
 """What is passed on to `from_pretrained`, beside the arguments of `load`; `torch_dtype` is an older name of `dtype`."""
@@ -150,6 +150,10 @@ def name_of(model: object) -> str:
         return path.name if path.is_dir() else path.stem if path.is_file() else str(model)
     base = causal_lm(model)
     return name_of(base.name_or_path or str(base.config.model_type))
+
+
+KV_SHARE = 4
+"""Memory is this many times what KV may take of it by default."""
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -36,6 +36,7 @@ __all__ = ["CausalModel"]
 
 logger = logging.getLogger(__name__)
 
+_NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
 _PROBE = 8
 """Tokens of the forward pass that finds out the shape of the cache."""
 _NARROW = _PROBE - 3
@@ -85,6 +86,8 @@ class CausalModel:
             self._install_attention()
         if self.kind.is_recurrent:
             self._check_states()
+        if "batch" not in self.lacks and not self.batches:
+            self.lacks = {"batch": _NO_ROWS, **self.lacks}
         let_go()  # Requests may come in other threads.
 
     @property

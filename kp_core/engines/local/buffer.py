@@ -1,8 +1,7 @@
-"""One contiguous KV buffer per request, written in place and pooled."""
+"""One contiguous KV buffer per request, written in place."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,10 +12,7 @@ from torch import Tensor
 from kp_core.engines.local.tree import Run
 from kp_core.kv import KVTensors
 
-__all__ = ["BufferLayer", "BufferPool", "CacheShape", "KVBuffer", "StateShape"]
-
-# Buffers come in steps of this many tokens, so that one fits the next request of about the same length.
-_STEP = 256
+__all__ = ["BufferLayer", "CacheShape", "KVBuffer", "StateShape"]
 
 
 @dataclass(frozen=True)
@@ -204,43 +200,3 @@ class KVBuffer:
     def note(self, runs: Sequence[Run]) -> None:
         """Record that the buffer holds `runs` from position 0 on."""
         self.runs = [(run.serial, run.kv.tokens) for run in runs]
-
-
-class BufferPool:
-    """Buffers waiting for the next request: fresh memory costs several times what filling it does.
-
-    At most `idle` buffers wait. Of those large enough, a request gets the one that already holds most of its prefix.
-    """
-
-    def __init__(self, shape: CacheShape, idle: int = 2) -> None:
-        self._shape, self._idle = shape, idle
-        self._waiting: list[KVBuffer] = []
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the waiting buffers."""
-        return sum(buffer.nbytes for buffer in self._waiting)
-
-    def take(self, capacity: int, runs: Sequence[Run]) -> KVBuffer:
-        """A buffer for at least `capacity` tokens that holds `runs`."""
-        with self._lock:
-            fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
-            buffer = max(fitting, key=lambda waiting: (waiting.shared(runs), -waiting.capacity), default=None)
-            if buffer is not None:
-                self._waiting.remove(buffer)
-        if buffer is None:
-            buffer = KVBuffer(self._shape, -(-capacity // _STEP) * _STEP)
-        buffer.load(runs)
-        return buffer
-
-    def give(self, buffer: KVBuffer) -> None:
-        """Put a buffer back; the one that waited longest leaves when there are too many."""
-        with self._lock:
-            self._waiting.append(buffer)
-            del self._waiting[: -self._idle or None]
-
-    def clear(self) -> None:
-        """Free every waiting buffer."""
-        with self._lock:
-            self._waiting.clear()

@@ -55,21 +55,30 @@ class Builder:
     def _compute(self, plans: list[Plan]) -> list[KVTensors]:
         shape = plans[0].wanted
         ends = plans[0].edges[-1][1] if plans[0].edges else 0
-        if len(plans) < _BATCH or ends > shape[0] or self._exact_shapes.get(shape) is False:
-            return [self._together([plan])[0] for plan in plans]
-        together = self._together(plans)
+        alike = len(plans) == _BATCH and ends <= shape[0] and self._exact_shapes.get(shape) is not False
+        if not alike or not (together := self._together(plans)):
+            return self._alone(plans)
         if shape not in self._exact_shapes:
-            alone = [self._together([plan])[0] for plan in plans]
+            alone = self._alone(plans)
             self._exact_shapes[shape] = all(one.equal(other) for one, other in zip(together, alone, strict=True))
             return alone
         return together
 
+    def _alone(self, plans: list[Plan]) -> list[KVTensors]:
+        return [kv for plan in plans for kv in self._together([plan])]
+
     def _together(self, plans: list[Plan]) -> list[KVTensors]:
+        """The KV of several plans in one go, or nothing where there is no room for that now."""
         filler, (start, stop) = self._filler, plans[0].wanted
-        run = filler.start(plans[0], stop, logits=False)
+        run, reserved = filler.start(plans[0], stop, logits=False), 0
         try:
             buffer, done = run.buffer, run.buffer.length
             if len(plans) > 1:
+                shape = filler.model.shape
+                size = (shape.bytes_per_token * stop + shape.state_bytes) * len(plans)
+                if not filler.pool.reserve(size):
+                    return []
+                reserved = size
                 buffer = KVBuffer(filler.model.shape, stop, len(plans))
                 if start:
                     buffer.append(run.buffer.read(0, start))
@@ -78,4 +87,5 @@ class Builder:
                 filler.forward_batch(ids[:, at : at + filler.chunk_tokens], buffer)
             return [buffer.read(start, stop, row) for row in range(len(plans))]
         finally:
+            filler.pool.free(reserved)
             filler.finish(run)

@@ -8,8 +8,9 @@ from typing import Any
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.build import Builder
-from kp_core.engines.local.fill import Cancelled, Filled, Filler, LocalModel, Sampler
+from kp_core.engines.local.fill import Filled, Filler, LocalModel, Sampler
 from kp_core.engines.local.grammar import Grammars
+from kp_core.engines.local.pool import Cancelled
 from kp_core.engines.local.scheduler import Decoding
 from kp_core.engines.local.tree import Node
 from kp_core.errors import BusyError
@@ -25,9 +26,11 @@ class LocalEngine:
 
     `identity` and `check` are called when the identity is asked for and before each request: the first may take
     seconds, the second raises when the model is no longer what it was; after `renew` both go by what it is then.
-    `cache_bytes` is the budget of the prefix tree, `chunk_tokens` the longest canonical chunk.
+    `cache_bytes` is the budget of all KV in memory, of requests and in the prefix tree, `chunk_tokens` the longest
+    canonical chunk.
 
-    Several threads may call it: prompts are prefilled one after the other, answers are decoded in turns.
+    Several threads may call it: prompts are prefilled one after the other, first come, first served, and answers are
+    decoded together or in turns. What does not fit into the budget beside the answers under way waits for them.
     """
 
     def __init__(  # noqa: PLR0913 - what it is made of
@@ -93,9 +96,10 @@ class LocalEngine:
         """See `Engine.run`.
 
         Raises `ToolError` for a grammar that cannot be compiled, `SamplingError` when no answer of it fits into the
-        token budget.
+        token budget, `CacheBudgetError` for a request larger than all of `cache_bytes`.
         """
         self._check()
+        self._filler.pool.check(len(plan.prompt) + (len(plan.forced) or plan.token_budget))
         if plan.forced:
             return TokenStream(partial(self._forced, plan))
         constraint = None

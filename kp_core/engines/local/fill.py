@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -12,18 +11,19 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.local.altered import altered
-from kp_core.engines.local.buffer import BufferPool, CacheShape, KVBuffer
+from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.engines.local.computing import PlacedModel
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
 from kp_core.engines.local.packs import PackKV
+from kp_core.engines.local.pool import BufferPool, Cancelled
 from kp_core.engines.local.scheduler import BatchingModel, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.kv import KVTensors
 from kp_core.plan import Limit, Plan, Region, Sampling
 from kp_core.prompt.prompt import Prompt
 
-__all__ = ["Cancelled", "Filled", "Filler", "LocalModel"]
+__all__ = ["Filled", "Filler", "LocalModel"]
 
 
 class LocalModel(PlacedModel, BatchingModel, Protocol):
@@ -62,10 +62,6 @@ class Sampler(Protocol):
         """The next token, from logits of shape `(vocabulary,)`; `left` may still come, this one included."""
 
 
-class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
-    """The generation was cancelled during prefill."""
-
-
 @dataclass
 class Filled:
     """A prompt whose KV stands in `buffer`, with the logits behind it; must be given back."""
@@ -84,9 +80,7 @@ class Filler:
     def __init__(self, model: LocalModel, cache_bytes: int, chunk_tokens: int) -> None:
         self.model, self.chunk_tokens = model, chunk_tokens
         self.tree = self._tree(cache_bytes)
-        self.pool = BufferPool(model.shape)
-        # One prompt at a time: a second one that begins alike then finds the KV of the first.
-        self._filling = threading.Lock()
+        self.pool = BufferPool(model.shape, self.tree, cache_bytes)
         self.scheduler = Scheduler(model)
         self._packs = PackKV(model, self.scheduler)
 
@@ -116,8 +110,12 @@ class Filler:
         return [float(loss) for loss in found]
 
     def start(self, plan: Plan, capacity: int, *, logits: bool = True) -> Filled:
-        """Prefill the prompt of `plan` into a buffer for `capacity` tokens; raises `Cancelled` at its limit."""
-        with self._filling:
+        """Prefill the prompt of `plan` into a buffer for `capacity` tokens; raises `Cancelled` at its limit.
+
+        What does not fit into the budget waits; raises `CacheBudgetError` where it never will.
+        """
+        # One prompt at a time: a second one that begins alike then finds the KV of the first.
+        with self.pool.turn(plan.limit):
             tree = self.tree if plan.reuse else self._tree(0)
             return (self._steered if plan.below else self._plain)(plan, capacity, tree, logits=logits)
 
@@ -136,7 +134,7 @@ class Filler:
         return found.match(ids, plan.edges, decoded=decoded, logits=logits, labels=plan.labels)
 
     def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
-        run = self._at(self.match(plan, tree, logits=logits), plan.prompt, capacity)
+        run = self._at(plan, capacity, tree, logits=logits)
         try:
             self._packs.prefetch(plan, run.buffer.length)
             for region in plan.regions:
@@ -167,22 +165,22 @@ class Filler:
     def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
         if plan.below is None:
             raise AssertionError("a steered plan has a plain one below it")
-        path, first = self.match(plan, tree, logits=logits), next(region for region in plan.regions if region.block)
-        kv, computed = None, 0
-        if path.tokens < first.stop:
+        first = next(region for region in plan.regions if region.block)
+        run, kv = self._at(plan, capacity, tree, logits=logits), None
+        if run.buffer.length < first.stop:
             # The first block stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
             # packs, and only then a forward pass.
-            path.release()
+            self.finish(run)
             below = self._plain(plan.below, capacity, tree, logits=False)
             try:
-                path = self.match(plan, tree, logits=logits)
-                kv, computed = below.buffer.read(path.tokens, max(first.stop, path.tokens)), below.computed
+                kv, computed = below.buffer.read(0, first.stop), below.computed
             finally:
                 self.finish(below)
-        run = self._at(path, plan.prompt, capacity, computed)
+            run = self._at(plan, capacity, tree, logits=logits)
+            run.computed = computed
         try:
-            if kv is not None and kv.tokens:
-                self._alter(run, plan.prompt, first, kv)
+            if kv is not None and (done := run.buffer.length) < first.stop:
+                self._alter(run, plan.prompt, first, kv.slice(done, first.stop))
             for region in plan.regions:
                 if region.stop <= run.buffer.length:
                     continue
@@ -196,10 +194,20 @@ class Filler:
             raise
         return run
 
-    def _at(self, path: Path, prompt: Prompt, capacity: int, computed: int = 0) -> Filled:
-        """A run whose buffer holds what `path` found."""
-        logits = path.last.logits if path.tokens == len(prompt) else None
-        return Filled(self.pool.take(capacity, path.runs), path, logits, computed)
+    def _at(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
+        """A run whose buffer holds what the tree has of a prompt; waits until there is room for it."""
+        while True:
+            path = self.match(plan, tree, logits=logits)
+            try:
+                buffer = self.pool.take(capacity, path.runs)
+            except BaseException:
+                path.release()
+                raise
+            if buffer is not None:
+                return Filled(buffer, path, path.last.logits if path.tokens == len(plan.prompt) else None, 0)
+            # What was found may be in the way itself; it was used last, so it leaves last.
+            path.release()
+            self.pool.wait(capacity, plan.limit)
 
     def _chunks(self, run: Filled, plan: Plan, region: Region, ready: KVTensors | None, *, logits: bool) -> None:
         """Bring the chunks of a region in: from the KV that is `ready` for all of it, or by forward passes."""

@@ -122,6 +122,17 @@ class PrefixTree:
     def __len__(self) -> int:
         return len(self._age)
 
+    def held_bytes(self, *, pinned_only: bool = False) -> int:
+        """Bytes of the nodes that are pinned or in use, and of all before them."""
+        with self.lock:
+            held: set[Node] = set()
+            for node in self._age:
+                above: Node | None = node if node.pins or (node.users and not pinned_only) else None
+                while above is not None and above not in held:
+                    held.add(above)
+                    above = above.parent
+            return sum(node.nbytes for node in held)
+
     @property
     def is_empty(self) -> bool:
         """Whether it holds nothing, and nobody holds it."""
@@ -174,6 +185,14 @@ class PrefixTree:
         """Undo one `Path.pin` of the path that ends in `node`."""
         with self.lock:
             node.pins -= 1
+
+    def shrink(self, budget_bytes: int) -> bool:
+        """Keep to another budget from here on, if what is pinned and in use fits into it."""
+        with self.lock:
+            fits = self._evict(self.nbytes - budget_bytes)
+            if fits:
+                self.budget_bytes = budget_bytes
+            return fits
 
     def clear(self) -> None:
         """Drop everything that is neither pinned nor in use."""

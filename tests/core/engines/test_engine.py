@@ -285,7 +285,8 @@ def test_explicit_handles_must_resolve(smol, store):
 
 
 def test_pinned_packs_survive_pressure(store):
-    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=60_000)
+    room = 60_000 + 256 * 256  # Of the tree, and a buffer.
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=room)
     pack = engine.build_pack("The pinned fact that must stay at hand.", namespace="pins")
     # Stored without its KV, so that only the tree can have it.
     handle = store.put(pack.without_kv())
@@ -307,7 +308,8 @@ def test_pinned_packs_survive_pressure(store):
 
 
 def test_the_tree_stays_within_its_budget():
-    engine = load_engine(tiny_model("qwen3"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=100_000)
+    room = 100_000 + 256 * 256  # Of the tree, and a buffer.
+    engine = load_engine(tiny_model("qwen3"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=room)
     for n in range(30):
         engine.generate(f"{n} " * 40, max_tokens=3)
         assert engine.cached_bytes <= 100_000

@@ -34,7 +34,9 @@ def test_the_longest_prompt_is_what_memory_or_the_model_holds(tmp_path, monkeypa
     config_of("llama").save_pretrained(tmp_path)
     seen = foresee(tmp_path, "float32")
     assert seen.longest_prompt == seen.positions
-    for left, expected in ((10 * seen.bytes_per_token, 10), (-1, 0)):
+    # Where much is left, a quarter of the memory is for KV.
+    much = (seen.weight_bytes, 2 * seen.weight_bytes // 4 // seen.bytes_per_token)
+    for left, expected in ((10 * seen.bytes_per_token, 10), (-1, 0), much):
         room = seen.weight_bytes + left
         monkeypatch.setattr("kp_core.engines.hf.foresight.memory_bytes", lambda _, room=room: room)
         assert foresee(tmp_path, "float32").longest_prompt == expected

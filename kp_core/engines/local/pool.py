@@ -1,0 +1,185 @@
+"""The KV memory of one engine: buffers and prefix tree in one budget, and who may fill a buffer next."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kp_core.engines.local.buffer import CacheShape, KVBuffer
+from kp_core.engines.local.tree import PrefixTree, Run
+from kp_core.errors import CacheBudgetError
+from kp_core.plan import Limit
+
+__all__ = ["BufferPool", "Cancelled"]
+
+logger = logging.getLogger(__name__)
+
+# Buffers come in steps of this many tokens, so that one fits the next request of about the same length.
+_STEP = 256
+_IDLE = 2
+_LOOK_S = 0.05
+"""How often who waits looks whether it was cancelled: nobody tells."""
+_LONG_S = 10.0
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
+    """The generation was cancelled, or its time was up, before its prompt was prefilled."""
+
+
+class BufferPool:
+    """Gives buffers to requests, out of one budget of bytes with the prefix tree.
+
+    `budget_bytes` is for buffers in use, buffers that wait for the next request (fresh memory costs several times what
+    filling it does): two, or as many as take a quarter of it; and for the tree, which has what they leave. For a new
+    buffer those that wait are freed, and then the least recently used KV of the tree. What does not fit beside the
+    requests under way waits.
+    """
+
+    def __init__(self, shape: CacheShape, tree: PrefixTree, budget_bytes: int) -> None:
+        self._shape, self._tree = shape, tree
+        self.budget_bytes = budget_bytes
+        self.used = 0
+        """Bytes of the buffers in use."""
+        self._waiting: list[KVBuffer] = []
+        self._queue: deque[object] = deque()
+        # Reentrant: a stream that nobody holds any more may be collected, and give its buffer back, at any line here.
+        self._changed = threading.Condition()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the waiting buffers."""
+        return sum(buffer.nbytes for buffer in self._waiting)
+
+    @contextmanager
+    def turn(self, limit: Limit) -> Iterator[None]:
+        """One at a time, first come, first served; raises `Cancelled` at `limit`, also while it waits."""
+        ticket = object()
+        with self._changed:
+            self._queue.append(ticket)
+        try:
+            while True:
+                if limit.is_set():
+                    raise Cancelled
+                with self._changed:
+                    if self._queue[0] is ticket:
+                        break
+                    self._changed.wait(_LOOK_S if limit.may_end else None)
+            yield
+        finally:
+            with self._changed:
+                self._queue.remove(ticket)
+                self._changed.notify_all()
+
+    def check(self, capacity: int, pinned: int = 0) -> None:
+        """Raise `CacheBudgetError` where a buffer for `capacity` tokens cannot be had beside the `pinned` bytes."""
+        size = self._size(self._rounded(capacity))
+        if size + pinned <= self.budget_bytes:
+            return
+        kept = f", of which {pinned:,} are pinned" if pinned else ""
+        raise CacheBudgetError(
+            f"The prompt and its answer may take {capacity:,} tokens, whose KV is {size:,} bytes; expected at most the "
+            f"budget of {self.budget_bytes:,} bytes{kept}. Shorten the prompt, lower max_tokens, "
+            f"{'unpin packs, ' if pinned else ''}or load the engine with a larger cache_bytes."
+        )
+
+    def take(self, capacity: int, runs: Sequence[Run]) -> KVBuffer | None:
+        """A buffer for at least `capacity` tokens that holds `runs`; `None` where there is no room for it now.
+
+        Of those that wait and are large enough, the one that already holds most of the runs.
+        """
+        capacity = self._rounded(capacity)
+        with self._changed:
+            fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
+            buffer = max(fitting, key=lambda waiting: (waiting.shared(runs), -waiting.capacity), default=None)
+            size = self._size(capacity) if buffer is None else buffer.nbytes
+            if buffer is not None:
+                self._waiting.remove(buffer)
+            elif not self._has_room(size):
+                return None
+            self.used += size
+        try:
+            buffer = buffer or KVBuffer(self._shape, capacity)
+            buffer.load(runs)
+        except BaseException:
+            self.free(size)
+            raise
+        return buffer
+
+    def wait(self, capacity: int, limit: Limit) -> None:
+        """Until there is room for a buffer; raises `CacheBudgetError` where there will be none, `Cancelled` at `limit`.
+
+        Who waits must hold nothing of the tree.
+        """
+        size, began, is_told = self._size(self._rounded(capacity)), time.monotonic(), False
+        with self._changed:
+            while not self._has_room(size):
+                self.check(capacity, self._tree.held_bytes(pinned_only=True))
+                if limit.is_set():
+                    raise Cancelled
+                if not is_told and time.monotonic() > began + _LONG_S:
+                    is_told = True
+                    logger.warning(
+                        "A request waits for %s bytes of KV memory; %s of %s are held by answers under way. Streams "
+                        "that are open and not read hold theirs: close them, or raise cache_bytes.",
+                        f"{size:,}",
+                        f"{self.used:,}",
+                        f"{self.budget_bytes:,}",
+                    )
+                self._changed.wait(_LOOK_S)
+
+    def reserve(self, nbytes: int) -> bool:
+        """Take bytes for a buffer of another kind, until `free`, where there is room now."""
+        with self._changed:
+            has_room = self._has_room(nbytes)
+            self.used += nbytes if has_room else 0
+            return has_room
+
+    def free(self, nbytes: int) -> None:
+        """Give back bytes of a buffer that is no more."""
+        with self._changed:
+            self.used -= nbytes
+            self._share()
+
+    def give(self, buffer: KVBuffer) -> None:
+        """Put a buffer back; those that waited longest leave when there are too many."""
+        with self._changed:
+            self.used -= buffer.nbytes
+            self._waiting.append(buffer)
+            while len(self._waiting) > _IDLE and self.nbytes > self.budget_bytes // 4:
+                del self._waiting[0]
+            self._share()
+
+    def clear(self) -> None:
+        """Free every waiting buffer."""
+        with self._changed:
+            self._waiting.clear()
+            self._share()
+
+    def _rounded(self, capacity: int) -> int:
+        rounded = -(-capacity // _STEP) * _STEP
+        return rounded if self._size(rounded) <= self.budget_bytes else capacity
+
+    def _size(self, capacity: int) -> int:
+        return self._shape.bytes_per_token * capacity + self._shape.state_bytes
+
+    def _has_room(self, size: int) -> bool:
+        """Whether `size` bytes are free now, or could be made so."""
+        room = self.budget_bytes - self.used - size
+        if room < self.nbytes + self._tree.nbytes and room < self._tree.held_bytes():
+            return False  # And what is kept is not dropped in vain.
+        while self._waiting and self._left() - size < self._tree.nbytes:
+            del self._waiting[0]
+        return self._tree.shrink(self._left() - size)
+
+    def _left(self) -> int:
+        """Bytes that are neither in use by buffers nor by those that wait."""
+        return self.budget_bytes - self.used - self.nbytes
+
+    def _share(self) -> None:
+        """After something was given back: the tree may have it, if nobody else takes it."""
+        self._tree.shrink(self._left())
+        self._changed.notify_all()

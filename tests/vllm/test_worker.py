@@ -1,0 +1,27 @@
+"""vLLM's column of `benchmarks.concurrency`."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from kp_core import bundled_model
+from tests.vllm.conftest import ROOT, SETTINGS
+
+
+def test_every_row_gets_its_tokens_a_second(tmp_path):
+    if find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed here; `make test-vllm` runs this in an environment of its own")
+    prompts = [[1, 9690, 198, 2683 + number, 335] for number in range(3)]
+    rows = [{"prompts": prompts, "warm": prompts[:1], "at_once": at_once} for at_once in (3, 1)]
+    asked = {"model": str(bundled_model()), "dtype": "float32", "tokens": 4, "rows": rows}
+    source, target = tmp_path / "asked.json", tmp_path / "rates.json"
+    source.write_text(json.dumps(asked))
+    command = [sys.executable, str(ROOT / "benchmarks" / "vllm_worker.py"), str(source), str(target)]
+    subprocess.run(command, check=True, env=os.environ | SETTINGS, timeout=560)  # noqa: S603 - our own command
+    rates = json.loads(target.read_text())
+    assert len(rates) == 2
+    assert min(rates) > 0
