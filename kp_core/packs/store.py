@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kp_core.packs.layout import displaces, handle_of, is_spare, is_text_alone, 
 from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.room import make_room
+from kp_core.packs.seal import Seal
 from kp_core.packs.secret import forget_secrets, load_secrets
 from kp_core.packs.uses import LastUse
 from kp_core.packs.view import TRUSTED_ROLES, PackView
@@ -49,9 +50,11 @@ class PackStore:
     `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, while it is rotated. A folder
     has one of its own by default; object storage never holds it (default: the variable `KP_SECRET`). Raises `PackError`
     for a place that holds other things and no packs, that was made with another secret, or that cannot be reached.
+
+    `seal` is a server's key for the MACs of entries that it wrote (`is_sealed`); what is kept is read only with one.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a store is
         self,
         place: str | os.PathLike[str] | Blobs,
         *,
@@ -59,6 +62,7 @@ class PackStore:
         max_bytes: int | None = None,
         keep_bytes: int = 2**31,
         keep_seconds: float | None = None,
+        seal: bytes | None = None,
     ) -> None:
         for name, bound in {"max_bytes": max_bytes, "keep_seconds": keep_seconds}.items():
             if bound is not None and bound <= 0:
@@ -77,7 +81,8 @@ class PackStore:
         self.files = PackFiles(self.blobs, secrets, are_configured=bool(secret) or is_far)
         """What lies under `packs/`, for engines that look at headers alone."""
         self._uses = LastUse(self.blobs)
-        self.kept = KeptEntries(self.files, self._uses, keep_bytes, keep_seconds)
+        self.seal = None if seal is None else Seal(seal)
+        self.kept = KeptEntries(self.files, self._uses, keep_bytes, keep_seconds, self.seal)
         """What was computed behind other packs and is kept (see the option `keep` of a request)."""
         # Threads that make room take turns, so that together they keep to the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
@@ -163,6 +168,15 @@ class PackStore:
             pack = self.files.read(handle)
             return pack and replace(pack, kv=None, stored_bytes=pack.nbytes)
         return found
+
+    def is_sealed(self, handle: Handle, key: PackKey) -> bool:
+        """Whether the entry that `peek` tells has the MAC of this store's key; without a key each is as good as any."""
+        if self.seal is None:
+            return True
+        with suppress(FileNotFoundError, PackError):
+            slot, found = self._find(handle, key)
+            return found is not None and self.seal.holds(found, self.files.header(handle, slot).content.digests)
+        return False
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
         """The pack, with its KV (on the CPU) where that is stored and intact; the entry that `peek` tells.

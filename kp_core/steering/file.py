@@ -18,7 +18,7 @@ from kp_core.packs.file import digest_metadata, header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering.value import Steering
 
-__all__ = ["load_steering", "save_steering"]
+__all__ = ["load_steering", "save_steering", "steering_bytes", "steering_of"]
 
 _FORMAT, _VERSION = "knowledge-pack-steering", "2"
 _METADATA = {"format", "version", "digest", "steering"}
@@ -28,6 +28,12 @@ _LARGEST_FILE = 1 << 30  # A steering has some thousand numbers; a file of gigab
 def save_steering(steering: Steering, path: str | Path) -> Path:
     """Write `steering` to `path`, replacing what is there; the file is there whole or not at all."""
     target = Path(path).absolute()
+    replace_file(target, [steering_bytes(steering)])
+    return target
+
+
+def steering_bytes(steering: Steering) -> bytes:
+    """The file that `save_steering` writes."""
     tensors = {f"layers.{layer}.value": delta for layer, delta in steering.values.items()}
     tensors |= {f"layers.{layer}.key": delta for layer, delta in steering.keys.items()}
     bounds = steering.coherent
@@ -50,8 +56,8 @@ def save_steering(steering: Steering, path: str | Path) -> Path:
         "digest": digest_metadata(_VERSION, content),
         "steering": content,
     }
-    replace_file(target, [safetensors.torch.save(tensors, metadata)])
-    return target
+    data: bytes = safetensors.torch.save(tensors, metadata)
+    return data
 
 
 def load_steering(path: str | Path) -> Steering:
@@ -63,10 +69,15 @@ def load_steering(path: str | Path) -> Steering:
     file = Path(path)
     if file.stat().st_size > _LARGEST_FILE:
         raise SteeringError(f"{file} has {file.stat().st_size} bytes; expected a steering of at most {_LARGEST_FILE}.")
+    return steering_of(file.read_bytes(), str(file))
+
+
+def steering_of(data: bytes, name: str = "What was sent") -> Steering:
+    """The inverse of `steering_bytes`; raises `SteeringError`, which says `name`, for anything it would not write."""
     try:
-        return _parse(file.read_bytes())
+        return _parse(data)
     except (PackCorruptError, SafetensorError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise SteeringError(f"{file} is no intact steering: {error} Make it anew, or load another copy.") from error
+        raise SteeringError(f"{name} is no intact steering: {error} Make it anew, or load another copy.") from error
 
 
 def _parse(data: bytes) -> Steering:

@@ -190,9 +190,12 @@ class Steering:
         return {layer: dot / (mine[layer] * theirs[layer] or 1.0) for layer, dot in dots.items()}
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `SteeringMismatchError`, naming each differing field, unless this steering is of that model."""
+        """Raise `SteeringMismatchError`, naming each differing field, unless this steering is of that model.
+
+        Servers make no steerings, so one from any engine of the same model fits there.
+        """
         differences = self.fingerprint.diff(fingerprint)
-        if differences:
+        if differences and not (fingerprint.engine == "vllm" and self.fingerprint.same_model(fingerprint)):
             raise SteeringMismatchError(
                 "The steering",
                 differences,

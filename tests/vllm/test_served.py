@@ -1,28 +1,20 @@
 """`kp serve` as its users see it: vLLM with the bundled model in float32, over HTTP."""
 
 import itertools
-import random
-import re
-from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
-from kp_core import KnowledgePack, KVTensors, load_engine
-from kp_core.engines.vllm.engine import VLLMEngine
+from benchmarks.vllm import TENANTS, altered, isolated
+from kp_core import load_engine
 from kp_core.errors import ModelError
 from kp_core.packs.handle import Handle
-from kp_core.packs.view import PackView
-from tests.vllm.conftest import TENANTS
 
 ISLES = "The Orrelay Isles have a coin, the tallin: a square piece of bronze with a round hole in it. " * 3
 
 
 def loaded(server):
     """Tokens that vLLM got from the store since it started, as it counts them itself."""
-    headers = {"authorization": f"Bearer {server.keys['own']}"}
-    said = httpx.get(f"{server.url}/metrics", headers=headers, timeout=60).text
-    return sum(float(n) for n in re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", said, re.MULTILINE))
+    return server.counted("vllm:external_prefix_cache_hits_total")
 
 
 def test_answers_with_a_pack_are_those_with_the_text(server, questions):
@@ -59,63 +51,15 @@ def test_a_restarted_server_answers_from_the_store(server):
 
 def test_no_tenant_answers_from_the_kv_of_another(server, smol):
     """Each tenant's pack of the same text has KV of its own, altered so that whoever reads it is found out."""
-    about = VLLMEngine(server.url, api_key=server.keys["own"])
-    texts = [
-        f"The {name} of Thranmoor is kept by {who} and sounds at {hour} every day but one."
-        for name, who, hour in (
-            ("bell", "Oda Wick", "noon"),
-            ("horn", "Pell Saro", "dawn"),
-            ("drum", "Ines Tarn", "dusk"),
-        )
-    ]
-    plain = [smol.build_pack(text, namespace="x") for text in texts]
-    ids, expected = {}, {}
-    for turn, (text, pack) in enumerate(zip(texts, plain, strict=True)):
-        for number, tenant in enumerate(TENANTS):
-            factor = 1 + number / 4
-            kv = KVTensors(pack.kv.keys, tuple(value * factor for value in pack.kv.values))
-            own = KnowledgePack(text, tenant, pack.token_ids, pack.prefix, pack.fingerprint, kv)
-            # Compiled by the server, which stores what stands before it, and then altered in its place.
-            handle = Handle.parse(server.compile(text, tenant)["handle"])
-            server.store.put(KnowledgePack(text, tenant, pack.token_ids, pack.prefix, about.identity, kv))
-            assert server.store.get(handle).kv.values[0].equal(kv.values[0])
-            ids[turn, tenant] = list(smol.prefill(f"{text}\nWho?").prompt.token_ids)
-            expected[turn, tenant] = _first(smol, own, f"{text}\nWho?")
-    # What vLLM cached when packs were compiled is honest and would hide what was altered.
+    ids, expected = altered(server, smol)
     server.stop()
     server.start()
-
-    def ask(job):
-        body = {"prompt": ids[job], "max_tokens": 1, "temperature": 0, "logprobs": 1, "cache_salt": "shared"}
-        body["kv_transfer_params"] = {"kp": "of my own"}
-        status, said = server.ask("/v1/completions", body, key=job[1])
-        assert status == 200, said
-        return job, said["choices"][0]["logprobs"]["token_logprobs"][0]
-
-    jobs = sorted(ids) * 12 + sorted(ids)[:12]
-    random.Random(7).shuffle(jobs)
-    assert len(jobs) == 300
-    with ThreadPoolExecutor(8) as pool:
-        wrong = [(job, got, expected[job]) for job, got in pool.map(ask, jobs) if abs(got - expected[job]) > 5e-3]
+    wrong = isolated(server, ids, expected, 300)
     assert not wrong, wrong[:5]
     # The test can fail: of any two tenants, the answers to some text are further apart than what is taken for equal.
+    turns = {turn for turn, _ in expected}
     for mine, other in itertools.combinations(TENANTS, 2):
-        assert max(abs(expected[turn, mine] - expected[turn, other]) for turn in range(len(texts))) > 2 * 5e-3
-
-
-def _first(session, pack, content):
-    """The logarithm of the likeliest first token's probability behind this very pack, on the local engine."""
-    handle = f"kp:{pack.namespace}/" + "a" * 21
-
-    class Source:
-        def peek(self, handle, key=None):
-            return pack
-
-        get = peek
-
-    session.clear_cache()
-    found = session.prefill(content.replace(pack.text, handle), view=PackView(Source(), [pack.namespace]))
-    return found.logits.float().log_softmax(-1).max().item()
+        assert max(abs(expected[turn, mine] - expected[turn, other]) for turn in turns) > 2 * 5e-3
 
 
 def test_the_engine_and_both_adapters_answer_through_it(server, smol):

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kp_core.engines.vllm.altered import Below, digest_of
 from kp_core.engines.vllm.blocks import PagedKV
 from kp_core.engines.vllm.pieces import Piece, StoredPieces
 from kp_core.engines.vllm.rights import Rights, server_key
@@ -39,9 +40,9 @@ _TRIED = 16  # Longest packs whose KV is looked for; each look is a `stat` or tw
 
 @dataclass(frozen=True)
 class _Move:
-    """The tokens `start:stop` of a request, in these blocks, and the pack that ends them."""
+    """The tokens `start:stop` of a request, in these blocks, and the pack (or the altered KV) that ends them."""
 
-    piece: Piece
+    piece: Piece | Below
     start: int
     stop: int
     blocks: tuple[int, ...]
@@ -68,13 +69,14 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         given = vllm_config.kv_transfer_config.kv_connector_extra_config
         model = ModelFingerprint.from_dict(given["identity"])
         _check(vllm_config, kv_cache_config, model)
-        self._key, self._pieces = server_key(), StoredPieces(PackStore(given["store"]), model)
+        self._key = server_key()
+        self._pieces = StoredPieces(PackStore(given["store"], seal=self._key if given.get("sealed") else None), model)
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._heads = vllm_config.model_config.get_total_num_kv_heads()
         self._cache: PagedKV | None = None
-        self._found: dict[str, tuple[Piece, int]] = {}
+        self._found: dict[str, tuple[Piece | Below, int]] = {}
         self._loads: list[_Move] = []
-        self._wanted: dict[str, Piece] = {}
+        self._wanted: dict[str, Piece | Below] = {}
         self._failed: set[int] = set()
 
     # In the scheduler.
@@ -84,8 +86,19 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._found.pop(request.request_id, None)
         self._wanted.pop(request.request_id, None)
         rights = Rights.read(request.kv_transfer_params, request.cache_salt, self._key)
+        altered = None if rights is None else rights.altered
+        ids = list(request.prompt_token_ids or ())
         # KV of an adapter, or behind pictures or embeddings, is not told by model and token ids.
-        if rights is None or request.lora_request is not None or request.mm_features or not request.prompt_token_ids:
+        told = bool(ids) and request.lora_request is None and not request.mm_features
+        if rights is not None and altered is not None:
+            # Plain KV under the salt of altered KV would answer wrongly, now and later: what cannot be read fails.
+            names = rights.namespaces if told and digest_of(ids) == altered.tokens else ()
+            if altered.keep and names and self._ranks == 1:
+                self._wanted[request.request_id] = Below.kept(altered, self._pieces.model, names, ids)
+            if altered.blocks:
+                below = Below.loaded(altered, self._pieces.model, names, ids)
+                return self._claim(request, below, ids, num_computed_tokens), False
+        if rights is None or not told:
             return 0, False
         try:
             return self._match(request, rights, num_computed_tokens), False
@@ -94,19 +107,22 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             return 0, False
 
     def _match(self, request: Any, rights: Rights, computed: int) -> int:  # noqa: ANN401
-        # One token has to be computed for the logits.
         token_ids = request.prompt_token_ids
         for piece in islice(self._pieces.find(token_ids, rights.namespaces), _TRIED):
             stored = self._pieces.has(piece)
             ready = stored and (piece.start <= computed or self._pieces.has_prefix(piece))
             if not ready and rights.save and self._ranks == 1 and request.request_id not in self._wanted:
                 self._wanted[request.request_id] = piece
-            stop = min(piece.stop, len(token_ids) - 1)
             if ready:
-                if stop > computed:
-                    self._found[request.request_id] = (piece, computed)
-                return max(stop - computed, 0)
+                return self._claim(request, piece, token_ids, computed)
         return 0
+
+    def _claim(self, request: Any, piece: Piece | Below, token_ids: Sequence[int], computed: int) -> int:  # noqa: ANN401
+        # One token has to be computed for the logits.
+        stop = min(piece.stop, len(token_ids) - 1)
+        if stop > computed:
+            self._found[request.request_id] = (piece, computed)
+        return max(stop - computed, 0)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Remember where what was found goes."""

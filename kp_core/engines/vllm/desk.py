@@ -45,7 +45,9 @@ class Desk:
         given = json.loads(os.environ[VARIABLE])
         everybody = None if given["keys"] else Access(tuple(given["namespaces"]), write=True)
         identity = ModelFingerprint.from_dict(given["identity"])
-        return cls(PackStore(given["store"]), given["model"], identity, Keys(given["keys"], everybody), server_key())
+        key = server_key()
+        store = PackStore(given["store"], seal=key if given["sealed"] else None)
+        return cls(store, given["model"], identity, Keys(given["keys"], everybody), key)
 
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
@@ -143,7 +145,8 @@ class Desk:
         pack = self.store.peek(handle, PackKey(self.identity))
         if pack is None:
             raise HTTPError(404, f"There is no pack {str(handle)!r}.")
-        compiled = pack.fingerprint == self.identity and pack.stored_bytes > 0
+        is_ours = pack.fingerprint == self.identity and pack.stored_bytes > 0
+        compiled = is_ours and self.store.is_sealed(handle, PackKey(self.identity))
         about = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids), "compiled": compiled}
         return {**about, "bytes": pack.stored_bytes, "provenance": dict(pack.provenance)}
 

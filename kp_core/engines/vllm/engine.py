@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from kp_core.engines.base import TokenStream
+from kp_core.engines.vllm.altered import COMPUTED, asked
 from kp_core.errors import ModelError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -37,7 +38,6 @@ class VLLMEngine:
     lacks: Mapping[str, str] = {
         "kv": "the server keeps the KV of packs itself, and packs are compiled there when they are first used",
         "compose": "a server reads exact packs only",
-        "steer": "a server reads exact packs only",
     }
 
     def __init__(
@@ -100,7 +100,7 @@ class VLLMEngine:
     @property
     def supports(self) -> frozenset[str]:
         """See `Engine.supports`."""
-        return frozenset({"sampling", "grammar"})
+        return frozenset({"sampling", "grammar", "steer"})
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`. What was reused is known at the end: a cancelled answer counts its prompt as computed."""
@@ -122,6 +122,8 @@ class VLLMEngine:
             body["seed"] = sampling.seed % 2**63
         if plan.grammar is not None:
             body["structured_outputs"] = {"grammar": plan.grammar}
+        if (steered := asked(plan)) is not None:
+            body["kp"] = steered
         return TokenStream(partial(self._answer, plan, body))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's
@@ -136,18 +138,20 @@ class VLLMEngine:
         stream.computed_tokens = len(plan.prompt)
         waiting: list[int] = []
         ended: dict[str, Any] | None = None
+        before = 0  # What the server had to compute before it could steer it.
         for event in self._events(body, plan.limit):
             if plan.limit.is_set():
                 break
-            if error := event.get("error"):
-                raise ModelError(f"{self.base_url} could not answer: {error.get('message', error)}")
+            before = event.get(COMPUTED, before)
             for choice in event.get("choices", ()):
-                yield from waiting  # The last ones wait for the counts, which come behind them.
-                waiting = choice.get("token_ids") or []
-                ended = choice if choice.get("finish_reason") else ended
+                tokens = choice.get("token_ids") or []
+                if not choice.get("finish_reason"):
+                    yield from tokens
+                    continue
+                ended, waiting = choice, tokens  # The last ones wait for the counts, which come behind them.
             if usage := event.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
-                stream.computed_tokens = usage["prompt_tokens"] - details.get("cached_tokens", 0)
+                stream.computed_tokens = before + usage["prompt_tokens"] - details.get("cached_tokens", 0)
         if plan.limit.is_set():
             stream.finish = "cancelled"
             return
@@ -171,15 +175,21 @@ class VLLMEngine:
                 if response.is_error:
                     response.read()
                 self._check(response)
+                yield {COMPUTED: int(response.headers.get(COMPUTED, 0))}
                 for line in response.iter_lines():
                     said = line.removeprefix("data: ")
                     if said in (line, "[DONE]"):
                         continue
-                    event: dict[str, Any] = json.loads(said)
-                    yield event
+                    yield self._event(said)
         except ModelError:
             if not limit.is_over:
                 raise
+
+    def _event(self, said: str) -> dict[str, Any]:
+        event: dict[str, Any] = json.loads(said)
+        if error := event.get("error"):
+            raise ModelError(f"{self.base_url} could not answer: {error.get('message', error)}")
+        return event
 
     def _check(self, response: httpx.Response) -> None:
         """Raise `ModelError` with what the server says is wrong."""

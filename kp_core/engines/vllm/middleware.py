@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kp_core.engines.vllm.access import Access
+from kp_core.engines.vllm.altering import counted, steered
 from kp_core.engines.vllm.desk import Desk
 from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
@@ -26,7 +27,7 @@ _BOTH = {
     *("return_token_ids", "store", "service_tier"),
 }
 _FIELDS = {
-    "/v1/completions": {*_BOTH, "prompt", "suffix", "best_of"},
+    "/v1/completions": {*_BOTH, "prompt", "suffix", "best_of", "kp"},
     "/v1/chat/completions": {
         *_BOTH,
         *("messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls"),
@@ -81,9 +82,11 @@ class PackMiddleware:
             # The store may be far away, and other requests wait for this thread.
             body["messages"] = await asyncio.to_thread(self._resolved, body.get("messages"), access)
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
-        salt = salt_of(access.namespaces, self.desk.key)
-        rights = Rights(access.namespaces, salt, save=access.write)
-        body |= {"cache_salt": salt, "kv_transfer_params": rights.sign(self.desk.key)}
+        rights = Rights(access.namespaces, salt_of(access.namespaces, self.desk.key), save=access.write)
+        if "kp" in body:
+            rights, computed = await steered(self.desk, self.app, scope, access, body)
+            send = counted(send, computed)
+        body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
         data, given = replay(body, receive)
         headers = [pair for pair in scope["headers"] if pair[0].lower() not in (b"content-length", b"content-type")]
         headers += [(b"content-length", str(len(data)).encode()), (b"content-type", b"application/json")]

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from kp_core.engines.local.altered import altered
+from kp_core.engines.vllm.altered import Below
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.files import PackFiles
@@ -84,18 +86,23 @@ class StoredPieces:
         """Whether the KV of a pack is stored."""
         with suppress(PackError):
             found = self.store.peek(piece.handle, piece.key)
-            return found is not None and piece.key.fits(found) and found.stored_bytes > 0
+            is_stored = found is not None and piece.key.fits(found) and found.stored_bytes > 0
+            return is_stored and self.store.is_sealed(piece.handle, piece.key)
         return False
 
     def has_prefix(self, piece: Piece) -> bool:
         """Whether the KV of all that stands before a pack is stored."""
         return self.store.kept.has(self._head(piece), (piece.handle.namespace,))
 
-    def read(self, piece: Piece, start: int) -> KVTensors:
-        """The KV of a prompt from token `start` to the end of a pack; raises `PackError` where it is lost."""
+    def read(self, piece: Piece | Below, start: int) -> KVTensors:
+        """The KV of a prompt from token `start` to the end of a piece; raises `PackError` where it is lost."""
+        if isinstance(piece, Below):
+            return self._altered(piece).slice(start, piece.stop)
         pack = self.store.get(piece.handle, piece.key)
         if pack.kv is None or not piece.key.fits(pack) or pack.token_ids != piece.token_ids:
             raise PackError(f"The KV of {piece.handle} is not stored any more, or of other tokens.")
+        if self.store.seal is not None and not self.store.seal.holds(pack):
+            raise PackError(f"The KV of {piece.handle} does not carry the MAC of this server's key.")
         if start >= piece.start:
             return pack.kv.slice(start - piece.start, len(piece.token_ids))
         head = self.store.kept.read(self._head(piece), (piece.handle.namespace,))
@@ -103,14 +110,17 @@ class StoredPieces:
             raise PackError(f"The KV of what stands before {piece.handle} is not stored any more.")
         return KVTensors.concat([head.slice(start, piece.start), pack.kv])
 
-    def write(self, piece: Piece, kv: KVTensors) -> None:
-        """Store what the server computed: `kv` is that of all tokens up to the end of the pack."""
+    def write(self, piece: Piece | Below, kv: KVTensors) -> None:
+        """Store what the server computed: `kv` is that of all tokens up to the end of the piece."""
         if kv.tokens != piece.stop:
             raise PackError(f"Got KV of {kv.tokens} tokens for {piece.handle}; expected {piece.stop}.")
+        if isinstance(piece, Below):
+            self.store.kept.write(piece.key, kv)
+            return
         if not self.has_prefix(piece) and piece.start:
             self.store.kept.write(self._head(piece), kv.slice(0, piece.start).clone())
         stored = self.store.peek(piece.handle, piece.key)
-        if stored is None or (stored.stored_bytes and piece.key.fits(stored)):
+        if stored is None or self.has(piece):
             return
         made = replace(
             stored,
@@ -119,9 +129,18 @@ class StoredPieces:
             fingerprint=self.model,
             kv=kv.slice(piece.start, piece.stop).clone(),
         )
+        made = made if self.store.seal is None else self.store.seal.sealed(made)
         self.store.put(made.compressed("lossless"))
         if made.key != piece.key:  # A text that was stored for another engine has an entry more.
             self.store.files.note_change()
+
+    def _altered(self, below: Below) -> KVTensors:
+        """What is kept below the last block of a prompt, with that altered."""
+        kv = self.store.kept.read(below.key, below.namespaces)
+        if kv is None or kv.tokens != below.stop:
+            raise PackError("The KV that is to be altered is not stored (any more), or may not be read.")
+        block = below.altered.block(len(below.altered.blocks) - 1)
+        return KVTensors.concat([kv.slice(0, block.start), altered(kv.slice(block.start, block.stop), block)])
 
     def _head(self, piece: Piece) -> EntryKey:
         return EntryKey(self.model, 0, _HEAD, piece.prefix, (), piece.handle.namespace)

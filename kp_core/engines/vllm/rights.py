@@ -8,10 +8,11 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b, sha256
 from typing import Any
 
+from kp_core.engines.vllm.altered import Altered
 from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
 
@@ -28,13 +29,15 @@ _LIVES = 3600.0  # Seconds: a request may wait in vLLM's queue.
 class Rights:
     """The namespaces whose packs a request may load, and whether KV computed for their packs is stored.
 
-    `salt` is the request's `cache_salt`: rights count for that salt alone. `expires` is in seconds since 1970.
+    `salt` is the request's `cache_salt`: rights count for that salt alone. `expires` is in seconds since 1970. With
+    `altered` they count for the prompt that it names alone, and what is altered is part of the salt.
     """
 
     namespaces: tuple[str, ...]
     salt: str
     save: bool = False
     expires: float = 0.0
+    altered: Altered | None = None
 
     def sign(self, key: bytes) -> dict[str, str]:
         """As `kv_transfer_params` of a request."""
@@ -44,26 +47,36 @@ class Rights:
 
     @classmethod
     def read(cls, parameters: object, salt: str | None, key: bytes) -> Rights | None:
-        """What `kv_transfer_params` grant a request with this salt; `None` for what was not signed for it."""
+        """What `kv_transfer_params` grant a request with this salt; `None` for what was not signed for it.
+
+        What is altered reads nothing once it has expired: it then fails, where else plain KV would be computed for it.
+        """
         signed = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
         text, _, mac = str(signed).partition(".")
         if not isinstance(signed, str) or not hmac.compare_digest(_mac(key, text).encode(), mac.encode()):
             return None
         claims: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
-        found = cls(**claims | {"namespaces": tuple(map(check_namespace, claims["namespaces"]))})
-        return found if found.salt == salt and found.expires > time.time() else None
+        altered = Altered.from_dict(claims["altered"]) if claims["altered"] else None
+        names = tuple(map(check_namespace, claims["namespaces"]))
+        found = cls(**claims | {"namespaces": names, "altered": altered})
+        if found.salt != salt:
+            return None
+        if found.expires > time.time():
+            return found
+        return replace(found, namespaces=(), save=False) if altered and altered.blocks else None
 
 
 def _mac(key: bytes, text: str) -> str:
     return hmac.new(key, b"kp-rights-v1\0" + text.encode(), sha256).hexdigest()
 
 
-def salt_of(namespaces: Iterable[str], key: bytes) -> str:
+def salt_of(namespaces: Iterable[str], key: bytes, altered: str = "") -> str:
     """The `cache_salt` of all who may read exactly these namespaces: they share what vLLM caches, nobody else does.
 
-    It names no pack, so that the next search of an agent still finds the prefix of its conversation.
+    It names no pack, so that the next search of an agent still finds the prefix of its conversation; but for KV that
+    is `altered` (`Altered.label`), which only requests that alter the same in the same places share.
     """
-    names = "\0".join(sorted(set(namespaces)))
+    names = "\0".join(sorted(set(namespaces))) + (f"\1{altered}" if altered else "")
     return blake2b(names.encode(), key=key[:64], person=b"kp-salt-v1", digest_size=32).hexdigest()
 
 

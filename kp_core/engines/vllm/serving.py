@@ -30,18 +30,23 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
     return replace(made, dtype=str(dtype), chunk_tokens=_CHUNK_TOKENS, cuts=CUT_RULE, engine="vllm")
 
 
-def transfer_config(store: str, identity: ModelFingerprint) -> dict[str, Any]:
-    """The value of `--kv-transfer-config` with which vLLM reads and keeps the packs of `store`."""
+def transfer_config(store: str, identity: ModelFingerprint, *, sealed: bool = False) -> dict[str, Any]:
+    """The value of `--kv-transfer-config` with which vLLM reads and keeps the packs of `store`.
+
+    With `sealed` it reads only entries with a MAC of the server's key.
+    """
     return {
         "kv_connector": "PackConnector",
         "kv_connector_module_path": "kp_core.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"store": str(store), "identity": identity.to_dict()},
+        "kv_connector_extra_config": {"store": str(store), "identity": identity.to_dict(), "sealed": sealed},
     }
 
 
-def arguments(model: str, store: str, identity: ModelFingerprint, host: str, port: int) -> list[str]:
+def arguments(  # noqa: PLR0913 - what one server is
+    model: str, store: str, identity: ModelFingerprint, host: str, port: int, *, sealed: bool = False
+) -> list[str]:
     """The options of `vllm serve` that serve a model with packs."""
     import torch
 
@@ -51,7 +56,7 @@ def arguments(model: str, store: str, identity: ModelFingerprint, host: str, por
         "--dtype": identity.dtype,
         "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
         "--middleware": "kp_core.engines.vllm.middleware.PackMiddleware",
-        "--kv-transfer-config": json.dumps(transfer_config(store, identity)),
+        "--kv-transfer-config": json.dumps(transfer_config(store, identity, sealed=sealed)),
         # It reads the grammars that clients of ours send.
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }

@@ -1,0 +1,134 @@
+"""Steered KV through a real server, MACs of what lies in the store, and a second server on the same store."""
+
+from dataclasses import replace
+
+import pytest
+
+from kp_core import KVTensors, PackStore, load_engine
+from kp_core.edit import amend
+from kp_core.packs.handle import Handle
+from kp_core.packs.pack import PackKey
+from kp_core.steering import preset
+from tests.vllm.test_served import loaded
+
+
+@pytest.fixture(scope="module")
+def formal(smol):
+    return smol.make_steering(preset("formal")[:4], progress=False)
+
+
+class Both:
+    """The same request to the server and to the engine here, each with a store of its own."""
+
+    def __init__(self, server, smol, folder):
+        self.server, self.here, self.local, self._there = server, smol, PackStore(folder), {}
+
+    @property
+    def there(self):
+        if self.server.url not in self._there:  # It has another one after each start.
+            self._there = {self.server.url: load_engine(engine=self.server.url, api_key=self.server.keys["own"])}
+        return self._there[self.server.url]
+
+    def ask(self, content, texts, **options):
+        """The answers to `content`, a string or messages, in which `{0}` is the first of `texts`, as a pack."""
+        found = []
+        for session, store in ((self.there, self.server.store), (self.here, self.local)):
+            packs = [session.build_pack(each, namespace="own", lazy=True) for each in texts]
+            handles = [store.put(pack) for pack in packs]
+            said = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            messages = [{**each, "content": each["content"].format(*handles)} for each in said]
+            found.append(session.generate(messages, view=store.view("own"), **options))
+        return found
+
+
+@pytest.fixture
+def both(server, smol, tmp_path):
+    return Both(server, smol, tmp_path)
+
+
+def test_steered_answers_are_those_of_the_local_engine(both, formal, questions):
+    different, moved = [], 0
+    for number, (question, text) in enumerate(questions):
+        content = f"{{0}}\n{question}"
+        alpha, scope = [(1.5, "pack"), (2.0, "system")][number % 2]
+        steered = {"steering": (formal, alpha), "scope": scope, "max_tokens": 12}
+        there, here = both.ask(content, [text], **steered)
+        assert there.prompt.token_ids == here.prompt.token_ids
+        if scope == "pack":
+            assert there.usage.computed_tokens == len(there.prompt)
+        if there.text != here.text:
+            different.append((question, there.text, here.text))
+        if number < 4:
+            # What was altered is found by nobody who did not ask for it, and again by who does.
+            plain, expected = both.ask(content, [text], max_tokens=12)
+            moved += here.text != expected.text
+            assert plain.text == expected.text
+            again = both.ask(content, [text], **steered)[0]
+            assert again.text == there.text
+            assert again.usage.computed_tokens < there.usage.computed_tokens
+    assert len(different) <= len(questions) // 20, different
+    assert moved  # The test can fail.
+
+
+def test_blocks_of_a_conversation_see_those_before_them(both, formal, questions):
+    (_, first), (question, second) = questions[2:4]
+    messages = [
+        {"role": "user", "content": "{0}\nRemember this."},
+        {"role": "assistant", "content": "I shall."},
+        {"role": "user", "content": f"{{1}}\n{question}"},
+    ]
+    options = {"steering": (formal, 2.0), "scope": "pack", "max_tokens": 12}
+    there, here = both.ask(messages, [f"Of old. {first}", second], **options)
+    assert there.text == here.text
+    assert there.usage.computed_tokens == len(there.prompt)
+
+
+def test_an_edited_pack_is_a_pack(both, questions):
+    """Its erratum, too, is read from the KV that the engine here computed."""
+    server, smol = both.server, both.here
+    text = "The lighthouse of Vint Harbour was built by Osk Merrel in the year 214.\n" + questions[5][1]
+    pack = amend(smol.build_pack(text, namespace="own"), "Osk Merrel", "Ines Tarn", smol, squash_above=1.0)
+    assert pack.text.startswith(text)
+    asked = f"{server.store.put(pack)}\nWho built the lighthouse?"
+    server.compile(questions[5][1])  # And what stands before packs.
+    before = loaded(server)
+    said, usage = server.chat(asked, max_tokens=12)
+    assert loaded(server) - before == usage["prompt_tokens_details"]["cached_tokens"] >= len(pack.token_ids)
+    here = f"{both.local.put(pack)}\nWho built the lighthouse?"
+    assert said == smol.generate(here, view=both.local.view("own"), max_tokens=12).text
+
+
+def test_a_second_server_reads_what_the_first_one_sealed_and_nothing_else(both, formal):
+    """Two servers with one key and one store, in turn: nothing is lost, and nothing forged is used."""
+    server, key = both.server, "7e" * 32
+    foreign = server.compile("The foundry of Oriel casts one bell a year, and melts it down again in spring. " * 3)
+    server.stop()
+    server.start(KP_SERVE_KEY=key)
+    assert not server.ask(f"/v1/packs/{foreign['handle']}")[1]["compiled"]
+    right, usage = server.chat(f"{foreign['handle']}\nWhat is cast?")
+    assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) == loaded(server) == 0
+    mine = server.compile("The ropewalk of Dunmere is nine hundred paces long, and closed whenever it rains. " * 3)
+    text, _ = server.chat(f"{mine['handle']}\nHow long?")
+    own = "The mill at Hale grinds rye on Mondays and stands still for the rest of the week. " * 3
+    steered = {"steering": (formal, 1.5), "scope": "pack", "max_tokens": 8}
+    first, _ = both.ask("{0}\nWhen does it grind?", [own], **steered)
+    forged = server.compile("The ferry of Wick carries forty goats at most, and never on a Sunday. " * 3)
+    said, _ = server.chat(f"{forged['handle']}\nHow many goats?")
+    identity = both.there.fingerprint
+    server.stop()
+    handle = Handle.parse(forged["handle"])
+    pack = server.store.get(handle, PackKey(identity))
+    wrong = KVTensors(pack.kv.keys, tuple(value * 3 for value in pack.kv.values))
+    server.store.put(replace(pack, kv=wrong))
+    server.start(KP_SERVE_KEY=key)
+    for each, asked, answer in ((foreign, "What is cast?", right), (mine, "How long?", text)):
+        before = loaded(server)
+        again, usage = server.chat(f"{each['handle']}\n{asked}")
+        assert again == answer
+        assert loaded(server) - before == usage["prompt_tokens_details"]["cached_tokens"] >= each["tokens"]
+    second, _ = both.ask("{0}\nWhen does it grind?", [own], **steered)
+    assert second.text == first.text
+    assert second.usage.computed_tokens < first.usage.computed_tokens / 2
+    before = loaded(server)
+    assert server.chat(f"{forged['handle']}\nHow many goats?")[0] == said
+    assert loaded(server) == before
