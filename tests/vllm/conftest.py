@@ -30,10 +30,10 @@ TENANTS = tuple(f"tenant-{number}" for number in range(8))
 
 
 class Server:
-    """The process, its address, its store and its keys by namespace."""
+    """The process, its address, its store (in the folder, or at `place`) and its keys by namespace."""
 
-    def __init__(self, folder):
-        self.folder, self.path = folder, folder / "packs"
+    def __init__(self, folder, place=None):
+        self.folder, self.path = folder, place or folder / "packs"
         self.store = PackStore(self.path)
         self.keys = {name: add_key(folder / "keys.json", [name], write=True) for name in ("own", "plain", *TENANTS)}
         self.reader = add_key(folder / "keys.json", ["own"])
@@ -48,6 +48,7 @@ class Server:
         # The log of a failed start is what one wants to see.
         self.log = (self.folder / "server.log").open("ab")
         ours = ["serve", str(self.model), "--store", str(self.path), "--keys", str(self.folder / "keys.json")]
+        ours += ["--facts", str(self.folder / "facts")]
         vllms = ["--max-model-len", "2048", "--max-num-batched-tokens", "1024", "--max-num-seqs", "8"]
         self.process = subprocess.Popen(  # noqa: S603 - our own command
             [sys.executable, "-m", "kp_core.cli", *ours, "--port", str(port), "--dtype", "float32", "--", *vllms],
