@@ -83,7 +83,9 @@ class CompileOptions(ModelOptions):
                 texts.append(unit.text)
         cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
         about: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
-        if isinstance(session.engine, VLLMEngine) and self.kv == "stored":  # Which bytes and time it takes, it alone knows.
+        if (
+            isinstance(session.engine, VLLMEngine) and self.kv == "stored"
+        ):  # Which bytes and time it takes, it alone knows.
             return about | {"server": session.engine.base_url}
         return about | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
 
@@ -142,8 +144,8 @@ def say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
     """Print a plan in one line, and a warning when it fills the disk."""
     if "server" in plan:
         typer.echo(
-            f"To compile by {plan['server']}: {plan['packs']:,} packs of {plan['tokens']:,} tokens; known to be compiled "
-            f"already: {plan['stored']:,}.",
+            f"To compile by {plan['server']}: {plan['packs']:,} packs of {plan['tokens']:,} tokens; known to be "
+            f"compiled already: {plan['stored']:,}.",
             err=err,
         )
         return

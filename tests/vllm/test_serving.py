@@ -84,10 +84,19 @@ def test_a_collection_is_compiled_by_the_server(server, tmp_path):
     before = counts(server)["kp_packs_compiled_total"]
     build = ["build", "isles", "facts.jsonl", "--namespace", "own", "--compile", "--engine", server.url, "--json"]
     build += ["--packs", str(server.path)]
-    environment = {**os.environ, **SETTINGS, "KP_API_KEY": server.keys["own"], "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", "")}
+    environment = {
+        **os.environ,
+        **SETTINGS,
+        "KP_API_KEY": server.keys["own"],
+        "PYTHONPATH": str(ROOT) + os.pathsep + os.environ.get("PYTHONPATH", ""),
+    }
     for compiled in (12, 0):
         done = subprocess.run(  # noqa: S603 - our own
-            [sys.executable, "-m", "kp_core.cli", *build], cwd=tmp_path, env=environment, capture_output=True, check=True
+            [sys.executable, "-m", "kp_core.cli", *build],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            check=True,
         )
         assert json.loads(done.stdout)["plan"]["packs"] == compiled, done.stderr
         assert counts(server)["kp_packs_compiled_total"] == before + 12

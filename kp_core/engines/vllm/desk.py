@@ -143,7 +143,9 @@ class Desk:
         served = await self._about(app, scope, access)
         ids = [*prefix.token_ids, *job.token_ids]
         if len(ids) >= served["max_positions"]:
-            raise HTTPError(400, f"The text has {len(job.token_ids)} tokens; the model reads {served['max_positions']}.")
+            raise HTTPError(
+                400, f"The text has {len(job.token_ids)} tokens; the model reads {served['max_positions']}."
+            )
         pack = KnowledgePack(text, known, job.token_ids, prefix, self.identity, provenance=about)
         handle = await asyncio.to_thread(self.store.put, pack)
         told = await asyncio.to_thread(self._told, handle, pack.key)

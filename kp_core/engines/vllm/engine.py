@@ -135,7 +135,12 @@ class VLLMEngine:
 
         Raises `PackError` for a text that can be no pack there, `ModelError` for all else.
         """
-        body = {"text": text, "namespace": namespace, "compiled_for": compiled_for, "provenance": dict(provenance or {})}
+        body = {
+            "text": text,
+            "namespace": namespace,
+            "compiled_for": compiled_for,
+            "provenance": dict(provenance or {}),
+        }
         with self._errors():
             response = self._client.post(f"{self.base_url}/v1/packs", json=body)
             if response.status_code in (400, 413):

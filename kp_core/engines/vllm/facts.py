@@ -21,10 +21,14 @@ _FIELDS = ("text", "title", "source", "metadata", "id", "expires")
 _MOST, _AT_ONCE = 1000, 16  # Facts of one request, and how many of these vLLM is given at a time.
 
 
-async def answer_facts(desk: Desk, app: App, scope: Scope, access: Access, receive: Receive, send: Send) -> None:
+async def answer_facts(  # noqa: PLR0913 - what comes with a request
+    desk: Desk, app: App, scope: Scope, access: Access, receive: Receive, send: Send
+) -> None:
     """One request below `/v1/facts`; a fact is a pack of its own, and both come and go together."""
     if desk.facts is None:
-        raise HTTPError(404, "This server has no facts. Start it with `kp serve MODEL --store PLACE --facts COLLECTION`.")
+        raise HTTPError(
+            404, "This server has no facts. Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
+        )
     method, name = scope["method"], scope["path"].removeprefix("/v1/facts").removeprefix("/")
     facts = _Facts(desk, desk.facts)
     if (method, name) == ("POST", ""):
@@ -65,7 +69,8 @@ class _Facts:
             about = {"title": fact.title, "source": fact.source, "unit": "fact"}
             async with turn:
                 await self._desk.compile(
-                    *(app, scope, access, fact.text, namespace, where), {key: said for key, said in about.items() if said}
+                    *(app, scope, access, fact.text, namespace, where),
+                    {key: said for key, said in about.items() if said},
                 )
 
         # First the packs: a fact whose pack cannot be made would be in the way of every search.

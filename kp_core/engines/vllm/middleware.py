@@ -13,10 +13,10 @@ from kp_core.engines.vllm.desk import Desk
 from kp_core.engines.vllm.facts import answer_facts
 from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
-from kp_core.errors import BankLockedError, KnowledgePackError
+from kp_core.errors import BankError, BankLockedError, KnowledgePackError
 from kp_core.packs.handle import find_handles
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.view import PackRef
+from kp_core.packs.view import PackRef, PackView
 
 __all__ = ["PackMiddleware"]
 
@@ -116,13 +116,14 @@ class PackMiddleware:
         """The messages with texts in the place of handles, the packs of these, and how many handles were left."""
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
-        view = self.desk.store.view(*access.namespaces, trusted_roles=access.trusted_roles)
+        # The connector finds packs in text by their tokens; here that would change nothing.
+        view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
         brought, left = list[KnowledgePack](), 0
 
         def text(said: str, role: str) -> str:
             nonlocal left
             parts = view.split(said, role)
-            brought.extend(part.pack for part in parts if isinstance(part, PackRef) and not part.recognised)
+            brought.extend(part.pack for part in parts if isinstance(part, PackRef))
             left += sum(len(find_handles(part)) for part in parts if isinstance(part, str))
             return "".join(part.text if isinstance(part, PackRef) else part for part in parts)
 
@@ -142,9 +143,11 @@ def _refusal(error: Exception) -> HTTPError:
     """What a client is told of an error: never a traceback, nor where things are on the server."""
     if isinstance(error, HTTPError):
         return error
-    if isinstance(error, OSError | BankLockedError):
-        logger.error("The store of packs or facts cannot be used: %s", error)  # noqa: TRY400 - said in a line
-        reason = getattr(error, "strerror", None) or type(error).__name__
+    # A database that fails is behind a `BankError`; what the client got wrong is behind none, or a `ValueError`.
+    fails = isinstance(error, BankError) and not isinstance(error.__cause__, ValueError | KnowledgePackError | None)
+    if fails or isinstance(error, OSError | BankLockedError):
+        logger.error("The store of packs or facts cannot be used: %s", error)
+        reason = getattr(error, "strerror", None) or type(error.__cause__ or error).__name__
         return HTTPError(503, f"The server's store cannot be used now ({reason}). Try again later.")
     if isinstance(error, KnowledgePackError):
         return HTTPError(400, str(error))

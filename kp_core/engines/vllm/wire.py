@@ -70,7 +70,9 @@ def replay(body: object, receive: Receive) -> tuple[bytes, Receive]:
     try:
         data = json.dumps(body, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
-        raise HTTPError(400, f"The body cannot be passed on ({error}). Expected finite numbers, nested less.") from error
+        raise HTTPError(
+            400, f"The body cannot be passed on ({error}). Expected finite numbers, nested less."
+        ) from error
     waiting = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def given() -> MutableMapping[str, Any]:
