@@ -11,6 +11,7 @@ import httpx
 import pytest
 import uvicorn
 
+from benchmarks import s3server
 from kp_core import KVTensors, MemoryFactStore, PackStore, Prefix, find_handles, load_engine, strip_handles
 from kp_core.engines.vllm.access import Keys, add_key
 from kp_core.engines.vllm.answers import Answer
@@ -32,14 +33,15 @@ class Served(Gate):
     The keys `a`, `b` and `default` read and write the namespace of their name; `reader` reads `a`.
     """
 
-    def __init__(self, folder, facts=None):
+    def __init__(self, folder, facts=None, store=None):
         super().__init__(folder, tiny_engine(), None)
+        self.store = self.store if store is None else store
         names = {"a": "a", "b": "b", "default": "default", "reader": "a"}
         file = Path(folder) / "keys.json"
         self.keys = {key: add_key(file, [name], write=key != "reader") for key, name in names.items()}
         tokenizer, self.session = self.gate.desk.tokenizer, tiny_engine()
         facts = MemoryFactStore(HashEmbedder()) if facts is None else facts
-        self.gate.desk = replace(self.gate.desk, facts=facts, keys=Keys(file))
+        self.gate.desk = replace(self.gate.desk, facts=facts, keys=Keys(file), store=self.store)
         self.gate.desk.__dict__["tokenizer"] = tokenizer
         self.gate.app, self.says, self.computed = self._inner, "", 0
 
@@ -224,6 +226,25 @@ def test_facts_in_a_collection_are_there_after_a_restart(tmp_path):
     with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as facts:
         server = Served(tmp_path / "one", facts)
         assert server.ask("POST", "/v1/facts/search", {"question": TEXT}).json()["data"][0]["handle"] == told["handle"]
+
+
+@pytest.mark.slow
+def test_two_servers_share_a_bucket(s3_server, tmp_path, monkeypatch):
+    key, secret = s3server.KEYS["owner"]
+    about = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_ENDPOINT_URL": s3_server}
+    for name, value in {**about, "KP_SECRET": "5e" * 32, "KP_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    for name in "12":
+        (tmp_path / name).mkdir()
+    one, two = (Served(tmp_path / name, store=PackStore("s3://packs/two-servers")) for name in "12")
+    [fact] = one.add(TEXT)["data"]
+    assert two.ask("GET", f"/v1/packs/{fact['handle']}").json()["compiled"]
+    assert two.chat(messages=[{"role": "user", "content": fact["handle"]}])[1]["messages"][0]["content"] == TEXT
+    # What one has compiled, the other does not compute.
+    assert two.ask("POST", "/v1/packs", {"text": TEXT, "namespace": "a"}).json()["handle"] == fact["handle"]
+    assert (one.computed, two.computed) == (1, 0)
+    one.ask("DELETE", f"/v1/facts/{fact['id']}")
+    until(lambda: two.ask("GET", f"/v1/packs/{fact['handle']}").status_code == 404)
 
 
 def test_a_store_that_is_away_is_said_and_not_where_it_is(server, tmp_path):
