@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Kp, as_json
-from tests.core.engines.test_serving_facts import Served, address, server
+from tests.core.engines.gate import Served, address, server
 
 __all__ = ["address", "server"]
 
