@@ -30,10 +30,10 @@ TENANTS = tuple(f"tenant-{number}" for number in range(8))
 
 
 class Server:
-    """The process, its address, its store (in the folder, or at `place`) and its keys by namespace."""
+    """The process, its address, its store and its keys by namespace."""
 
-    def __init__(self, folder, place=None):
-        self.folder, self.path = folder, place or folder / "packs"
+    def __init__(self, folder):
+        self.folder, self.path = folder, folder / "packs"
         self.store = PackStore(self.path)
         self.keys = {name: add_key(folder / "keys.json", [name], write=True) for name in ("own", "plain", *TENANTS)}
         self.reader = add_key(folder / "keys.json", ["own"])

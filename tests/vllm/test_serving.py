@@ -13,11 +13,10 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from benchmarks import s3server
 from kp_core import load_engine
 from kp_core.errors import ModelError, UnsupportedModelError
 from tests.conftest import DEMO
-from tests.vllm.conftest import ROOT, SETTINGS, Server
+from tests.vllm.conftest import ROOT, SETTINGS
 
 COIN = "The coin of the Orrelay Isles is the tallin, a square piece of bronze with a round hole in it.\n" * 2
 
@@ -153,28 +152,3 @@ def test_what_packs_do_not_fit_into_is_refused():
             check(**wrong)
     with pytest.raises(UnsupportedModelError, match="2 kinds"):
         check(groups=2)
-
-
-def test_packs_in_object_storage_survive_the_server(server, s3_server, tmp_path, monkeypatch):
-    key, secret = s3server.KEYS["owner"]
-    for name, value in {
-        "AWS_ACCESS_KEY_ID": key,
-        "AWS_SECRET_ACCESS_KEY": secret,
-        "AWS_ENDPOINT_URL": s3_server,
-        "KP_SECRET": "5e" * 32,
-        "KP_CACHE": str(tmp_path / "cache"),
-    }.items():
-        monkeypatch.setenv(name, value)
-    server.stop()
-    far = Server(tmp_path, "s3://packs/served")
-    try:
-        far.start()
-        pack = far.compile(COIN)
-        said, _ = far.chat(f"{pack['handle']}\nWhat is the coin called?")
-        far.stop()
-        again, usage = far.start().chat(f"{pack['handle']}\nWhat is the coin called?")
-        assert again == said
-        assert usage["prompt_tokens_details"]["cached_tokens"] >= pack["tokens"]
-    finally:
-        far.stop()
-        server.start()
