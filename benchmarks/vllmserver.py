@@ -32,7 +32,8 @@ _STOP_SECONDS = 60
 class KpServer:
     """The process, its address, its store and its keys by namespace; started by `start`, as often as one likes.
 
-    `options` are those of `vllm serve`, `environment` what differs from this process's.
+    `options` are those of `vllm serve`, `ours` further ones of `kp serve`, `environment` what differs from this
+    process's.
     """
 
     def __init__(  # noqa: PLR0913 - what a server is
@@ -43,12 +44,14 @@ class KpServer:
         *,
         dtype: str = "float32",
         options: Sequence[str] = (),
+        ours: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder, self.path, self.model = folder, folder / "packs", model
         self.store = PackStore(self.path)
         self.keys = {name: add_key(folder / "keys.json", [name], write=True) for name in namespaces}
         self.dtype, self.options, self.environment = dtype, list(options), {**SETTINGS, **(environment or {})}
+        self.ours = list(ours)
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
@@ -60,7 +63,7 @@ class KpServer:
         self.url = f"http://127.0.0.1:{port}"
         log = self.folder / "server.log"
         ours = ["serve", self.model, "--store", str(self.path), "--keys", str(self.folder / "keys.json")]
-        options = ["--port", str(port), "--dtype", self.dtype, "--", *self.options]
+        options = [*self.ours, "--port", str(port), "--dtype", self.dtype, "--", *self.options]
         with log.open("ab") as out:
             self.process = subprocess.Popen(  # noqa: S603 - our own command
                 [sys.executable, "-m", "kp_core.cli", *ours, *options],

@@ -20,7 +20,7 @@ from kp_core.packs.view import Packs
 from kp_core.rates import MUCH_BYTES, CompileCost, compile_cost
 from kp_core.units import Unit
 
-__all__ = ["compile_facts", "open_facts", "refuse_unreadable"]
+__all__ = ["compile_facts", "open_facts", "provenance_of", "refuse_unreadable"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         made |= {(space, text): stored[text] for text in done}
         missing = [text for text in wanted if text not in done]
         held = {text: _edited(store.peek(stored[text])) for text in missing if text in stored}
-        about = [_provenance(wanted[text], unit) | held.get(text, {}) for text in missing]
+        about = [provenance_of(wanted[text], unit) | held.get(text, {}) for text in missing]
         if progress and len(missing) >= _MANY:
             _say_cost(compile_cost(missing, engine, lazy=lazy, compress=compress))
         for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
@@ -91,7 +91,8 @@ def _say_cost(cost: CompileCost) -> None:
     )
 
 
-def _provenance(fact: Fact, unit: Unit) -> dict[str, str]:
+def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
+    """What goes into the pack of a unit beside its text: `Delivery.gc` knows by it what was made of facts."""
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
     about = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
     return {name: said for name, said in about.items() if said}

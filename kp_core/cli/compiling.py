@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,8 +14,11 @@ import typer
 
 from kp_core.cli.ingesting import bar_of
 from kp_core.cli.shared import ModelOptions
+from kp_core.compiling import provenance_of
 from kp_core.delivery import Compress, Delivery, Unit
 from kp_core.engines.session import Session
+from kp_core.engines.vllm.engine import VLLMEngine
+from kp_core.errors import PackError
 from kp_core.facts import Fact, FactStore
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import NUMERICS
@@ -22,7 +27,9 @@ from kp_core.rates import MUCH_BYTES, compile_cost, measure_rates, near_folder
 
 __all__ = ["CompileOptions", "say_plan", "units_of"]
 
-_BATCH = 64
+logger = logging.getLogger(__name__)
+
+_BATCH, _AT_ONCE = 64, 8
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,10 @@ class CompileOptions(ModelOptions):
 
     def chosen(self, session: Session, folder: Path | None = None) -> Compression:
         """How KV is stored in `folder`; under `auto` that is measured there, or among temporary files."""
+        if isinstance(session.engine, VLLMEngine):
+            if self.compress not in ("auto", "lossless"):
+                raise typer.BadParameter(f"Got --compress {self.compress}; a server stores KV lossless.")
+            return "none"  # What is stored from here is text.
         if self.compress != "auto":
             return self.compress
         if self.kv == "lazy":
@@ -69,12 +80,16 @@ class CompileOptions(ModelOptions):
             else:
                 texts.append(unit.text)
         cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
-        about = {"packs": cost.packs, "tokens": cost.tokens, "bytes": cost.nbytes, "minutes": cost.seconds / 60}
-        return about | {"stored": stored, "compress": compress}
+        about: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+        if (
+            isinstance(session.engine, VLLMEngine) and self.kv == "stored"
+        ):  # Which bytes and time it takes, it alone knows.
+            return about | {"server": session.engine.base_url}
+        return about | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
 
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
         """Say what it takes, and compile; an interrupted run goes on where it stopped."""
-        compress = self.chosen(session, near_folder(store))
+        compress, server = self.chosen(session, near_folder(store)), session.engine
         delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
         units = delivery.all_units()
         plan = self.plan(units, store, session, compress)
@@ -82,9 +97,36 @@ class CompileOptions(ModelOptions):
         with bar_of("Compiling", len(units), "pack") as bar:
             for at in range(0, len(units), _BATCH):
                 part = units[at : at + _BATCH]
-                delivery.compile(part, progress=False)
-                bar.update(len(part))
+                handles = delivery.compile(part, progress=False)
+                if isinstance(server, VLLMEngine) and self.kv == "stored":
+                    made = [unit for unit, handle in zip(part, handles, strict=True) if handle]
+                    _by_server(server, made, self.unit, progress=bar.update)
+                    bar.update(len(part) - len(made))
+                else:
+                    bar.update(len(part))
         return plan
+
+
+def _by_server(engine: VLLMEngine, units: Iterable[Fact], unit: Unit, *, progress: Callable[[int], object]) -> None:
+    """Have a server compile texts, some at a time, as it batches them; it answers at once for what it has.
+
+    What it refuses is left out, with a warning. Raises `ModelError` when the server is away or refuses the key.
+    """
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        waiting = {
+            pool.submit(engine.compile, each.text, each.namespace, "user", provenance_of(each, unit)): each
+            for each in units
+        }
+        try:
+            for done in as_completed(waiting):
+                try:
+                    done.result()
+                except PackError as error:
+                    logger.warning("Fact %s is not compiled: %s", waiting[done].id, error)
+                progress(1)
+        finally:
+            for each in waiting:
+                each.cancel()
 
 
 def units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
@@ -98,6 +140,13 @@ def units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
 
 def say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
     """Print a plan in one line, and a warning when it fills the disk."""
+    if "server" in plan:
+        typer.echo(
+            f"To compile by {plan['server']}: {plan['packs']:,} packs of {plan['tokens']:,} tokens; known to be "
+            f"compiled already: {plan['stored']:,}.",
+            err=err,
+        )
+        return
     size, compress = plan["bytes"], plan["compress"]
     stored = "" if compress == "none" else f" ({compress})"
     typer.echo(

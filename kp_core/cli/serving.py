@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -20,13 +21,22 @@ from kp_core.packs.store import PackStore
 __all__ = ["key", "serve"]
 
 _Namespaces = Annotated[list[str], typer.Option("--namespace", metavar="NAME", help="May be given several times.")]
+_OURS = ("--host", "--port", "--dtype", "--model", "--kv-transfer-config", "--uds")
 _KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="The file of keys; made where there is none.")]
 
 
 def serve(  # noqa: PLR0913 - one parameter per option
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name on the hub.")],
     *,
-    store: Annotated[str, typer.Option(metavar="PLACE", help="Where the packs are: a folder.")],
+    store: Annotated[
+        str, typer.Option(metavar="PLACE", help="Where the packs are: a folder, or a URL such as s3://bucket/prefix.")
+    ],
+    facts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COLLECTION", help="Facts to search and change under /v1/facts; made where there are none."
+        ),
+    ] = None,
     keys: Annotated[Path | None, typer.Option(metavar="FILE", help="Who may read what; see `kp key`.")] = None,
     namespace: _Namespaces = ["default"],  # noqa: B006 - typer reads it
     host: Annotated[str, typer.Option(help="The address to listen at; other than this machine needs --keys.")] = (
@@ -45,12 +55,16 @@ def serve(  # noqa: PLR0913 - one parameter per option
     from kp_core.engines.vllm.desk import VARIABLE
     from kp_core.engines.vllm.rights import KEY_VARIABLE, server_key
     from kp_core.engines.vllm.serving import arguments, served_identity
+    from kp_core.facts.chroma import ChromaFactStore
 
     if keys is None and not _is_local(host):
         raise ModelError(f"Got --host {host} and no --keys; expected keys for what others can reach (`kp key FILE`).")
     # What is wrong is known before a model is loaded.
     Keys(keys, None if keys else Access(tuple(namespace)))
+    _check_options(more or ())
     PackStore(store)
+    if facts is not None:
+        ChromaFactStore(facts).close()
     if sealed := bool(os.environ.get(KEY_VARIABLE)):
         server_key()
     else:
@@ -60,7 +74,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
     identity = served_identity(model, dtype)
     about: dict[str, object] = {
         "sealed": sealed,
-        "store": str(store),
+        "store": store,
+        "facts": facts,
         "model": model,
         "keys": keys and str(keys.absolute()),
         "namespaces": namespace,
@@ -85,6 +100,23 @@ def key(
 ) -> None:
     """Make a key for `kp serve`: printed once, stored as a hash."""
     typer.echo(add_key(file, namespace, write=write))
+
+
+def _check_options(given: Sequence[str]) -> None:
+    """Raise `ModelError` for options of vLLM that are ours to set, or with which packs are of no use."""
+    for at, option in enumerate(given):
+        name, _, value = option.replace("_", "-").partition("=")
+        name = name.partition(".")[0]  # `--kv-transfer-config.kv-connector`
+        if name == "--kv-cache-dtype":
+            value = value or "".join(given[at + 1 : at + 2])
+            if value not in ("auto", "float32", "bfloat16", "float16"):  # Which of these, the connector compares.
+                raise ModelError(
+                    f"Got {name} {value}; packs hold KV in the dtype of the model, and are not rounded into "
+                    "such a cache. Leave the option out, or serve without packs."
+                )
+        # vLLM reads the beginning of a name as the name.
+        if name.startswith("--") and len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
+            raise ModelError(f"Got {name} among the options of vLLM; `kp serve` sets it. Give it before the `--`.")
 
 
 def _is_local(host: str) -> bool:

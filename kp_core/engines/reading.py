@@ -16,12 +16,12 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader
 from kp_core.usage import Usage
 
-__all__ = ["AnswerText", "Reading", "check_time", "usage_of"]
+__all__ = ["MAYBE_HANDLE", "AnswerText", "Reading", "check_time", "usage_of"]
 
-# The end of a text that more text could turn into a handle, or into what may stand before one.
-_MAYBE_HANDLE = re.compile(
+MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
 )
+"""The end of a text that more text could turn into a handle, or into what may stand before one."""
 
 
 class Reading:
@@ -124,7 +124,7 @@ class AnswerText:
     def _held(self) -> int:
         tail = self._raw[self._given :]
         held = next((len(tail) - at for at in range(len(tail)) if self._may_stop(tail[at:])), 0)
-        handle = _MAYBE_HANDLE.search(tail)
+        handle = MAYBE_HANDLE.search(tail)
         return max(held, len(tail) - handle.start() if handle else 0)
 
     def _may_stop(self, tail: str) -> bool:

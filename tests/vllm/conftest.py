@@ -22,7 +22,10 @@ class Server(KpServer):
 
     def __init__(self, folder):
         super().__init__(
-            folder, str(bundled_model()), ("own", "plain", *WAYS, *TENANTS), options=VLLMS, environment=SETTINGS
+            *(folder, str(bundled_model()), ("own", "plain", *WAYS, *TENANTS)),
+            options=VLLMS,
+            ours=["--facts", str(folder / "facts")],
+            environment=SETTINGS,
         )
         self.reader = add_key(folder / "keys.json", ["own"])
 

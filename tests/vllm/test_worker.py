@@ -9,7 +9,8 @@ from importlib.util import find_spec
 import pytest
 
 from kp_core import bundled_model
-from tests.vllm.conftest import ROOT, SETTINGS
+from tests.conftest import DEMO
+from tests.vllm.conftest import SETTINGS
 
 
 def test_every_row_gets_its_tokens_a_second(tmp_path):
@@ -20,7 +21,7 @@ def test_every_row_gets_its_tokens_a_second(tmp_path):
     asked = {"model": str(bundled_model()), "dtype": "float32", "tokens": 4, "rows": rows}
     source, target = tmp_path / "asked.json", tmp_path / "rates.json"
     source.write_text(json.dumps(asked))
-    command = [sys.executable, str(ROOT / "benchmarks" / "vllm_worker.py"), str(source), str(target)]
+    command = [sys.executable, str(DEMO.parents[1] / "benchmarks" / "vllm_worker.py"), str(source), str(target)]
     subprocess.run(command, check=True, env=os.environ | SETTINGS, timeout=560)  # noqa: S603 - our own command
     rates = json.loads(target.read_text())
     assert len(rates) == 2

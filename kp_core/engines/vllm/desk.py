@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from kp_core.engines.vllm.access import Access, Keys
+from kp_core.engines.vllm.counts import Counts
 from kp_core.engines.vllm.rights import Rights, salt_of, server_key
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, call, read_json, send_json
 from kp_core.errors import HandleError, PackNotFoundError
+from kp_core.facts import FactStore
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
@@ -23,7 +25,7 @@ from kp_core.packs.store import PackStore
 from kp_core.prompt.cuts import prefix_of
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["VARIABLE", "Desk"]
+__all__ = ["VARIABLE", "Desk", "asked_namespaces", "need_write", "refuse_unknown"]
 
 VARIABLE = "KP_SERVE"
 """The environment variable that hands JSON with the fields below from `kp serve` to its middleware."""
@@ -31,13 +33,15 @@ VARIABLE = "KP_SERVE"
 
 @dataclass(frozen=True)
 class Desk:
-    """The store, the model's template and the keys of one server."""
+    """The store, the model's template and the keys of one server, its facts where it has some, and what it counts."""
 
     store: PackStore
     model: str
     identity: ModelFingerprint
     keys: Keys
     key: bytes
+    facts: FactStore | None = None
+    counts: Counts = field(default_factory=Counts)
 
     @classmethod
     def of_environment(cls) -> Desk:
@@ -45,9 +49,14 @@ class Desk:
         given = json.loads(os.environ[VARIABLE])
         everybody = None if given["keys"] else Access(tuple(given["namespaces"]), write=True)
         identity = ModelFingerprint.from_dict(given["identity"])
+        facts = None
+        if given["facts"] is not None:
+            from kp_core.facts.chroma import ChromaFactStore
+
+            facts = ChromaFactStore(given["facts"])
         key = server_key()
         store = PackStore(given["store"], seal=key if given["sealed"] else None)
-        return cls(store, given["model"], identity, Keys(given["keys"], everybody), key)
+        return cls(store, given["model"], identity, Keys(given["keys"], everybody), key, facts)
 
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
@@ -73,16 +82,23 @@ class Desk:
                     400, f"Got the text of the special token {found!r}, which would not stay text. Remove it."
                 )
 
+    def tokens_of(self, pack: KnowledgePack) -> int:
+        """The tokens of a pack, but for one or two that merge with what stands around it."""
+        if pack.token_ids and pack.fingerprint.same_model(self.identity):
+            return len(pack.token_ids)
+        return len(self.tokenizer.encode(pack.text, add_special_tokens=False))
+
     async def answer(self, app: App, scope: Scope, access: Access, receive: Receive, send: Send) -> None:
         """One request below `/v1/packs`."""
         method, name = scope["method"], scope["path"].removeprefix("/v1/packs").strip("/")
         if (method, name) == ("GET", "model"):
             return await send_json(send, 200, await self._about(app, scope, access))
         if (method, name) == ("POST", ""):
-            return await send_json(send, 200, await self._compile(app, scope, access, await read_json(receive)))
+            body = await read_json(receive)
+            refuse_unknown(body, {"text", "namespace", "compiled_for", "provenance"})
+            return await send_json(send, 200, await self.compile(app, scope, access, **{"text": None} | body))
         if (method, name) == ("GET", ""):
-            asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("namespace", access.namespaces)
-            names = [each for each in asked if each in access.namespaces]
+            names = asked_namespaces(scope, access)
             found = await asyncio.to_thread(lambda: [str(each) for name in names for each in self.store.handles(name)])
             return await send_json(send, 200, {"object": "list", "data": found})
         if method not in ("GET", "DELETE"):
@@ -90,7 +106,7 @@ class Desk:
         handle = self._handle(name, access)
         if method == "GET":
             return await send_json(send, 200, await asyncio.to_thread(self._told, handle))
-        _need_write(access)
+        need_write(access)
         with suppress(PackNotFoundError):  # Deleted meanwhile, by somebody else.
             await asyncio.to_thread(self.store.remove, handle)
         return await send_json(send, 200, {"handle": str(handle), "deleted": True})
@@ -101,28 +117,45 @@ class Desk:
         about = {"model": served["id"], "root": self.model, "max_positions": served["max_model_len"]}
         return {**about, "identity": self.identity.to_dict(), "namespaces": access.namespaces, "write": access.write}
 
-    async def _compile(self, app: App, scope: Scope, access: Access, body: dict[str, Any]) -> dict[str, Any]:
-        _need_write(access)
-        text, namespace, where = body.get("text"), body.get("namespace"), body.get("compiled_for", "user")
-        if unknown := body.keys() - {"text", "namespace", "compiled_for"}:
-            raise HTTPError(400, f"Got the unknown fields {sorted(unknown)}; expected text, namespace, compiled_for.")
-        if not isinstance(text, str) or where not in ("user", "system"):
+    async def compile(  # noqa: PLR0913 - the fields of a body, behind what a request comes with
+        self,
+        app: App,
+        scope: Scope,
+        access: Access,
+        text: object,
+        namespace: object = None,
+        compiled_for: object = "user",
+        provenance: object = None,
+    ) -> dict[str, Any]:
+        """The pack of a text, compiled by the served model unless its KV is stored; raises `HTTPError`."""
+        need_write(access)
+        known = namespace if isinstance(namespace, str) else ""
+        where: Literal["user", "system"] = "system" if compiled_for == "system" else "user"
+        if not isinstance(text, str) or compiled_for != where:
             raise HTTPError(400, "Expected 'text', a string, and 'compiled_for' of 'user' or 'system'.")
-        if namespace not in access.namespaces:
+        if known not in access.namespaces:
             raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(access.namespaces)}.")
+        about = {} if provenance is None else provenance
+        if not isinstance(about, Mapping) or not all(isinstance(each, str) for each in about.values()):
+            raise HTTPError(400, "Expected 'provenance' of texts, e.g. {'title': 'Refunds'}.")
         self.refuse_special(text)
         job = await asyncio.to_thread(self.template.tokenise_pack, text, where)
         prefix = prefix_of(job.prompt, job.prompt.spans[0], int(self.identity.chunk_tokens))
-        about = await self._about(app, scope, access)
+        served = await self._about(app, scope, access)
         ids = [*prefix.token_ids, *job.token_ids]
-        if len(ids) >= about["max_positions"]:
-            raise HTTPError(400, f"The text has {len(job.token_ids)} tokens; the model reads {about['max_positions']}.")
-        pack = KnowledgePack(text, namespace, job.token_ids, prefix, self.identity)
+        if len(ids) >= served["max_positions"]:
+            raise HTTPError(
+                400, f"The text has {len(job.token_ids)} tokens; the model reads {served['max_positions']}."
+            )
+        pack = KnowledgePack(text, known, job.token_ids, prefix, self.identity, provenance=about)
         handle = await asyncio.to_thread(self.store.put, pack)
+        told = await asyncio.to_thread(self._told, handle, pack.key)
+        if told["compiled"]:  # A run that was interrupted begins anew.
+            return told
         salt = salt_of(access.namespaces, self.key)
-        rights = Rights((namespace,), salt, save=True).sign(self.key)
+        rights = Rights((known,), salt, save=True).sign(self.key)
         ask = {
-            "model": about["model"],
+            "model": served["model"],
             "prompt": ids,
             "max_tokens": 1,
             "cache_salt": salt,
@@ -131,7 +164,8 @@ class Desk:
         status, answer = await call(app, scope, "POST", "/v1/completions", ask)
         if status != 200:
             raise HTTPError(status, f"The pack is stored as text; compiling it failed: {answer}")
-        return await asyncio.to_thread(self._told, handle)
+        self.counts.add(packs_compiled=1)
+        return await asyncio.to_thread(self._told, handle, pack.key)
 
     def _handle(self, name: str, access: Access) -> Handle:
         """The handle in a path, where the key may read it and it is there: all else is the same 404."""
@@ -141,19 +175,32 @@ class Desk:
                 return handle
         raise HTTPError(404, f"There is no pack {name!r}.")
 
-    def _told(self, handle: Handle) -> dict[str, Any]:
-        pack = self.store.peek(handle, PackKey(self.identity))
+    def _told(self, handle: Handle, key: PackKey | None = None) -> dict[str, Any]:
+        key = key or PackKey(self.identity)
+        pack = self.store.peek(handle, key)
         if pack is None:
             raise HTTPError(404, f"There is no pack {str(handle)!r}.")
-        is_ours = pack.fingerprint == self.identity and pack.stored_bytes > 0
-        compiled = is_ours and self.store.is_sealed(handle, PackKey(self.identity))
+        compiled = key.fits(pack) and pack.stored_bytes > 0 and self.store.is_sealed(handle, key)
         about = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids), "compiled": compiled}
         return {**about, "bytes": pack.stored_bytes, "provenance": dict(pack.provenance)}
 
 
-def _need_write(access: Access) -> None:
+def need_write(access: Access) -> None:
+    """Raise `HTTPError` for a key that only reads."""
     if not access.write:
         raise HTTPError(403, "This key reads packs and may not change them. Ask for a key made with --write.")
+
+
+def refuse_unknown(body: Mapping[str, object], fields: Collection[str]) -> None:
+    """Raise `HTTPError` for fields that a body does not have."""
+    if unknown := body.keys() - set(fields):
+        raise HTTPError(400, f"Got the unknown fields {sorted(unknown)}; expected some of {sorted(fields)}.")
+
+
+def asked_namespaces(scope: Scope, access: Access) -> list[str]:
+    """Those in the query (`?namespace=`) that the key reads, else all of the key; those of others are like none."""
+    asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("namespace", access.namespaces)
+    return [name for name in access.namespaces if name in asked]
 
 
 def _strings(value: object) -> Iterator[str]:

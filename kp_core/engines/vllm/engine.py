@@ -12,7 +12,7 @@ import httpx
 
 from kp_core.engines.base import TokenStream
 from kp_core.engines.vllm.altered import COMPUTED, asked
-from kp_core.errors import ModelError, UnsupportedRequestError
+from kp_core.errors import ModelError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Limit, Plan
@@ -130,6 +130,27 @@ class VLLMEngine:
         """Refused: KV stays where it was computed."""
         raise UnsupportedRequestError(f"{self.base_url} gives no KV: {self.lacks['kv']}.")
 
+    def compile(
+        self, text: str, namespace: str, compiled_for: str = "user", provenance: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Have the server compile a text and keep its pack; what it says of that (see `docs/scale.md`).
+
+        Raises `PackError` for a text that can be no pack there, `ModelError` for all else.
+        """
+        body = {
+            "text": text,
+            "namespace": namespace,
+            "compiled_for": compiled_for,
+            "provenance": dict(provenance or {}),
+        }
+        with self._errors():
+            response = self._client.post(f"{self.base_url}/v1/packs", json=body)
+            if response.status_code in (400, 413):
+                raise PackError(f"{self.base_url} does not compile {text[:40]!r}: {_said(response)}")
+            self._check(response)
+            told: dict[str, Any] = response.json()
+            return told
+
     def close(self) -> None:
         """Close connections."""
         self._client.close()
@@ -194,12 +215,7 @@ class VLLMEngine:
     def _check(self, response: httpx.Response) -> None:
         """Raise `ModelError` with what the server says is wrong."""
         if response.is_error:
-            try:
-                error = response.json()["error"]
-                message = str(error["message"] if isinstance(error, dict) else error)
-            except (ValueError, KeyError, TypeError):
-                message = response.text[:200]
-            raise ModelError(f"{self.base_url} answered {response.status_code}: {message}")
+            raise ModelError(f"{self.base_url} answered {response.status_code}: {_said(response)}")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -212,3 +228,12 @@ class VLLMEngine:
                 f"No server of `kp serve` answers at {self.base_url} ({type(error).__name__}: {error}). "
                 "Check the address, and that it has started."
             ) from error
+
+
+def _said(response: httpx.Response) -> str:
+    """What a server says is wrong."""
+    try:
+        error = response.json()["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return response.text[:200]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from kp_core.engines.vllm.access import Access
 from kp_core.engines.vllm.altering import counted, steered
+from kp_core.engines.vllm.answers import Answer
 from kp_core.engines.vllm.desk import Desk
+from kp_core.engines.vllm.facts import answer_facts
 from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
-from kp_core.errors import KnowledgePackError
-from kp_core.packs.view import PackRef
+from kp_core.errors import BankError, BankLockedError, KnowledgePackError
+from kp_core.packs.handle import find_handles
+from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.view import PackRef, PackView
 
 __all__ = ["PackMiddleware"]
 
@@ -38,13 +42,15 @@ _FIELDS = {
 _DROPPED = {"cache_salt", "kv_transfer_params"}
 _REFUSED = {"echo", "prompt_logprobs", "prompt_embeds"}
 _ROLES = {"developer": "system", "function": "tool"}
+# Answers are read on their way out, and so come as they are.
+_OF_THE_BODY = {b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", b"accept-encoding"}
 
 
 class PackMiddleware:
     """Lets through listed endpoints alone, with handles in chat messages resolved for the key, and its rights signed.
 
     A client's own `cache_salt` and `kv_transfer_params` are dropped, unknown fields and what would show the prompt are
-    refused. Everything else, templates and parsers included, is vLLM's own.
+    refused. What the model says has no handles in it. Everything else, templates and parsers included, is vLLM's own.
     """
 
     def __init__(self, app: App) -> None:
@@ -56,12 +62,21 @@ class PackMiddleware:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1008})
+        started = False
+
+        async def tracked(message: MutableMapping[str, Any]) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
         try:
-            await self._answer(scope, receive, send)
-        except HTTPError as error:
-            await send_json(send, error.status, error.body)
-        except KnowledgePackError as error:
-            await send_json(send, 400, HTTPError(400, str(error)).body)
+            return await self._answer(scope, receive, tracked)
+        except Exception as error:
+            if started:
+                raise
+            refusal = _refusal(error)
+            self.desk.counts.add(requests_refused=1)
+            await send_json(send, refusal.status, refusal.body)
         return None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,36 +86,48 @@ class PackMiddleware:
         access = self.desk.keys.access(_key_of(scope))
         if access is None:
             raise HTTPError(401, "The API key is missing or not one of this server. Send 'Authorization: Bearer KEY'.")
-        if path == "/v1/packs" or path.startswith("/v1/packs/"):
+        if f"{path}/".startswith("/v1/packs/"):
             return await self.desk.answer(self.app, scope, access, receive, send)
+        if f"{path}/".startswith("/v1/facts/"):
+            return await answer_facts(self.desk, self.app, scope, access, receive, send)
+        if (method, path) == ("GET", "/metrics"):
+            return await self.desk.counts.join(self.app, scope, receive, send)
         if method == "GET" and path in _GET:
             return await self.app(scope, receive, send)
         if method != "POST" or path not in _FIELDS:
-            raise HTTPError(404, f"This server has no {method} {path}; it has {', '.join(sorted(_FIELDS))}, /v1/packs.")
-        body = _checked(await read_json(receive), path)
+            known = ", ".join(sorted(_FIELDS))
+            raise HTTPError(404, f"This server has no {method} {path}; it has {known}, /v1/packs, /v1/facts.")
+        body, tokens = _checked(await read_json(receive), path), None
         if path == "/v1/chat/completions":
             # The store may be far away, and other requests wait for this thread.
-            body["messages"] = await asyncio.to_thread(self._resolved, body.get("messages"), access)
+            body["messages"], brought, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
+            tokens = sum(map(self.desk.tokens_of, brought))
+            self.desk.counts.add(packs_delivered=len(brought), pack_tokens=tokens, handles_left=left)
         rights = Rights(access.namespaces, salt_of(access.namespaces, self.desk.key), save=access.write)
         if "kp" in body:
             rights, computed = await steered(self.desk, self.app, scope, access, body)
             send = counted(send, computed)
         body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
         data, given = replay(body, receive)
-        headers = [pair for pair in scope["headers"] if pair[0].lower() not in (b"content-length", b"content-type")]
+        headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
         headers += [(b"content-length", str(len(data)).encode()), (b"content-type", b"application/json")]
         inner = {**scope, "headers": headers, "query_string": b""}
-        return await self.app(inner, given, send)
+        return await self.app(inner, given, Answer(send, tokens))
 
-    def _resolved(self, messages: object, access: Access) -> list[Any]:
-        """The messages with texts in the place of handles."""
+    def _resolved(self, messages: object, access: Access) -> tuple[list[Any], list[KnowledgePack], int]:
+        """The messages with texts in the place of handles, the packs of these, and how many handles were left."""
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
-        view = self.desk.store.view(*access.namespaces, trusted_roles=access.trusted_roles)
+        # The connector finds packs in text by their tokens; here that would change nothing.
+        view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
+        brought, left = list[KnowledgePack](), 0
 
         def text(said: str, role: str) -> str:
+            nonlocal left
             parts = view.split(said, role)
+            brought.extend(part.pack for part in parts if isinstance(part, PackRef))
+            left += sum(len(find_handles(part)) for part in parts if isinstance(part, str))
             return "".join(part.text if isinstance(part, PackRef) else part for part in parts)
 
         found = []
@@ -112,7 +139,27 @@ class PackMiddleware:
             elif isinstance(content, list):
                 content = "".join(text(each, role) for each in _texts(content))
             found.append({**message, "content": content} if "content" in message else message)
-        return found
+        return found, brought, left
+
+
+def _refusal(error: Exception) -> HTTPError:
+    """What a client is told of an error: never a traceback, nor where things are on the server."""
+    if isinstance(error, HTTPError):
+        return error
+    # A database that fails is behind a `BankError`; what the client got wrong is behind none, or a `ValueError`.
+    fails = isinstance(error, BankError) and not isinstance(error.__cause__, ValueError | KnowledgePackError | None)
+    if fails or isinstance(error, OSError | BankLockedError):
+        logger.error("The store of packs or facts cannot be used: %s", error)
+        reason = getattr(error, "strerror", None) or type(error.__cause__ or error).__name__
+        return HTTPError(503, f"The server's store cannot be used now ({reason}). Try again later.")
+    if isinstance(error, KnowledgePackError):
+        return HTTPError(400, str(error))
+    if isinstance(error, UnicodeEncodeError):
+        return HTTPError(400, f"The body holds what is no text ({error.reason}).")
+    if isinstance(error, RecursionError):
+        return HTTPError(400, "The body is nested too deep.")
+    logger.error("A request failed.", exc_info=error)
+    return HTTPError(500, "The server failed to answer this request; its log says why.")
 
 
 def _texts(content: list[Any]) -> Iterator[str]:

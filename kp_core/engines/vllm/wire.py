@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-__all__ = ["App", "HTTPError", "Receive", "Scope", "Send", "call", "read_json", "replay", "send_json"]
+__all__ = ["App", "HTTPError", "Receive", "Scope", "Send", "call", "call_raw", "read_json", "replay", "send_json"]
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -28,7 +28,8 @@ class HTTPError(Exception):
     def body(self) -> dict[str, Any]:
         """As OpenAI's API says it."""
         kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-        about = {"message": str(self), "type": kind.get(self.status, "invalid_request_error")}
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        about = {"message": str(self), "type": kind.get(self.status, usual)}
         return {"error": {**about, "param": None, "code": self.status}}
 
 
@@ -62,8 +63,16 @@ async def send_json(send: Send, status: int, body: object) -> None:
 
 
 def replay(body: object, receive: Receive) -> tuple[bytes, Receive]:
-    """A body as bytes, and what gives it, and then what the client still sends (that it went away)."""
-    data = json.dumps(body).encode()
+    """A body as bytes, and what gives it, and then what the client still sends (that it went away).
+
+    Raises `HTTPError` for what JSON has no word for: numbers without end come of `1e999` as well.
+    """
+    try:
+        data = json.dumps(body, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise HTTPError(
+            400, f"The body cannot be passed on ({error}). Expected finite numbers, nested less."
+        ) from error
     waiting = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def given() -> MutableMapping[str, Any]:
@@ -89,12 +98,21 @@ async def call(app: App, scope: Scope, method: str, path: str, body: object = No
         "headers": headers,
         "query_string": b"",
     }
-    status, parts = 500, bytearray()
+    status, _, data = await call_raw(app, inner, receive)
+    try:
+        return status, json.loads(data or b"null")
+    except ValueError:
+        return status, data[:200].decode(errors="replace")
+
+
+async def call_raw(app: App, scope: Scope, receive: Receive) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """What an application answers, all of it: the status, the headers, the body."""
+    status, headers, parts = 500, list[tuple[bytes, bytes]](), bytearray()
 
     async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal status
-        status = message.get("status", status)
+        nonlocal status, headers
+        status, headers = message.get("status", status), list(message.get("headers", headers))
         parts.extend(message.get("body", b""))
 
-    await app(inner, receive, send)
-    return status, json.loads(bytes(parts) or b"null")
+    await app(scope, receive, send)
+    return status, headers, bytes(parts)

@@ -1,0 +1,156 @@
+"""What the served model says, on its way out: without handles, and with our counts in its usage."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from kp_core.engines.reading import MAYBE_HANDLE
+from kp_core.engines.vllm.wire import Send
+from kp_core.packs.handle import strip_handles
+
+__all__ = ["Answer"]
+
+_SAID = {"text", "content", "reasoning", "reasoning_content", "refusal", "arguments"}
+_PARTS = {"message", "delta", "function", "function_call"}
+_END = b"\n\n"
+
+
+class Answer:
+    """Takes what an application sends, and sends it on.
+
+    A model must not hand out handles: what it says may be sent to it again, in another role. In a stream, what may
+    still become one is held back until it is decided, so that the pieces join to the text of the whole answer.
+    `pack_tokens` were brought by handles; with them the usage is split as `kp_core.Usage` is.
+    """
+
+    def __init__(self, send: Send, pack_tokens: int | None = None) -> None:
+        self._send, self._pack_tokens = send, pack_tokens
+        self._start: MutableMapping[str, Any] | None = None
+        self._data = bytearray()
+        self._is_stream = False
+        self._texts = defaultdict[tuple[Any, ...], _Text](_Text)
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        """One message of ASGI."""
+        if message["type"] == "http.response.start":
+            kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+            self._is_stream = any(b"event-stream" in kind for kind in kinds)
+            self._start = None if self._is_stream else message
+            if self._is_stream:
+                await self._send(message)
+            return
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        self._data += message.get("body", b"")
+        is_last = not message.get("more_body")
+        if self._is_stream:
+            *events, rest = bytes(self._data).split(_END)
+            self._data = bytearray(rest)
+            data = b"".join(self._event(event) + _END for event in events) + (rest if is_last else b"")
+            if data or is_last:
+                await self._send({**message, "body": data})
+        elif is_last and self._start is not None:
+            data = self._whole(bytes(self._data))
+            headers = [pair for pair in self._start["headers"] if pair[0].lower() != b"content-length"]
+            headers.append((b"content-length", str(len(data)).encode()))
+            await self._send({**self._start, "headers": headers})
+            await self._send({"type": "http.response.body", "body": data})
+
+    def _whole(self, data: bytes) -> bytes:
+        try:
+            found = json.loads(data)
+        except ValueError:
+            return data
+        for choice in _choices(found):
+            for part, name, _ in list(_said(choice)):
+                part[name] = strip_handles(part[name])
+        return self._counted(found)
+
+    def _event(self, event: bytes) -> bytes:
+        head, data, said = event.partition(b"data: ")
+        try:
+            found = json.loads(said)
+        except ValueError:  # `[DONE]`, or a comment.
+            return event
+        for choice in _choices(found):
+            index = choice.get("index")
+            for part, name, path in list(_said(choice)):
+                part[name] = self._texts[index, *path].push(part[name])
+            if choice.get("finish_reason") is not None:
+                self._end(choice, index)
+        return head + data + self._counted(found)
+
+    def _end(self, choice: dict[str, Any], index: object) -> None:
+        """Put what was held back of a choice into its last event."""
+        for path, text in self._texts.items():
+            if path[0] != index or not (rest := text.flush()):
+                continue
+            part = choice
+            for step in path[1:-1]:
+                part = _below(part, step)
+            part[path[-1]] = (part.get(path[-1]) or "") + rest
+
+    def _counted(self, found: Any) -> bytes:  # noqa: ANN401 - any JSON
+        usage = found.get("usage") if isinstance(found, dict) else None
+        if isinstance(usage, dict) and self._pack_tokens is not None:
+            prompt, brought = usage.get("prompt_tokens", 0), self._pack_tokens
+            reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            split = {"prompt_tokens": max(prompt - brought, 0), "pack_tokens": brought}
+            usage["knowledge_packs"] = {**split, "reused_tokens": reused, "computed_tokens": prompt - reused}
+        return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
+
+
+class _Text:
+    """A text that comes in pieces: what is given out has no handle in it."""
+
+    def __init__(self) -> None:
+        self._before = self._raw = ""
+
+    def push(self, piece: str) -> str:
+        self._raw += piece
+        found = MAYBE_HANDLE.search(self._raw)
+        return self._give(found.start() if found else len(self._raw))
+
+    def flush(self) -> str:
+        return self._give(len(self._raw))
+
+    def _give(self, until: int) -> str:
+        # What was given out may be the beginning of a handle that had another one in it.
+        given = strip_handles(self._before + self._raw[:until])[len(self._before) :]
+        self._before, self._raw = (self._before + given)[-2:], self._raw[until:]
+        return given
+
+
+def _choices(found: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - any JSON
+    choices = found.get("choices") if isinstance(found, dict) else None
+    return [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
+
+
+def _said(part: dict[str, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, tuple[Any, ...]]]:
+    """Each text of the model in a choice: what it is in, the name of the field, and the way there."""
+    for name, value in part.items():
+        if name in _SAID and isinstance(value, str):
+            yield part, name, (*path, name)
+        elif name in _PARTS and isinstance(value, dict):
+            yield from _said(value, (*path, name))
+        elif name == "tool_calls" and isinstance(value, list):
+            for at, call in enumerate(value):
+                yield from _said(call, (*path, call.get("index", at)))
+
+
+def _below(part: dict[str, Any], step: str | int) -> dict[str, Any]:
+    """What `step` leads to, made where it is missing: a field, or the call of this number."""
+    if isinstance(step, str):
+        if not isinstance(part.get(step), dict):
+            part[step] = {}
+        found: dict[str, Any] = part[step]
+        return found
+    calls = part["tool_calls"] = part.get("tool_calls") or []
+    call = next((each for each in calls if each.get("index") == step), None)
+    if call is None:
+        calls.append(call := {"index": step})
+    return call

@@ -1,0 +1,54 @@
+"""What a server did with packs and facts, beside what vLLM counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from kp_core.engines.vllm.wire import App, Receive, Scope, Send, call_raw
+
+__all__ = ["Counts"]
+
+_ABOUT = {
+    "packs_delivered": "Packs that handles in chat messages brought",
+    "pack_tokens": "Tokens of these packs",
+    "handles_left": "Handles in chat messages that brought nothing and stayed text",
+    "packs_compiled": "Texts that were compiled",
+    "facts_added": "Facts that were stored",
+    "fact_searches": "Searches for facts",
+    "requests_refused": "Requests that were answered with an error of ours",
+}
+
+
+class Counts:
+    """Counters since the start of this process; all tenants in one, as whoever has a key may read them."""
+
+    def __init__(self) -> None:
+        self._found = Counter[str]()
+
+    def add(self, **amounts: int) -> None:
+        """Count; names are those of `_ABOUT`. To be called in the thread of the event loop."""
+        for name, amount in amounts.items():
+            if name not in _ABOUT:
+                raise KeyError(name)
+            self._found[name] += amount
+
+    def __str__(self) -> str:
+        """As Prometheus reads it."""
+        lines = [
+            f"# HELP kp_{name}_total {about}.\n# TYPE kp_{name}_total counter\nkp_{name}_total {self._found[name]}\n"
+            for name, about in _ABOUT.items()
+        ]
+        return "".join(lines)
+
+    async def join(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer `/metrics` with vLLM's figures, and these behind them."""
+        # Neither zipped nor in the other format, which has an end of its own.
+        plain = [pair for pair in scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")]
+        status, headers, data = await call_raw(app, {**scope, "headers": plain}, receive)
+        if status == 200:
+            data = data + (b"" if data.endswith(b"\n") or not data else b"\n") + str(self).encode()
+        kept: list[Any] = [pair for pair in headers if pair[0].lower() != b"content-length"]
+        kept.append((b"content-length", str(len(data)).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": kept})
+        await send({"type": "http.response.body", "body": data})

@@ -1,0 +1,149 @@
+"""The facts of a server over HTTP: `/v1/facts` takes texts, finds them by meaning, and gives handles of their packs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import dropwhile, islice
+from typing import Any
+from urllib.parse import parse_qsl
+
+from kp_core.engines.vllm.access import Access
+from kp_core.engines.vllm.desk import Desk, asked_namespaces, need_write, refuse_unknown
+from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, send_json
+from kp_core.errors import PackNotFoundError
+from kp_core.facts import Fact, FactStore, Hit
+
+__all__ = ["answer_facts"]
+
+_FIELDS = ("text", "title", "source", "metadata", "id", "expires")
+_MOST, _AT_ONCE = 1000, 16  # Facts of one request, and how many of these vLLM is given at a time.
+
+
+async def answer_facts(  # noqa: PLR0913 - what comes with a request
+    desk: Desk, app: App, scope: Scope, access: Access, receive: Receive, send: Send
+) -> None:
+    """One request below `/v1/facts`; a fact is a pack of its own, and both come and go together."""
+    if desk.facts is None:
+        raise HTTPError(
+            404, "This server has no facts. Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
+        )
+    method, name = scope["method"], scope["path"].removeprefix("/v1/facts").removeprefix("/")
+    facts = _Facts(desk, desk.facts)
+    if (method, name) == ("POST", ""):
+        return await send_json(send, 200, await facts.add(app, scope, access, await read_json(receive)))
+    if (method, name) == ("POST", "search"):
+        found = await asyncio.to_thread(facts.search, access, await read_json(receive))
+        desk.counts.add(fact_searches=1)
+        return await send_json(send, 200, found)
+    if method not in ("GET", "DELETE"):
+        raise HTTPError(405, f"/v1/facts has no {method} of {name!r}; it has GET, POST and DELETE, and POST of search.")
+    if method == "GET":
+        told = facts.listed if name == "" else facts.told
+        return await send_json(send, 200, await asyncio.to_thread(told, name, scope, access))
+    need_write(access)
+    return await send_json(send, 200, await asyncio.to_thread(facts.delete, name, scope, access))
+
+
+class _Facts:
+    def __init__(self, desk: Desk, facts: FactStore) -> None:
+        self._desk, self._facts = desk, facts
+
+    async def add(self, app: App, scope: Scope, access: Access, body: dict[str, Any]) -> dict[str, Any]:
+        need_write(access)
+        refuse_unknown(body, {"facts", "namespace", "compiled_for"})
+        given, namespace, where = body.get("facts"), body.get("namespace"), body.get("compiled_for", "user")
+        if not isinstance(given, list) or not all(isinstance(each, dict) for each in given) or len(given) > _MOST:
+            raise HTTPError(400, f"Expected 'facts', a list of at most {_MOST} objects, e.g. [{{'text': …}}].")
+        if namespace not in access.namespaces:
+            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(access.namespaces)}.")
+        for each in given:
+            refuse_unknown(each, _FIELDS)
+        # All are looked at before the first is compiled.
+        facts = [Fact(**{"text": ""} | each, namespace=namespace) for each in given]
+        self._desk.refuse_special([fact.text for fact in facts])
+        turn = asyncio.Semaphore(_AT_ONCE)
+
+        async def compiled(fact: Fact) -> None:
+            about = {"title": fact.title, "source": fact.source, "unit": "fact"}
+            async with turn:
+                await self._desk.compile(
+                    *(app, scope, access, fact.text, namespace, where),
+                    {key: said for key, said in about.items() if said},
+                )
+
+        # First the packs: a fact whose pack cannot be made would be in the way of every search.
+        units = {fact.text: fact for fact in facts}
+        done = await asyncio.gather(*map(compiled, units.values()), return_exceptions=True)
+        for error in done:
+            if error is not None:
+                raise error
+        report = await asyncio.to_thread(self._facts.add, facts)
+        self._desk.counts.add(facts_added=report.added)
+        held = await asyncio.to_thread(self._holding, list(units), str(namespace))
+        data = [await asyncio.to_thread(self._about, held[text]) for text in units if text in held]
+        about = {"added": report.added, "duplicates": report.duplicates, "superseded": report.superseded}
+        return {"object": "list", "data": data, **about}
+
+    def search(self, access: Access, body: dict[str, Any]) -> dict[str, Any]:
+        refuse_unknown(body, {"question", "k", "namespace", "where"})
+        question, k, where = body.get("question"), body.get("k", 4), body.get("where")
+        asked = body.get("namespace", list(access.namespaces))
+        if not isinstance(question, str) or type(k) is not int or not 1 <= k <= _MOST:
+            raise HTTPError(400, f"Expected 'question', a text, and 'k' from 1 to {_MOST}.")
+        if where is not None and not isinstance(where, dict):
+            raise HTTPError(400, """Expected 'where', a filter, e.g. {"lang": "en"}.""")
+        names = [name for name in access.namespaces if name in (asked if isinstance(asked, list) else [asked])]
+        hits = list[Hit]()
+        for name in set(names) & set(self._facts.namespaces()):
+            # A fact may go, or expire, while it is looked for.
+            if next(iter(self._facts.facts(namespace=name)), None) is not None:
+                hits += self._facts.search(question, k, where=where, namespace=name)
+        best = sorted(hits, key=lambda hit: (-hit.score, hit.fact.namespace, hit.fact.id))[:k]
+        return {"object": "list", "data": [{**self._about(hit.fact), "score": hit.score} for hit in best]}
+
+    def listed(self, _: str, scope: Scope, access: Access) -> dict[str, Any]:
+        asked = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
+        limit, after = asked.get("limit", "100"), asked.get("after")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MOST:
+            raise HTTPError(400, f"Got limit={limit!r}; expected a number from 1 to {_MOST}.")
+        found = self._of(asked_namespaces(scope, access))
+        if after is not None:
+            found = islice(dropwhile(lambda fact: fact.id != after, found), 1, None)
+        page = list(islice(found, int(limit) + 1))
+        data = [self._about(fact) for fact in page[: int(limit)]]
+        return {"object": "list", "data": data, "has_more": len(page) > int(limit)}
+
+    def told(self, name: str, scope: Scope, access: Access) -> dict[str, Any]:
+        return self._about(self._fact(name, scope, access))
+
+    def delete(self, name: str, scope: Scope, access: Access) -> dict[str, Any]:
+        fact = self._fact(name, scope, access)
+        self._facts.delete([fact.id], namespace=fact.namespace)
+        if not self._holding([fact.text], fact.namespace):  # Another fact may say the same.
+            with suppress(PackNotFoundError):
+                self._desk.store.remove(self._desk.store.handle(fact.text, fact.namespace))
+        return {"id": fact.id, "namespace": fact.namespace, "deleted": True}
+
+    def _fact(self, name: str, scope: Scope, access: Access) -> Fact:
+        """The fact with this id, where the key may read it and it is there: all else is the same 404."""
+        found = next(self._of(asked_namespaces(scope, access), [name]), None)
+        if found is None:
+            raise HTTPError(404, f"There is no fact {name!r}.")
+        return found
+
+    def _of(self, namespaces: Sequence[str], ids: Sequence[str] | None = None) -> Iterator[Fact]:
+        for name in namespaces:
+            yield from self._facts.facts(ids=ids, namespace=name)
+
+    def _holding(self, texts: Sequence[str], namespace: str) -> Mapping[str, Fact]:
+        digests = [Fact(text).digest for text in texts]
+        held = self._facts.facts(where={"kp:digest": {"$in": digests}}, namespace=namespace) if texts else ()
+        return {fact.text: fact for fact in held}
+
+    def _about(self, fact: Fact) -> dict[str, Any]:
+        handle = self._desk.store.handle(fact.text, fact.namespace)
+        about = {name: getattr(fact, name) for name in (*_FIELDS, "namespace", "version")}
+        about["metadata"] = dict(fact.metadata)
+        return {**about, "handle": str(handle) if handle in self._desk.store else None}

@@ -1,0 +1,85 @@
+"""`kp serve` before vLLM starts, and `kp build` by a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Kp, as_json
+from tests.core.engines.gate import Served, address, server
+
+__all__ = ["address", "server"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("--host", "0.0.0.0"), "no --keys"),  # noqa: S104 - refused
+        (("--", "--host", "0.0.0.0"), "--host among the options of vLLM"),  # noqa: S104 - refused
+        (("--", "--hos=0.0.0.0"), "--hos among the options of vLLM"),
+        (("--", "--kv_transfer_config.kv_connector", "Mine"), "--kv-transfer-config among"),
+        (("--", "--max-model-len", "8", "--kv_cache_dtype=fp8_e4m3"), "packs hold KV in the dtype of the model"),
+        (("--", "--kv-cache-dtype", "fp8"), "packs hold KV in the dtype of the model"),
+        (("--keys", "nobody.json"), "no file of keys"),
+        (("--facts", "other"), "holds other things"),
+        (("--store", "s3://nowhere/packs"), "KP_SECRET"),
+        (("--namespace", "A"), "expected 1 to 64 characters"),
+        (("--", "--kv-cache-dtype", "auto"), "needs vLLM"),
+    ],
+)
+def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
+    kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.delenv("KP_SECRET", raising=False)
+    monkeypatch.setattr("kp_core.cli.serving.find_spec", lambda _: None)  # Here vLLM may be.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "photo.jpg").write_text("")
+    code, out, err = kp("serve", "nowhere", "--store", "packs", *given)
+    assert (code, out, err.count("\n"), said in err) == (1, "", 1, True), err
+
+
+def test_a_server_compiles_a_collection_and_goes_on_where_it_was_stopped(
+    kp: Kp, bank: Path, server: Served, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KP_API_KEY", server.keys["default"])
+    build = ("build", str(bank), "--compile", "--engine", address, "--packs", str(server.store.path), "--json")
+    whole: Callable[[dict[str, Any]], None] = server._store
+
+    def fails(body: dict[str, Any]) -> None:
+        if server.computed == 2:
+            raise KeyError("out of memory")
+        whole(body)
+
+    monkeypatch.setattr(server, "_store", fails)
+    code, out, err = kp(*build)
+    assert (code, json.loads(out)["error"], server.computed) == (1, "ModelError", 2)
+    assert "500" in err.splitlines()[-1]
+    monkeypatch.setattr(server, "_store", whole)
+    plan = as_json(kp(*build))["plan"]
+    assert (plan["packs"], plan["stored"], plan["server"], server.computed) == (2, 2, address, 4)
+    plan = as_json(kp(*build))["plan"]
+    assert (plan["packs"], plan["stored"], server.computed) == (0, 4, 4)
+    # What is removed from the collection goes from the server's store.
+    assert (
+        as_json(kp("remove", str(bank), "mill", "--packs", str(server.store.path), "--no-vacuum", "--json"))["packs"]
+        == 1
+    )
+
+
+def test_a_store_of_its_own_and_a_text_that_is_too_long_stop_nothing(
+    kp: Kp, bank: Path, server: Served, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KP_API_KEY", server.keys["default"])
+    (bank.parent / "long.txt").write_text("word " * 700)
+    code, out, err = kp("build", str(bank), "long.txt", "--max-chars", "9000", "--compile", "--engine", address)
+    assert (code, server.computed) == (0, 4), err
+    assert "is not compiled" in err
+    assert "5 packs of" in out
+    monkeypatch.setenv("KP_API_KEY", "kp-wrong")
+    assert kp("build", str(bank), "--compile", "--engine", address)[0] == 1
+    code, _, err = kp("build", str(bank), "--compile", "--engine", address, "--compress", "int8")
+    assert code != 0
