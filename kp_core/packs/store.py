@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 class PackStore:
     """Packs in a folder, under a URL (`s3://bucket/prefix`, `gs://`, `memory://`), or in other `Blobs`. Keeps `Packs`.
 
-    Each is a text, and a file for each entry of its KV.
-    A pack has one entry for each model and prefix that it was compiled for; they do not displace one another.
+    Each is a text, and a file for each entry of its KV: one for each model and prefix that it was compiled for.
 
     Safe for any number of threads and processes: a reader sees a pack whole or not at all. A damaged file is kept in
     `quarantine/`, with a `PackCorruptWarning`, and its pack comes back lazy: with its token ids when only tensors are

@@ -7,7 +7,6 @@ is what goes wrong elsewhere: a second call repeats the default system message, 
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ from kp_core.packs.view import PackRef, PackView
 from kp_core.prompt.checking import SpanCheck, checked
 from kp_core.prompt.conversation import (
     Turn,
-    TurnShaper,
     compacted,
     lift_packs,
     map_strings,
+    schema_instruction,
     to_turns,
     with_errata,
     with_instruction,
@@ -33,6 +32,7 @@ from kp_core.prompt.conversation import (
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.prompt import Prompt, Span, common_length
 from kp_core.prompt.resolve import Message
+from kp_core.prompt.shaping import TurnShaper
 from kp_core.prompt.slot import SLOT, filled
 from kp_core.prompt.spans import Marks
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
@@ -144,7 +144,7 @@ class ChatTemplate:
             if self._shaper.takes_tools:
                 switches["tools"] = map_strings([tool.to_dict() for tool in shape.tools], self._encoder.escape)
         if shape.schema is not None:
-            turns = with_instruction(turns, _instruction(shape.schema))
+            turns = with_instruction(turns, schema_instruction(shape.schema))
         return self._prompt(self._shaper.shape(turns), switches, add_generation_prompt=add_generation_prompt)
 
     def tokenise_pack(
@@ -315,10 +315,3 @@ class ChatTemplate:
 def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
     messages, options = map_strings(inputs, lambda text: text.replace(old, new))
     return messages, options
-
-
-def _instruction(schema: Mapping[str, Any]) -> str:
-    # A small model repeats a schema that says nothing.
-    if set(schema) == {"type"}:
-        return f"Answer with a JSON {schema['type']}, and nothing else."
-    return f"Answer with JSON that fits this JSON Schema, and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"

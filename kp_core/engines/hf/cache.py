@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
+    DynamicCache,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
 
-from kp_core.engines.local.buffer import BufferLayer, KVBuffer, StateShape
+from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer, StateShape
+from kp_core.errors import UnsupportedModelError
 
-__all__ = ["LayersDone", "cache_of", "placed_cache_of", "states_of"]
+__all__ = ["LayersDone", "cache_of", "measured_shape", "placed_cache_of", "states_of"]
 
 
 class LayersDone(Exception):  # noqa: N818 - no error: what was asked for is computed
@@ -177,3 +180,46 @@ def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States) 
         if shape.kind == "conv":
             made.conv_kernel_size[shape.index] = state.shape[-1]
     return made
+
+
+@torch.inference_mode()
+def measured_shape(model: Any, windows: Sequence[int | None], count: int, name: str) -> CacheShape:  # noqa: ANN401
+    """What a model caches, seen after a pass of `count` tokens; it takes its cache under this `name`.
+
+    `windows` as in `Kind`. Raises `UnsupportedModelError` for what is no KV for each token.
+    """
+    config, device = model.config, model.device
+    cache = DynamicCache(config=config)
+    ids = torch.zeros(1, count, dtype=torch.long, device=device)
+    try:
+        model(input_ids=ids, **{name: cache}, use_cache=True)
+    except (TypeError, AttributeError, ValueError, LookupError) as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} does not run with a cache of keys and values: {error}"
+        ) from error
+    # Its own cache forgets what a window has passed.
+    tokens = [min(count, window - 1) if window else count for window in windows if window is not None]
+    stored = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is not None]
+    shapes = []
+    for index, (layer, kept) in enumerate(zip(stored, tokens, strict=True)):
+        found, values = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
+        if len(found) != 4 or found[2] != kept or found[:3] != values[:3]:
+            raise UnsupportedModelError(
+                f"Layer {index} of {config.model_type} caches no keys and values per token: after {count} "
+                f"tokens its keys have shape {found} and its values {values}; expected (batch, kv_heads, {kept}, "
+                "head_dim)."
+            )
+        shapes.append((found[1], found[3], values[3]))
+    states = states_of(cache)
+    if not stored:  # Nothing but states: a layer of no heads counts the tokens.
+        return CacheShape(((0, 0, 0),), model.dtype, device, states)
+    first: Tensor = stored[0].keys
+    devices = tuple(layer.keys.device for layer in stored)
+    if len(set(devices)) == 1:
+        return CacheShape(tuple(shapes), first.dtype, first.device, states)
+    if states:
+        raise UnsupportedModelError(
+            f"{config.model_type} keeps recurrent states, and its layers are on {len(set(devices))} devices; "
+            "load it on one."
+        )
+    return CacheShape(tuple(shapes), first.dtype, first.device, devices=devices)

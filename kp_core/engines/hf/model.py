@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kp_core.engines.hf import attention
-from kp_core.engines.hf.cache import cache_of, states_of
+from kp_core.engines.hf.cache import cache_of, measured_shape
 from kp_core.engines.hf.kinds import kind_of, narrowed, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.hf.scans import scan_from_states
-from kp_core.engines.local.buffer import CacheShape, KVBuffer
+from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError
@@ -75,7 +75,7 @@ class CausalModel:
         self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether it can be asked for the logits of some tokens alone."""
-        self.shape = self._measure_shape()
+        self.shape = measured_shape(self._model, self.kind.windows, _PROBE, self._takes_cache)
         if self.shape.devices:
             self.lacks = {"compose": "its layers are on several devices", **self.lacks}
         self.engine = "local"
@@ -233,43 +233,6 @@ class CausalModel:
     def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
         """How the next token is chosen."""
         return Sampler(sampling, prompt_ids, self.shape.device, constraint)
-
-    @torch.inference_mode()
-    def _measure_shape(self) -> CacheShape:
-        cache = DynamicCache(config=self.config)
-        ids = torch.zeros(1, _PROBE, dtype=torch.long, device=self.device)
-        try:
-            self._model(input_ids=ids, **{self._takes_cache: cache}, use_cache=True)
-        except (TypeError, AttributeError, ValueError, LookupError) as error:
-            raise UnsupportedModelError(
-                f"{self.config.model_type} does not run with a cache of keys and values: {error}"
-            ) from error
-        # Its own cache forgets what a window has passed.
-        tokens = [min(_PROBE, window - 1) if window else _PROBE for window in self.kind.windows if window is not None]
-        stored = [layer for layer, window in zip(cache.layers, self.kind.windows, strict=True) if window is not None]
-        shapes = []
-        for index, (layer, kept) in enumerate(zip(stored, tokens, strict=True)):
-            found, values = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
-            if len(found) != 4 or found[2] != kept or found[:3] != values[:3]:
-                raise UnsupportedModelError(
-                    f"Layer {index} of {self.config.model_type} caches no keys and values per token: after {_PROBE} "
-                    f"tokens its keys have shape {found} and its values {values}; expected (batch, kv_heads, {kept}, "
-                    "head_dim)."
-                )
-            shapes.append((found[1], found[3], values[3]))
-        states = states_of(cache)
-        if not stored:  # Nothing but states: a layer of no heads counts the tokens.
-            return CacheShape(((0, 0, 0),), self._model.dtype, self.device, states)
-        first: Tensor = stored[0].keys
-        devices = tuple(layer.keys.device for layer in stored)
-        if len(set(devices)) == 1:
-            return CacheShape(tuple(shapes), first.dtype, first.device, states)
-        if states:
-            raise UnsupportedModelError(
-                f"{self.config.model_type} keeps recurrent states, and its layers are on {len(set(devices))} devices; "
-                "load it on one."
-            )
-        return CacheShape(tuple(shapes), first.dtype, first.device, devices=devices)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:

@@ -1,0 +1,147 @@
+"""Conversations as chat templates can take them.
+
+Templates differ in what they know. What a template lacks is rendered in this stated way, and no other:
+
+- no system role: the system message opens the first user message, a blank line between them;
+- no tool role: a tool message becomes a user message, `[tool result: <name>]` on a line before its content;
+- no tool calls: each call is appended to the assistant's content, on lines of its own, as
+  `<tool_call>`, `{"name": ..., "arguments": ...}`, `</tool_call>`;
+- one tool call at a time: each stands in a message of its own, with its result behind it;
+- no tools: a paragraph at the end of the system message lists them and shows how to call one, in the form that the
+  template has of calls, else in that one;
+- alternating roles demanded: neighbouring messages of one role become one, a blank line between them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kp_core.packs.view import PackRef
+from kp_core.prompt.conversation import GAP, Turn, with_instruction
+from kp_core.prompt.resolve import tool_call
+from kp_core.tools import Tool, ToolFormat
+
+__all__ = ["TurnShaper"]
+
+_CALLING = "You can call tools. To call one, write\n{}\nwith arguments that fit its parameters. The tools:"
+
+
+class TurnShaper:
+    """Reshapes turns to what one template knows, found out by rendering small probes.
+
+    `render` takes messages and tools, and gives `None` for what the template refuses.
+    """
+
+    def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]) -> None:
+        token = secrets.token_hex(4)
+        user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
+        # Nine characters, as one family of templates demands of these ids.
+
+        def calling(*names: str) -> dict[str, Any]:
+            arguments = '{"x": 1}' if self._as_text else {"x": 1}
+            made = [tool_call(name, arguments, f"call0000{at}") for at, name in enumerate(names, 1)]
+            return {"role": "assistant", "content": "", "tool_calls": made}
+
+        result = {"role": "tool", "content": token, "name": f"n{token}", "tool_call_id": "call00001"}
+
+        def shows(*messages: dict[str, Any]) -> bool:
+            return token in (render(list(messages), None) or "")
+
+        offered = render([user], [Tool(f"n{token}", token).to_dict()])
+        self.takes_tools = token in (offered or "")
+        """Whether the template shows tools by itself."""
+        self._system = shows({"role": "system", "content": token}, user)
+        self._as_text = False
+        self._calls = shows(user, calling(f"n{token}"))
+        if not self._calls:
+            # Some templates want arguments as text.
+            self._as_text = True
+            self._as_text = self._calls = shows(user, calling(f"n{token}"))
+        self._one_call = self._calls and not shows(user, calling("f", f"n{token}"))
+        self.shows_calls = self.takes_tools or self._calls
+        """Whether the template has a form of its own for tool calls."""
+        # Some templates show tool results only behind the call they answer.
+        self._tool = shows(user, calling(f"n{token}") if self._calls else answer, result)
+        self._runs = shows(user, {"role": "user", "content": token})
+
+    def shape(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
+        """`turns` with everything the template lacks rendered in the stated way."""
+        shaped = [self._shape_tools(turn) for turn in (_one_by_one(turns) if self._one_call else turns)]
+        if not self._system and shaped[0].role == "system":
+            if len(shaped) > 1 and shaped[1].role == "user":
+                shaped[:2] = [_joined(replace(shaped[0], role="user"), shaped[1])]
+            else:
+                shaped[0] = replace(shaped[0], role="user")
+        if not self._runs:
+            shaped = _merged(shaped)
+        return tuple(shaped)
+
+    def offer(self, turns: Sequence[Turn], tools: Sequence[Tool], form: ToolFormat) -> tuple[Turn, ...]:
+        """`turns` with `tools` listed in the system message, unless the template does that by itself."""
+        if self.takes_tools or not tools:
+            return tuple(turns)
+        listed = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
+        return with_instruction(turns, f"{_CALLING.format(form.example)}\n{listed}")
+
+    def _shape_tools(self, turn: Turn) -> Turn:
+        if turn.role == "tool" and not self._tool:
+            name = turn.extra.get("name", "tool")
+            return Turn("user", (f"[tool result: {name}]\n", *turn.segments))
+        if turn.tool_calls and not self._calls:
+            calls = "\n".join(
+                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+                for call in turn.tool_calls
+            )
+            gap = ("\n",) if turn.segments else ()
+            return replace(turn, segments=(*turn.segments, *gap, calls), tool_calls=())
+        if turn.tool_calls and self._as_text:
+            functions = [call["function"] for call in turn.tool_calls]
+            said = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
+            pairs = zip(turn.tool_calls, said, strict=True)
+            return replace(turn, tool_calls=tuple({**call, "function": each} for call, each in pairs))
+        return turn
+
+
+def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:
+    """`turns` in which each call of several is a message of its own, with its result behind it."""
+    made: list[Turn] = []
+    left = list(turns)
+    while left:
+        turn = left.pop(0)
+        results: list[Turn] = []
+        while len(turn.tool_calls) > 1 and left and left[0].role == "tool":
+            results.append(left.pop(0))
+        ids = [call.get("id") for call in turn.tool_calls]
+        for at, call in enumerate(turn.tool_calls[:-1]):
+            made.append(replace(turn, segments=() if at else turn.segments, tool_calls=(call,)))
+            # Results without an id are in the order of their calls.
+            mine = [each for each in results if each.extra.get("tool_call_id", ids[at]) == ids[at]][:1]
+            results = [each for each in results if each not in mine]
+            made += mine
+        made.append(replace(turn, segments=(), tool_calls=turn.tool_calls[-1:]) if len(ids) > 1 else turn)
+        made += results
+    return made
+
+
+def _joined(first: Turn, second: Turn) -> Turn:
+    last = first.segments[-1] if first.segments else ""
+    # Memory ends its line, as in `with_instruction`.
+    ends_line = isinstance(last, PackRef) and last.text.endswith("\n")
+    gap = (GAP,) if first.segments and second.segments and not ends_line else ()
+    return replace(
+        first, segments=(*first.segments, *gap, *second.segments), tool_calls=(*first.tool_calls, *second.tool_calls)
+    )
+
+
+def _merged(turns: Sequence[Turn]) -> list[Turn]:
+    merged: list[Turn] = []
+    for turn in turns:
+        if merged and merged[-1].role == turn.role and turn.role != "tool":
+            merged[-1] = _joined(merged[-1], turn)
+        else:
+            merged.append(turn)
+    return merged
