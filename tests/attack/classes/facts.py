@@ -250,7 +250,7 @@ def _filtered(draw: Random, stores: list[Any], facts: list[Fact]) -> None:
     """What a store finds under a filter is what the filter lets through of all facts; or both refuse it."""
     where = _filter(draw)
     try:
-        test = predicate(where)
+        test = predicate({} if where is None else where)  # `None` is no filter.
     except BankError:
         test = None
     for store in stores:
