@@ -36,7 +36,7 @@ class Sampling:
     max_tokens: int | None = None
     """Most tokens to generate; `None` is 512, or fewer where the context ends sooner."""
     temperature: float = 0.0
-    """0 is greedy."""
+    """0 is greedy, and so is what is below 1e-5."""
     top_p: float = 1.0
     """Smallest share of probability that the tokens to choose from have together."""
     top_k: int = 0

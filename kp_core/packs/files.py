@@ -160,6 +160,8 @@ class PackFiles:
         """`pack`, which is what was intact of a damaged one, in its place; what was damaged is set aside."""
         aside = [] if data is None else [self._set_aside(handle, "safetensors", data)]
         if pack is None:
+            if data is None and self.text(handle) is not None:
+                return self.read(handle)  # There was nothing of it, and now somebody puts it.
             with suppress(FileNotFoundError):
                 aside.append(self._set_aside(handle, "txt", self.blobs.read(text_key(handle))))
             if not aside:

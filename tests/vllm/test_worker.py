@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from benchmarks import vllmserver
 from kp_core import bundled_model
 from tests.conftest import DEMO
 from tests.vllm.conftest import SETTINGS
@@ -22,7 +23,7 @@ def test_every_row_gets_its_tokens_a_second(tmp_path):
     source, target = tmp_path / "asked.json", tmp_path / "rates.json"
     source.write_text(json.dumps(asked))
     command = [sys.executable, str(DEMO.parents[1] / "benchmarks" / "vllm_worker.py"), str(source), str(target)]
-    subprocess.run(command, check=True, env=os.environ | SETTINGS, timeout=560)  # noqa: S603 - our own command
+    subprocess.run(command, check=True, env=os.environ | vllmserver.SETTINGS | SETTINGS, timeout=560)  # noqa: S603 - our own command
     rates = json.loads(target.read_text())
     assert len(rates) == 2
     assert min(rates) > 0

@@ -17,6 +17,8 @@ from kp_core.plan import Sampling
 
 __all__ = ["Sampler"]
 
+_COLDEST = 1e-5  # Below it scores leave the range of numbers, and the likeliest token is chosen anyway.
+
 
 class Sampler:
     """Chooses tokens as `Sampling` says; greedy at temperature 0. Equal seeds choose equal tokens.
@@ -32,7 +34,7 @@ class Sampler:
         constraint: Constraint | None = None,
     ) -> None:
         self._constraint = constraint
-        self._greedy = sampling.temperature == 0
+        self._greedy = sampling.temperature < _COLDEST
         processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1:
             processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -57,7 +59,8 @@ class Sampler:
         if self._constraint is not None:
             scores = self._constraint.mask(scores)
         ids = self._ids if self._ids is not None else torch.empty(1, 0, dtype=torch.long, device=logits.device)
-        scores = self._processors(ids, scores)
+        # A penalty of next to nothing makes infinite ones of scores, and none of them may be no number.
+        scores = self._processors(ids, scores).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if self._greedy:
             token = scores.argmax(dim=-1)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Coroutine, Iterator, MutableMapping
 from typing import Any
 
 from kp_core.engines.vllm.access import Access
@@ -19,7 +19,7 @@ from kp_core.packs.handle import find_handles
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView
 
-__all__ = ["PackMiddleware"]
+__all__ = ["PackMiddleware", "until_end"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ _FIELDS = {
         *("continue_final_message", "functions", "function_call"),
     },
 }
+_LOOK_SECONDS = 0.5
 _DROPPED = {"cache_salt", "kv_transfer_params"}
 _REFUSED = {"echo", "prompt_logprobs", "prompt_embeds"}
 _ROLES = {"developer": "system", "function": "tool"}
@@ -70,14 +71,13 @@ class PackMiddleware:
             await send(message)
 
         try:
-            return await self._answer(scope, receive, tracked)
+            await until_end(scope, self._answer(scope, receive, tracked))
         except Exception as error:
             if started:
                 raise
             refusal = _refusal(error)
             self.desk.counts.add(requests_refused=1)
             await send_json(send, refusal.status, refusal.body)
-        return None
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         method, path = scope["method"], scope["path"]
@@ -140,6 +140,23 @@ class PackMiddleware:
                 content = "".join(text(each, role) for each in _texts(content))
             found.append({**message, "content": content} if "content" in message else message)
         return found, brought, left
+
+
+async def until_end(scope: Scope, answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what it returns
+    """Wait for an answer, unless the server ends: vLLM stops its engine then, and who waits for that waits for ever.
+
+    What was begun is cut off, which clients see; raises `HTTPError` where nothing was said yet.
+    """
+    task = asyncio.ensure_future(answer)
+    server = getattr(getattr(scope.get("app"), "state", None), "server", None)
+    try:
+        while not task.done():
+            await asyncio.wait([task], timeout=_LOOK_SECONDS)
+            if getattr(server, "should_exit", False) and not task.done():
+                raise HTTPError(503, "The server is ending. Ask again when it is back, or another one.")
+        return await task
+    finally:
+        task.cancel()
 
 
 def _refusal(error: Exception) -> HTTPError:

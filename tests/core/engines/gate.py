@@ -67,7 +67,10 @@ class Served(Gate):
     def _store(self, body):
         rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
         pieces, engine = StoredPieces(self.store, served(self.session)), self.session.engine
-        for piece in pieces.find(tuple(body["prompt"]), rights.namespaces) if rights.save else ():
+        # What else clients send as a prompt is vLLM's to refuse.
+        given = body.get("prompt")
+        ids = tuple(given) if isinstance(given, list) and all(type(each) is int for each in given) else ()
+        for piece in pieces.find(ids, rights.namespaces) if rights.save else ():
             if not pieces.has(piece):
                 plans = [(Prefix(), piece.prefix), (piece.key.prefix, piece.token_ids)]
                 kv = engine.kv([self.session._planner.wanted(*plan) for plan in plans])

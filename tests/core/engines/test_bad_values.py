@@ -22,6 +22,11 @@ DEEP = nested(3000, lambda inner: {"type": "object", "properties": {"a": inner},
     [
         {"temperature": 1, "top_p": 1, "repetition_penalty": 1, "seed": 1},
         {"temperature": 1, "seed": 2**64 - 1},
+        # Numbers behind which scores are infinite.
+        {"temperature": 1e-300, "seed": 1},
+        {"temperature": 1e-30, "top_p": 0.5, "top_k": 3},
+        {"temperature": 1, "repetition_penalty": 1e-300},
+        {"repetition_penalty": 1e-300},
         {"stop": None, "packs": None, "order": None, "timeout": 60},
     ],
     ids=str,

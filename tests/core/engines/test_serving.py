@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,10 +15,10 @@ from kp_core.engines.request import Request
 from kp_core.engines.vllm.access import Access, Keys, add_key
 from kp_core.engines.vllm.desk import Desk
 from kp_core.engines.vllm.engine import VLLMEngine
-from kp_core.engines.vllm.middleware import PackMiddleware
+from kp_core.engines.vllm.middleware import PackMiddleware, until_end
 from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.wire import send_json
+from kp_core.engines.vllm.wire import HTTPError, send_json
 from kp_core.errors import ModelError, PackError
 from tests.conftest import tiny_engine
 
@@ -307,3 +308,18 @@ def test_packs_for_a_server_are_those_of_the_same_model_whatever_computed_them(t
     other.__dict__["_about"] = {**about, "identity": {**about["identity"], "tokenizer": "another"}}
     with pytest.raises(ModelError, match="tokenizer differ"):
         load_engine(other)
+
+
+def test_nobody_waits_for_a_server_that_is_ending():
+    server = SimpleNamespace(should_exit=False)
+    scope = {"app": SimpleNamespace(state=SimpleNamespace(server=server))}
+
+    async def ends():
+        ending = asyncio.ensure_future(until_end(scope, asyncio.sleep(3600)))
+        await asyncio.sleep(0)
+        assert await until_end(scope, asyncio.sleep(0, "said")) == "said"
+        server.should_exit = True
+        with pytest.raises(HTTPError, match="ending"):
+            await ending
+
+    asyncio.run(ends())

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kp_core.errors import PackCorruptError, PackVersionError
+from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.store import PackCorruptWarning, PackStore
 from tests.core.packs.made import UNKNOWN, Watched, files_of, flip, make_pack, same, snapshot
@@ -208,3 +209,28 @@ def test_a_writer_killed_between_any_two_steps_loses_nothing_acknowledged(tmp_pa
             assert list(store.verify()) == []
         step += 1
     assert step > 3
+
+
+def test_a_pack_that_is_put_while_somebody_looks_for_it_is_not_taken_for_damaged(tmp_path):
+    pack = make_pack()
+    handle = PackStore(tmp_path).put(pack)
+    PackStore(tmp_path).remove(handle)
+
+    class PutMeanwhile(FolderBlobs):
+        missing = 0
+
+        def read(self, key):
+            try:
+                return super().read(key)
+            except FileNotFoundError:
+                self.missing += 1
+                if self.missing == 2:  # The file of its KV was not there, nor that of its text.
+                    PackStore(tmp_path).put(pack)
+                raise
+
+    blobs = PutMeanwhile(tmp_path)
+    store = PackStore(blobs)
+    blobs.missing = 0
+    assert same(store.files.read(handle), pack)
+    assert same(PackStore(tmp_path).get(handle), pack)
+    assert not [*(tmp_path / "quarantine").glob("*")]
