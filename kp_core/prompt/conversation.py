@@ -64,7 +64,10 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
         segments = split_content(message, view)
         if message["role"] not in _ROLES:
             raise PromptError(f"Got the role {message['role']!r}; expected one of {', '.join(_ROLES)}.")
-        calls = tuple(_normalised(call) for call in message.get("tool_calls") or ())
+        given = message.get("tool_calls") or ()
+        if not isinstance(given, Iterable):
+            raise PromptError(f"Got the tool calls {given!r}; expected a list of them.")
+        calls = tuple(map(_normalised, given))
         extra = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
         turns.append(Turn(message["role"], segments, calls, extra))
     return tuple(turns)

@@ -407,6 +407,7 @@ def test_date_can_be_fixed():
         ([{"role": "user", "content": 7}], UnsupportedContentError, "int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], UnsupportedContentError, "image_url"),
         ([{"role": "assistant", "content": "", "tool_calls": ["x"]}], PromptError, "tool call"),
+        ([{"role": "assistant", "content": "", "tool_calls": 1.5}], PromptError, "expected a list"),
         (
             [{"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": b"x"}}]}],
             PromptError,
