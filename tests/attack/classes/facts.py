@@ -165,7 +165,8 @@ class Facts(StoreMachine):
             raise LostError(f"a full disk cost {lost}")
         if strange := [key for key in there.keys() - self.held.keys() if key[1] not in {fact.id for fact in came}]:
             raise WrongError(f"a full disk brought {strange}")
-        self.held = there
+        # What has expired is not shown, and lives again where the clock goes back.
+        self.held = {key: fact for key, fact in self.held.items() if not _alive(fact)} | there
 
 
 class ChromaFacts(Facts):
