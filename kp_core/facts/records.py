@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,7 +94,9 @@ def _understood(how: str, value: object) -> bool:
 
 
 def _scalar(value: object) -> bool:
-    return isinstance(value, str | bool | float) or (isinstance(value, int) and -_LARGEST <= value < _LARGEST)
+    if isinstance(value, float):
+        return math.isfinite(value)  # JSON, in which servers are asked, has no others.
+    return isinstance(value, str | bool) or (isinstance(value, int) and -_LARGEST <= value < _LARGEST)
 
 
 def _holds(name: str, value: object) -> bool:

@@ -602,3 +602,11 @@ def test_banks_that_a_killed_rebuild_left_go_at_the_next_open(tmp_path):
         names = {each.name for each in store._client.list_collections()}
         assert names == {"kp-default-facts", "kp-default-banks-foreign", counting}
         assert store.banks() == banks
+
+
+def test_filters_may_have_numbers_without_end(tmp_path):
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as store:
+        store.add([Fact("fact", metadata={"size": 2.0})])
+        for where, count in (({"size": float("inf")}, 0), ({"size": {"$lt": float("inf")}}, 1)):
+            assert len(list(store.facts(where=where))) == count
+            assert len(store.search("fact", 2, where=where)) == count
