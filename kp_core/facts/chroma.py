@@ -13,7 +13,7 @@ from kp_core.facts.client import check_unlocked, drop_replaced_banks, is_url, op
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.facts.folder import FACTS, SCHEMA, check_index, prepared
-from kp_core.facts.index import end_repair, needs_repair
+from kp_core.facts.index import blank_unused, end_repair, needs_repair
 from kp_core.facts.living import LivingFacts
 from kp_core.facts.records import ChromaTable, told
 from kp_core.facts.table import Table
@@ -173,6 +173,7 @@ class ChromaFactStore(LivingFacts):
                 self._opened = {name: self._table(name, each) for name, each in self._listed().items()}
                 for own in self._own_collections():
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
+                blank_unused(self.path)
 
     def _mend(self, path: Path) -> None:
         """Put right what a process left that was killed: banks that it was making anew, indexes that it was writing."""

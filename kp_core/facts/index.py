@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["begin_repair", "damaged_indexes", "end_repair", "needs_repair"]
+__all__ = ["begin_repair", "blank_unused", "damaged_indexes", "end_repair", "needs_repair"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,16 @@ def begin_repair(folder: Path, indexes: list[Path]) -> None:
     (folder / _UNDER_WAY).touch()
     for index in indexes:
         shutil.rmtree(index)
+
+
+def blank_unused(folder: Path) -> None:
+    """Overwrite the room in indexes that hold nothing yet: Chroma leaves there what memory held, removed text too."""
+    for header in folder.glob("*-*-*-*-*/header.bin"):
+        with suppress(OSError, struct.error):
+            if _HEADER.unpack(header.read_bytes())[3] == 0:
+                for room in (header.parent / name for name in ("data_level0.bin", "length.bin")):
+                    with room.open("r+b") as opened:
+                        opened.write(bytes(room.stat().st_size))
 
 
 def needs_repair(folder: Path) -> bool:
