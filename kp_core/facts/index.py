@@ -15,6 +15,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["begin_repair", "blank_unused", "damaged_indexes", "end_repair", "needs_repair"]
 
@@ -24,6 +25,7 @@ _UNDER_WAY = "kp.repair"
 # Version, offset, room, elements; bytes of an element, where its label and its vector begin; highest level, entry;
 # links for each level, on the lowest, as asked; and two settings of how it is built.
 _HEADER = struct.Struct("=iQQQQQQiIQQQdQ")
+_VERSION, _AT_ONCE = 1, 4096
 _OTHERS = ("length.bin", "link_lists.bin", "index_metadata.pickle")
 _OURS = """
 SELECT s.id FROM segments s JOIN collection_metadata m ON m.collection_id = s.collection
@@ -78,30 +80,39 @@ def _is_sound(index: Path) -> bool:
         return True
     try:
         header = (index / "header.bin").read_bytes()
-        _, _, room, count, size, label, vector, highest, entry, upper, lowest, *_ = _HEADER.unpack(header)
+        version, _, room, count, size, label, vector, highest, entry, upper, lowest, *_ = _HEADER.unpack_from(header)
+        if version != _VERSION or len(header) > _HEADER.size:
+            return True  # Of another Chroma, whose files are its own to read.
         if not count:
             return bool(highest < 0)  # Room for the first elements, with nothing in it.
-        elements = np.fromfile(index / "data_level0.bin", np.uint8)
         lengths, links, ids = ((index / name).read_bytes() for name in _OTHERS)
+        found = (index / "data_level0.bin").stat().st_size
     except (OSError, struct.error):
         return False
-    if not (count <= room and 4 + 4 * lowest <= vector < label == size - 8 and entry < count and ids.endswith(b".")):
-        return False  # A full stop ends a pickle.
-    if len(elements) != count * size or len(lengths) != 4 * count:
+    fits = count <= room and entry < count and 4 + 4 * lowest <= vector < label == size - 8
+    # A full stop ends a pickle.
+    if not fits or found != count * size or len(lengths) != 4 * count or not ids.endswith(b"."):
         return False
-    rows = elements.reshape(count, size)
-    of_each, others = rows[:, :2].copy().view(np.uint16), rows[:, 4 : 4 + 4 * lowest].copy().view(np.uint32)
-    linked = np.arange(lowest) < of_each
-    vectors, labels = rows[:, vector:label].copy().view(np.float32), rows[:, label:].copy().view(np.uint64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        lengths_squared = (vectors * vectors).sum(axis=1)
-    return bool(
-        (of_each <= lowest).all()
-        and (others[linked] < count).all()
-        and np.allclose(lengths_squared, 1, atol=2e-3)
-        and len(np.unique(labels)) == count
+    elements = np.memmap(index / "data_level0.bin", np.uint8, mode="r", shape=(count, size))
+    labels = elements[:, label:].copy().view(np.uint64)
+    return (
+        len(np.unique(labels)) == count
+        and all(
+            _elements_are_sound(elements[at : at + _AT_ONCE], count, lowest, vector, label)
+            for at in range(0, count, _AT_ONCE)
+        )
         and _levels_are_sound(links, count, highest, 4 + 4 * upper)
     )
+
+
+def _elements_are_sound(rows: NDArray[np.uint8], count: int, lowest: int, vector: int, label: int) -> bool:
+    """Whether elements are linked to others that there are, and have vectors of length 1."""
+    of_each, others = rows[:, :2].copy().view(np.uint16), rows[:, 4 : 4 + 4 * lowest].copy().view(np.uint32)
+    vectors = rows[:, vector:label].copy().view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        lengths_squared = (vectors * vectors).sum(axis=1)
+    is_linked = (of_each <= lowest).all() and (others[np.arange(lowest) < of_each] < count).all()
+    return bool(is_linked and np.allclose(lengths_squared, 1, atol=2e-3))
 
 
 def _levels_are_sound(links: bytes, count: int, highest: int, size: int) -> bool:

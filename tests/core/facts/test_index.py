@@ -77,6 +77,12 @@ def test_a_repair_that_was_killed_is_taken_up(path, monkeypatch):
     check(path)
 
 
+def test_an_index_of_another_version_is_left_alone(path):
+    for file in path.glob("*-*-*-*-*/header.bin"):
+        file.write_bytes((2).to_bytes(4, "little") + file.read_bytes()[4:])
+    assert not damaged_indexes(path)
+
+
 def test_a_flipped_bit_ends_nothing_and_hides_nothing(path):
     draw, tries = random.Random(7), 0
     for name in ("header", "data_level0", "link_lists"):
