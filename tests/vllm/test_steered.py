@@ -52,6 +52,7 @@ def test_steered_answers_are_those_of_the_local_engine(both, formal, questions):
         content = f"{{0}}\n{question}"
         alpha, scope = [(1.5, "pack"), (2.0, "system")][number % 2]
         steered = {"steering": (formal, alpha), "scope": scope, "max_tokens": 12}
+        text = f"Told on the quay. {text}"  # Other tests have packs of the text alone; what is stored is not computed.
         there, here = both.ask(content, [text], **steered)
         assert there.prompt.token_ids == here.prompt.token_ids
         if scope == "pack":
