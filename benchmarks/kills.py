@@ -126,7 +126,7 @@ def _killed(
     """
     write, read = acts
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.kills", "chromadb", "sklearn.cluster"])
+    context.set_forkserver_preload(["kp_core", "chromadb", "sklearn.cluster"])
     (hear, say), (seen, look) = context.Pipe(duplex=False), context.Pipe(duplex=False)
     processes = (
         context.Process(target=write, args=(folder, name, say)),
