@@ -105,7 +105,7 @@ def make_page(world: World) -> gr.Blocks:
     """The page over `world`, which all its visitors share."""
     page: gr.Blocks
     with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
-        _html(head_html(world.session))
+        _html(head_html(world.session, world.address))
         with gr.Row(elem_classes="kp-body"):
             with gr.Column(scale=1, min_width=300):
                 documents, chosen = _documents(world)

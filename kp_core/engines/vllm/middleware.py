@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Coroutine, Iterator, MutableMapping
 from typing import Any
 
@@ -105,6 +106,10 @@ class PackMiddleware:
             tokens = sum(map(self.desk.tokens_of, brought))
             self.desk.counts.add(packs_delivered=len(brought), pack_tokens=tokens, handles_left=left)
         rights = Rights(access.namespaces, salt_of(access.namespaces, self.desk.key), save=access.write)
+        if body.get("kp") == {"reuse": False}:
+            del body["kp"]
+            # Nobody else has this salt, so that vLLM's own cache has nothing for it either.
+            rights = Rights((), secrets.token_hex(16))
         if "kp" in body:
             rights, computed = await steered(self.desk, self.app, scope, access, body)
             send = counted(send, computed)
