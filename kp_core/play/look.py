@@ -182,4 +182,6 @@ def _step(step: Step, most: int) -> str:
 
 
 def _size(nbytes: int) -> str:
+    if not nbytes:
+        return "no bytes"  # A server has it in memory.
     return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:,.0f} kB"

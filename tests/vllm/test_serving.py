@@ -68,7 +68,7 @@ def test_a_playground_asks_it(server, tmp_path):
         # The text is read anew each time, though the server has it; what packs bring is there from the first time on.
         assert text.usage.reused_tokens == 0
         assert packs.usage.reused_tokens > 0
-        assert packs.usage.pack_tokens == documents[0].tokens
+        assert packs.usage.pack_tokens in {each.tokens for each in documents}
         assert packs.text == text.text
 
 
