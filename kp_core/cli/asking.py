@@ -24,6 +24,7 @@ from kp_core.cli.shared import (
     console,
     plain,
     print_json,
+    sourced,
     spread,
     tell,
 )
@@ -278,7 +279,7 @@ def _show_sources(found: list[Found]) -> None:
 
 def _name(found: Found) -> str:
     fact = found.hit.fact
-    return " · ".join(part for part in (fact.title, fact.source) if part) or fact.text[:60]
+    return " · ".join(part for part in (fact.title, sourced(fact)) if part) or fact.text[:60]
 
 
 def _usage(generation: Generation) -> str:

@@ -68,7 +68,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     def open_those(which: Iterable[str]) -> None:
         if store in which:
             PackStore(store)
-        if facts in which:
+        if facts is not None and facts in which:
             ChromaFactStore(facts).close()
 
     open_those(set(places) - new)

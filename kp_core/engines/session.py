@@ -54,9 +54,9 @@ class Session(OfEngine):
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
     `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
-    token takes; `explain` estimates with it until a request that computed many tokens has told more. Options of a request are those of `Request`,
-    by name; unknown ones raise `OptionError`, and what the engine does not support raises `UnsupportedRequestError`,
-    both at the call. Several threads may use one session.
+    token takes; `explain` estimates with it until a request that computed many tokens has told more. Options of a
+    request are those of `Request`, by name; unknown ones raise `OptionError`, and what the engine does not support
+    raises `UnsupportedRequestError`, both at the call. Several threads may use one session.
     """
 
     def __init__(
