@@ -66,6 +66,11 @@ class Rates:
         return "lossless" if saves and self.read_tokens_per_s > self.prefill_tokens_per_s * _LONGEST else "none"
 
     @property
+    def saved_s(self) -> float:
+        """Seconds that a token saves which is read and not computed."""
+        return 1 / self.prefill_tokens_per_s - 1 / self.read_tokens_per_s
+
+    @property
     def stores(self) -> bool:
         """Whether reading KV beats computing it."""
         return self.read_tokens_per_s > self.prefill_tokens_per_s

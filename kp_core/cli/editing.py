@@ -42,9 +42,8 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
         _say(handle, store.put(made), made, as_json=as_json)
         return
     with open_collection(place, options, wait=wait) as opened:
-        store = PackStore(options.folder(place, opened))
         fact = opened.get(found_id(name, opened))
-        session = model.load()
+        session, store = model.load(), PackStore(options.folder(place, opened))
         delivery = Delivery(opened, session, store, kv="stored", namespace=fact.namespace)
         edited = delivery.edit(fact.id, old, new, how=how)
         before, after = (store.handle(each.text, each.namespace) for each in (fact, edited))

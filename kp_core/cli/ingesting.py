@@ -149,7 +149,7 @@ def _check_files(files: Iterable[Path]) -> None:
     """Say that a file is missing before anything is loaded."""
     for source in files:
         if str(source) != STDIN and not source.exists():
-            around = [str(path) for path in source.parent.iterdir()] if source.parent.is_dir() else []
+            around = [str(path) for path in source.parent.iterdir() if path.exists()] if source.parent.is_dir() else []
             raise SourceError(f"There is no file {source}. {did_you_mean(str(source), around)}".rstrip())
 
 

@@ -55,9 +55,9 @@ def mcp(
         def delivery() -> Delivery:
             with lock:
                 if not made:
-                    store = PackStore(options.folder(place, facts))
+                    session, store = model.load(), PackStore(options.folder(place, facts))
                     kept: dict[str, Any] = {"kv": "stored", "compiled_for": "system", "namespace": namespace}
-                    made.append(Delivery(facts, model.load(), store, **kept))
+                    made.append(Delivery(facts, session, store, **kept))
             return made[0]
 
         memory_server(facts, delivery, namespace).run("stdio")

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from kp_core.cli.places import Place, ReadOptions
-from kp_core.cli.shared import JsonFlag, SearchOptions, console, is_store, print_json, spread
+from kp_core.cli.shared import JsonFlag, SearchOptions, console, is_store, print_json, sourced, spread
 from kp_core.facts import Hit
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
         return
     out = console()
     for number, (hit, about) in enumerate(zip(hits, found, strict=True), 1):
-        title = f"  {hit.fact.title or hit.fact.id}"
+        title = f"  {hit.fact.title or sourced(hit.fact) or hit.fact.id}"
         out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
         out.print(hit.fact.text)
         bank = hit.bank and f"bank {hit.bank}"
-        parts = [str(about["handle"] or "no pack"), bank, hit.fact.source, f"id {hit.fact.id}"]
+        parts = [str(about["handle"] or "no pack"), bank, sourced(hit.fact), f"id {hit.fact.id}"]
         out.print(f"{' · '.join(part for part in parts if part)}\n", style="dim", soft_wrap=True)
     out.print(f"Found {len(hits)} of {k}.")
 

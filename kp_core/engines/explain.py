@@ -100,7 +100,8 @@ def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, s
     """Where the tokens of a region from `known` on would come from."""
     source, done = _source(region), known
     for start, stop in region.chunks if source == "computed" and plan.kept else ():
-        if start >= known and plan.kept and plan.kept.has(start, stop):
+        # The last chunk is computed all the same, for the logits behind it.
+        if start >= known and stop < len(plan.prompt) and plan.kept and plan.kept.has(start, stop):
             yield from ((done, start, source), (start, stop, "kept"))
             done = stop
     yield done, region.stop, source

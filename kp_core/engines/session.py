@@ -47,14 +47,16 @@ from kp_core.tools import Delta
 
 __all__ = ["Session"]
 
+_PACED = 256  # Of fewer tokens a pass takes longer each: what it costs to run at all.
+
 
 class Session(OfEngine):
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
     `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
-    token takes; `explain` estimates with it until a request has told more. Options of a request are those of `Request`,
-    by name; unknown ones raise `OptionError`, and what the engine does not support raises `UnsupportedRequestError`,
-    both at the call. Several threads may use one session.
+    token takes; `explain` estimates with it until a request that computed many tokens has told more. Options of a
+    request are those of `Request`, by name; unknown ones raise `OptionError`, and what the engine does not support
+    raises `UnsupportedRequestError`, both at the call. Several threads may use one session.
     """
 
     def __init__(
@@ -298,7 +300,7 @@ class Session(OfEngine):
             generation = yield from reading.read(plan, tokens)
         write_kept(plan.kept, self.when_idle)
         usage = generation.usage
-        if usage.computed_tokens:
+        if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
 

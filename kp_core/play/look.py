@@ -28,9 +28,10 @@ _ENDS = (90, 30)
 """Tokens shown of a long region: the first and the last ones."""
 
 
-def head_html(session: Session) -> str:
-    """The top of the page: what this is, and which model answers."""
-    about = f"{escape(session.name)} · {session.max_positions:,} positions · runs on this machine, talks to no other"
+def head_html(session: Session, address: str = "") -> str:
+    """The top of the page: what this is, and which model answers, at which address if not here."""
+    where = f"answered by {address}" if address else "runs on this machine, talks to no other"
+    about = escape(f"{session.name} · {session.max_positions:,} positions · {where}")
     return (
         '<div class="kp-head"><h1>Knowledge Packs <span>playground</span></h1>'
         f"<p>Documents are compiled once into KV caches; the model reads those, not the text.</p><p>{about}</p></div>"
@@ -181,4 +182,6 @@ def _step(step: Step, most: int) -> str:
 
 
 def _size(nbytes: int) -> str:
+    if not nbytes:
+        return "no bytes"  # A server has it in memory.
     return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:,.0f} kB"

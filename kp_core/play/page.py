@@ -105,7 +105,7 @@ def make_page(world: World) -> gr.Blocks:
     """The page over `world`, which all its visitors share."""
     page: gr.Blocks
     with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
-        _html(head_html(world.session))
+        _html(head_html(world.session, world.address))
         with gr.Row(elem_classes="kp-body"):
             with gr.Column(scale=1, min_width=300):
                 documents, chosen = _documents(world)
@@ -202,7 +202,8 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
                 with closing(world.watch(way, asked.requests[way])) as watched:
                     for answer in watched:
                         answers[way] = answer
-                        if answer.generation is not None and way == "packs":
+                        # What of it a server has, it alone knows.
+                        if answer.generation is not None and way == "packs" and not world.address:
                             shown = plan_html(asked.plan, answer.generation.prompt.token_ids, world.session)
                         yield answers_html([*answers.values()], kv_bytes, badge), shown or gr.skip(), listed
         except _ERRORS as error:

@@ -88,6 +88,11 @@ class World:
         self._facts = MemoryFactStore(embedder)
         self._steerings: dict[str, Steering] = {}
 
+    @property
+    def address(self) -> str:
+        """Where the model is, if it is on a server."""
+        return str(getattr(self.session.engine, "base_url", ""))
+
     @cached_property
     def view(self) -> PackView:
         """What the model may read: the packs of this playground."""
@@ -244,8 +249,10 @@ class World:
         return self.store.get(document.handle, PackKey(self.session.fingerprint))
 
     def _keep(self, name: str, file: str, pack: KnowledgePack) -> None:
-        """Store a pack and say so of its document."""
+        """Store a pack and say so of its document; a server, which compiles on use, reads it now."""
         handle = self.store.put(pack)
+        if self.address:
+            self.session.generate(str(handle), view=self.view, max_tokens=1)
         stored = self.store.peek(handle, PackKey(self.session.fingerprint))
         kv_bytes = 0 if stored is None else stored.stored_bytes
         self.documents[name] = Document(name, file, handle, len(pack.token_ids), kv_bytes)

@@ -40,6 +40,26 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     (tmp_path / "other" / "photo.jpg").write_text("")
     code, out, err = kp("serve", "nowhere", "--store", "packs", *given)
     assert (code, out, err.count("\n"), said in err) == (1, "", 1, True), err
+    assert not (tmp_path / "packs").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("serve", "bank", "--store", "packs", "--facts", "other"),
+        ("ask", "bank", "Which bird?", "--model", "bank"),
+        ("edit", "bank", "bird", "--old", "heron", "--new", "gull", "--model", "bank"),
+        ("build", "new", "facts.jsonl", "--compile", "--model", "bank"),
+    ],
+)
+def test_a_model_that_is_none_leaves_no_folder_behind(
+    kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("kp_core.cli.serving.find_spec", lambda _: object())
+    before = {path for path in bank.parent.rglob("*") if path.is_dir()}
+    code, out, err = kp(*command)
+    assert (code, out, "config" in err) == (1, "", True), err
+    assert {path for path in bank.parent.rglob("*") if path.is_dir()} == before
 
 
 def test_a_server_compiles_a_collection_and_goes_on_where_it_was_stopped(

@@ -15,7 +15,9 @@ import pytest
 
 from kp_core import load_engine
 from kp_core.errors import ModelError, UnsupportedModelError
+from kp_core.play import SAMPLE, World
 from tests.conftest import DEMO
+from tests.core.facts.test_facts import HashEmbedder
 
 COIN = "The coin of the Orrelay Isles is the tallin, a square piece of bronze with a round hole in it.\n" * 2
 
@@ -53,6 +55,21 @@ def test_facts_are_compiled_found_and_answered_from(server):
     assert server.ask(f"/v1/facts/{fact['id']}", key="plain")[0] == 404
     assert server.ask(f"/v1/facts/{fact['id']}", method="DELETE")[0] == 200
     assert server.ask(f"/v1/packs/{fact['handle']}")[0] == 404
+
+
+def test_a_playground_asks_it(server, tmp_path):
+    session = load_engine(engine=server.url, api_key=server.keys["own"])
+    world = World(session, HashEmbedder(), tmp_path)
+    documents = list(world.add(SAMPLE[:1]))
+    assert world.address == server.url
+    for _ in range(2):
+        asked = world.ask("Who is the harbour master?")
+        packs, text = ([*world.watch(way, asked.requests[way])][-1].generation for way in ("packs", "text"))
+        # The text is read anew each time, though the server has it; what packs bring is there from the first time on.
+        assert text.usage.reused_tokens == 0
+        assert packs.usage.reused_tokens > 0
+        assert packs.usage.pack_tokens in {each.tokens for each in documents}
+        assert packs.text == text.text
 
 
 def test_the_model_cannot_say_a_handle(server):

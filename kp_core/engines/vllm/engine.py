@@ -124,6 +124,8 @@ class VLLMEngine:
             body["structured_outputs"] = {"grammar": plan.grammar}
         if (steered := asked(plan)) is not None:
             body["kp"] = steered
+        elif not plan.reuse:
+            body["kp"] = {"reuse": False}
         return TokenStream(partial(self._answer, plan, body))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's

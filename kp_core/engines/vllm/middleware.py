@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Coroutine, Iterator, MutableMapping
 from typing import Any
 
@@ -104,7 +105,7 @@ class PackMiddleware:
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
             tokens = sum(map(self.desk.tokens_of, brought))
             self.desk.counts.add(packs_delivered=len(brought), pack_tokens=tokens, handles_left=left)
-        rights = Rights(access.namespaces, salt_of(access.namespaces, self.desk.key), save=access.write)
+        rights = self._rights(body, access)
         if "kp" in body:
             rights, computed = await steered(self.desk, self.app, scope, access, body)
             send = counted(send, computed)
@@ -114,6 +115,14 @@ class PackMiddleware:
         headers += [(b"content-length", str(len(data)).encode()), (b"content-type", b"application/json")]
         inner = {**scope, "headers": headers, "query_string": b""}
         return await self.app(inner, given, Answer(send, tokens))
+
+    def _rights(self, body: dict[str, Any], access: Access) -> Rights:
+        """Those of the key; none for a request that is to find nothing computed."""
+        if body.get("kp") != {"reuse": False}:
+            return Rights(access.namespaces, salt_of(access.namespaces, self.desk.key), save=access.write)
+        del body["kp"]
+        # Nobody else has this salt, so that vLLM's own cache has nothing for it either.
+        return Rights((), secrets.token_hex(16))
 
     def _resolved(self, messages: object, access: Access) -> tuple[list[Any], list[KnowledgePack], int]:
         """The messages with texts in the place of handles, the packs of these, and how many handles were left."""

@@ -55,6 +55,17 @@ def test_a_combination_survives_a_restart_bit_for_bit(stored, placement):
     assert torch.equal(first.logits, oracle.logits)
 
 
+def test_a_plan_does_not_promise_to_read_the_chunk_that_the_question_is_in(tmp_path):
+    engine, store = fresh_engine(), PackStore(tmp_path)
+    handles = [str(store.put(engine.build_pack(text, namespace="veyl"))) for text in (TEXTS[0], "It rang.")]
+    message = "\n\n".join(handles) + QUESTION
+    ask(engine, store, message, keep="always")
+    assert list(store.kept), "for what may be asked behind it"
+    again = fresh_engine()
+    told = again.explain(message, view=store.view("veyl")).counts
+    assert (told["computed"], "kept" in told) == (ask(again, store, message).usage.computed_tokens, False)
+
+
 def test_by_default_it_is_kept_when_it_is_met_twice(stored):
     engine, store, handles = stored
     message = "\n\n".join(handles) + QUESTION

@@ -204,6 +204,17 @@ def test_what_clients_say_of_salts_and_rights_counts_nothing(gate):
     assert Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY).namespaces == ("a",)
 
 
+def test_without_reuse_neither_packs_nor_vllms_own_cache_are_read(gate):
+    asked = {"prompt": [1, 2, 3], "kp": {"reuse": False}}
+    assert [gate.ask("POST", "/v1/completions", asked).status_code for _ in range(2)] == [200, 200]
+    first, second = (body for _, body in gate.seen)
+    rights = Rights.read(first["kv_transfer_params"], first["cache_salt"], KEY)
+    assert (rights.namespaces, rights.save, rights.altered) == ((), False, None)
+    assert len({first["cache_salt"], second["cache_salt"], salt_of(["a"], KEY)}) == 3
+    assert "kp" not in first
+    assert gate.ask("POST", "/v1/completions", {"prompt": "x", "kp": {"reuse": True}}).status_code == 400
+
+
 @pytest.mark.parametrize(
     "where",
     [

@@ -166,6 +166,12 @@ def test_a_plan_costs_what_the_probe_tells_until_a_request_told_more():
     assert [row.seconds for row in unprobed.rows] == [None]
     assert " ? " in str(unprobed)
     assert tiny_engine().explain("Which?").rows[0].seconds is not None
+    # A short pass takes longer for each of its tokens, and tells nothing of long ones.
+    told = Session(engine, probe=lambda: 0.5)
+    told.generate("Which?", max_tokens=1)
+    assert told.explain("Who?", reuse=False).rows[0].seconds == 0.5 * told.explain("Who?", reuse=False).rows[0].tokens
+    told.generate("Which? " * 200, max_tokens=1)
+    assert told.explain("Who?", reuse=False).rows[0].seconds < 0.5
 
 
 def test_a_prefill_alone_is_held_to_no_grammar():
