@@ -52,8 +52,8 @@ def test_steered_answers_are_those_of_the_local_engine(both, formal, questions):
         content = f"{{0}}\n{question}"
         alpha, scope = [(1.5, "pack"), (2.0, "system")][number % 2]
         steered = {"steering": (formal, alpha), "scope": scope, "max_tokens": 12}
-        text = f"Told on the quay. {text}"  # Other tests have packs of the text alone; what is stored is not computed.
-        there, here = both.ask(content, [text], **steered)
+        texts = [f"Told on the quay. {text}"]  # Other tests have packs of the text alone, and KV that is there.
+        there, here = both.ask(content, texts, **steered)
         assert there.prompt.token_ids == here.prompt.token_ids
         if scope == "pack":
             assert there.usage.computed_tokens == len(there.prompt)
@@ -61,10 +61,10 @@ def test_steered_answers_are_those_of_the_local_engine(both, formal, questions):
             different.append((question, there.text, here.text))
         if number < 4:
             # What was altered is found by nobody who did not ask for it, and again by who does.
-            plain, expected = both.ask(content, [text], max_tokens=12)
+            plain, expected = both.ask(content, texts, max_tokens=12)
             moved += here.text != expected.text
             assert plain.text == expected.text
-            again = both.ask(content, [text], **steered)[0]
+            again = both.ask(content, texts, **steered)[0]
             assert again.text == there.text
             assert again.usage.computed_tokens < there.usage.computed_tokens
     assert len(different) <= len(questions) // 20, different
