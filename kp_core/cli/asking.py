@@ -211,7 +211,7 @@ class _Asker:
         if self._is_new:
             return "New packs are stored now: a question that finds them again reads them, and computes less."
         read, told = usage.reused_tokens, f"{usage.reused_tokens} tokens were read, not computed"
-        if self._rates is None:
+        if self._rates is None or not self._rates.stores:
             return f"{told}."
         # Not at the pace of this answer: a short pass costs much for each of its tokens.
         pace, saved = self._rates.prefill_tokens_per_s, read * self._rates.saved_s
