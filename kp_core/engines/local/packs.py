@@ -25,6 +25,9 @@ __all__ = ["PackKV"]
 
 logger = logging.getLogger(__name__)
 
+_TOGETHER_TOKENS = 256
+"""A longer question is sooner computed by itself: in a pass of tokens at any positions, attention has a mask."""
+
 
 class PackKV:
     """Brings the KV of packs to a model's cache; what composers compute, `scheduler` takes turns for."""
@@ -103,7 +106,25 @@ class PackKV:
             return None
         ids = plan.prompt.token_ids
         stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
-        forward = Computing(self._model, self._scheduler, run.buffer)
+        forward = Computing(self._model, self._scheduler, run.buffer, may_wait=_is_before_question(region, plan))
         kv = region.composer.fill(stretch, packs, forward)
+        if forward.late is not None:
+            if not run.buffer.holds(kv):
+                raise KVShapeError(
+                    f"The composer {region.composer.key!r} changed what `Forward.anew` gave; expected it as it is."
+                )
+            run.late = region, *forward.late
         run.computed += min(forward.tokens, len(region))
         return kv
+
+
+def _is_before_question(region: Region, plan: Plan) -> bool:
+    """Whether a few words without packs are all that stands behind `region`: one pass computes its tokens with them.
+
+    How a pass rounds depends on how many tokens it has. So a deterministic answer, which is the same whether the region
+    is in memory or not, has a pass of its own.
+    """
+    last, stop = plan.regions[-1], region.stop
+    is_one_pass = last.start == stop and last.source == "computed" and len(last.chunks) == 1
+    is_plain = all(span.stop <= stop for span in plan.prompt.spans) and len(last) <= _TOGETHER_TOKENS
+    return is_one_pass and is_plain and not plan.deterministic
