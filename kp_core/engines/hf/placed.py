@@ -80,14 +80,17 @@ def forward_among(  # noqa: PLR0913
             layer.keys[:, :, hidden] = 0
             layer.values[:, :, hidden] = 0
     stand[into] = own
-    mask = torch.zeros(len(ids), stop, dtype=dtype, device=device)
-    mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
+    mask = None
+    # What stands in order behind all else needs none, which is the sooner the longer it is.
+    if weights is not None or not torch.equal(own, stand[buffer.length :]) or not torch.equal(stand, stand.sort().values):
+        mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
+        mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
     watching = {} if weights is None else {"kp_weights": weights}
     with suppress(LayersDone):
         output = model(
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=own[None],
-            attention_mask=mask[None, None],
+            attention_mask=mask,
             past_key_values=placed_cache_of(buffer, into, stop, goes_on=goes_on or weights is not None),
             use_cache=True,
             **watching,
