@@ -26,7 +26,7 @@ __all__ = ["PackKV"]
 logger = logging.getLogger(__name__)
 
 _TOGETHER_TOKENS = 256
-"""A longer question is sooner computed by itself: in a pass of tokens at any positions, attention has a mask."""
+"""A longer chunk is sooner computed by itself: in a pass of tokens at any positions, attention has a mask."""
 
 
 class PackKV:
@@ -106,7 +106,7 @@ class PackKV:
             return None
         ids = plan.prompt.token_ids
         stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
-        forward = Computing(self._model, self._scheduler, run.buffer, may_wait=_is_before_question(region, plan))
+        forward = Computing(self._model, self._scheduler, run.buffer, may_wait=_may_wait(region, plan))
         kv = region.composer.fill(stretch, packs, forward)
         if forward.late is not None:
             if not run.buffer.holds(kv):
@@ -118,13 +118,15 @@ class PackKV:
         return kv
 
 
-def _is_before_question(region: Region, plan: Plan) -> bool:
-    """Whether a few words without packs are all that stands behind `region`: one pass computes its tokens with them.
+def _may_wait(region: Region, plan: Plan) -> bool:
+    """Whether the tokens of `region` are computed in the pass of what stands behind it: a few words without packs.
 
     How a pass rounds depends on how many tokens it has. So a deterministic answer, which is the same whether the region
-    is in memory or not, has a pass of its own.
+    is in memory or not, has a pass for each.
     """
-    last, stop = plan.regions[-1], region.stop
-    is_one_pass = last.start == stop and last.source == "computed" and len(last.chunks) == 1
-    is_plain = all(span.stop <= stop for span in plan.prompt.spans) and len(last) <= _TOGETHER_TOKENS
-    return is_one_pass and is_plain and not plan.deterministic
+    behind = next((each for each in plan.regions if each.start == region.stop), None)
+    if behind is None or behind.source != "computed" or plan.deterministic:
+        return False
+    start, stop = behind.chunks[0]
+    holds_packs = any(span.start < stop and start < span.stop for span in plan.prompt.spans)
+    return stop - start <= _TOGETHER_TOKENS and not holds_packs
