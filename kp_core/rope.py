@@ -71,7 +71,8 @@ class Rope:
             raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
         if keys.shape not in rooms:
             rooms[keys.shape] = torch.empty(2, *keys.shape, dtype=torch.float32, device=keys.device)
-        plain, turned = rooms[keys.shape]
+        plain: Tensor = rooms[keys.shape][0]
+        turned: Tensor = rooms[keys.shape][1]
         plain.copy_(keys)
         turned[..., width:] = plain[..., width:]
         torch.mul(plain[..., :width], turn[0], out=turned[..., :width])

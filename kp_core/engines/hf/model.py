@@ -217,7 +217,7 @@ class CausalModel:
         if not logits:
             forward_among(self._model.base_model, buffer, ids, positions, places, unseen=unseen, weights=weights)
             return None
-        keep = {"logits_to_keep": 1} if self.keeps_logits else {}
+        keep: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
         output = forward_among(self._model, buffer, ids, positions, places, goes_on=True, **keep)
         last: Tensor = output.logits[:, -1]
         return last.clone()

@@ -82,7 +82,11 @@ def forward_among(  # noqa: PLR0913
     stand[into] = own
     mask = None
     # What stands in order behind all else needs none, which is the sooner the longer it is.
-    if weights is not None or not torch.equal(own, stand[buffer.length :]) or not torch.equal(stand, stand.sort().values):
+    if (
+        weights is not None
+        or not torch.equal(own, stand[buffer.length :])
+        or not torch.equal(stand, stand.sort().values)
+    ):
         mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
         mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
     watching = {} if weights is None else {"kp_weights": weights}

@@ -52,8 +52,8 @@ class PlacedModel(Protocol):
     ) -> Tensor | None:
         """Write KV of `ids`, at `positions`, to the `places` of `buffer`, over all that stands there at its position.
 
-        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`. With `logits`, gives
-        those behind the last of `ids`, `(1, vocabulary)`.
+        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`. With `logits`,
+        gives those behind the last of `ids`, `(1, vocabulary)`.
         """
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
@@ -63,8 +63,8 @@ class PlacedModel(Protocol):
 class Computing:
     """A `Forward` behind what a buffer holds.
 
-    Where it `may_wait`, what `anew` is asked for last is `late`: the places in the buffer, and the tokens to be computed
-    there, which are those of a pass to come.
+    Where it `may_wait`, what `anew` is asked for is `late`: places in the buffer, and the tokens that a pass to come is
+    to compute there.
     """
 
     def __init__(self, model: PlacedModel, scheduler: Scheduler, buffer: KVBuffer, *, may_wait: bool = False) -> None:
