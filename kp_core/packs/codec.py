@@ -110,7 +110,9 @@ def digest(found: Tensor | Buffer) -> str:
 
 def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) -> list[_Out]:
     """`act` on each item, in threads where `nbytes` of them pay: hashing and zstd release the interpreter's lock."""
-    count = min(8, os.cpu_count() or 1, len(items))
+    # Those that this process may use, where the system tells.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(8, cores, len(items))
     # In one of these threads there are enough of them.
     if nbytes < _POOL_FROM or count < 2 or getattr(_own, "is_of_pool", False):
         return list(map(act, items))
