@@ -40,9 +40,10 @@ class Rope:
             return kv
         device = kv.device if out is None else out.device
         turn = self._turn(by, device)
+        rooms: dict[torch.Size, Tensor] = {}
         # One after the other: what was turned is still in the processor's cache when it is written.
         keys = (
-            self._turned(key.to(device), turn) if by and turns else key
+            self._turned(key.to(device), turn, {} if out is None else rooms) if by and turns else key
             for key, turns in zip(kv.keys, self.layers, strict=True)
         )
         if out is None:
@@ -53,7 +54,7 @@ class Rope:
 
     def turned(self, keys: Tensor, by: int) -> Tensor:
         """Keys of shape `(kv_heads, tokens, head_dim)`, `by` positions later."""
-        return self._turned(keys, self._turn(by, keys.device)).to(keys.dtype)
+        return self._turned(keys, self._turn(by, keys.device), {}).to(keys.dtype)
 
     def _turn(self, by: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """What each rotary dimension is multiplied by, and what the other one of its pair is: `(rotary_dim,)` each."""
@@ -63,13 +64,21 @@ class Rope:
             return cos.repeat_interleave(2), torch.stack((-sin, sin), dim=-1).flatten()
         return cos.repeat(2), torch.cat((-sin, sin))
 
-    def _turned(self, keys: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Keys by what `_turn` gave, in float32."""
+    def _turned(self, keys: Tensor, turn: tuple[Tensor, Tensor], rooms: dict[torch.Size, Tensor]) -> Tensor:
+        """Keys by what `_turn` gave, in float32; in the memory of `rooms` for keys of this shape, if there is any."""
         width = 2 * len(self.frequencies)
         if keys.shape[-1] < width:
             raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
-        plain = keys[..., :width].float()
-        pairs = plain.reshape(*plain.shape[:-1], -1, 2)
-        other = pairs.flip(-1).flatten(-2) if self.interleaved else plain.roll(width // 2, -1)
-        turned = torch.addcmul(plain * turn[0], other, turn[1])
-        return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:].float()], dim=-1)
+        if keys.shape not in rooms:
+            rooms[keys.shape] = torch.empty(2, *keys.shape, dtype=torch.float32, device=keys.device)
+        plain: Tensor = rooms[keys.shape][0]
+        turned: Tensor = rooms[keys.shape][1]
+        plain.copy_(keys)
+        turned[..., width:] = plain[..., width:]
+        torch.mul(plain[..., :width], turn[0], out=turned[..., :width])
+        one, other = slice(0, width // 2), slice(width // 2, width)
+        if self.interleaved:
+            one, other = slice(0, width, 2), slice(1, width, 2)
+        for mine, theirs in ((one, other), (other, one)):
+            turned[..., mine].addcmul_(plain[..., theirs], turn[1][mine])
+        return turned

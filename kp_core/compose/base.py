@@ -74,7 +74,8 @@ class Forward(Protocol):
     def anew(self, kv: KVTensors, places: Sequence[int], ids: Sequence[int]) -> KVTensors:
         """`kv`, the stretch, with `ids` at `places` of it computed anew, over all that stands before each, in one pass.
 
-        What `room` gave is written in place; anything else is copied there first.
+        What `room` gave is written in place; anything else is copied there first. It is the last thing that `fill`
+        does, which gives back what this gave: that pass may be the one of what stands behind the stretch.
         """
 
     def attention(self, ids: Sequence[int], positions: Sequence[int], kv: KVTensors, blank: Sequence[int]) -> Tensor:

@@ -20,8 +20,9 @@ class SpliceComposer:
     """Copies each pack's KV, its keys turned by RoPE to their new positions (Prompt Cache, arXiv 2311.04934, moved).
 
     Packs were compiled behind the template's prefix, which is not copied: the prompt keeps one attention sink, its own
-    beginning. Packs do not see one another, the question sees them all. Costs a copy of the tokens and one forward pass
-    for what stands between packs. Approximate: measure with `compare_composers` before you answer with it.
+    beginning. Packs do not see one another, the question sees them all. Costs a copy of the tokens; what stands
+    between packs is computed with what stands behind them. Approximate: measure with `compare_composers` before you
+    answer with it.
     """
 
     exact = False

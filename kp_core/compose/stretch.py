@@ -30,6 +30,6 @@ def join(region: Stretch, parts: Sequence[KVTensors], forward: Forward) -> KVTen
 def recompute(region: Stretch, kv: KVTensors, chosen: Sequence[int], forward: Forward) -> KVTensors:
     """`kv` of `region` with the tokens `chosen`, counted from its start, computed anew over all others, in one pass.
 
-    `kv` is written to where it is the room of the stretch.
+    `kv` is written to where it is the room of the stretch. To be given back as it is: see `Forward.anew`.
     """
     return forward.anew(kv, chosen, [region.token_ids[at] for at in chosen]) if chosen else kv

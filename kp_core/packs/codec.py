@@ -102,18 +102,22 @@ def rounded(kv: KVTensors) -> KVTensors:
     return KVTensors(side(kv.keys, "key"), side(kv.values, "value"))
 
 
-def digest(tensor: Tensor) -> str:
-    """BLAKE2b of the bytes of a tensor, 16 bytes long."""
-    return blake2b(tensor.contiguous().view(-1).view(torch.uint8).numpy().data, digest_size=16).hexdigest()
+def digest(found: Tensor | Buffer) -> str:
+    """BLAKE2b of bytes, or of those of a tensor, 16 bytes long."""
+    data = found.contiguous().view(-1).view(torch.uint8).numpy().data if isinstance(found, Tensor) else found
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) -> list[_Out]:
     """`act` on each item, in threads where `nbytes` of them pay: hashing and zstd release the interpreter's lock."""
-    count = min(8, os.cpu_count() or 1, len(items))
-    if nbytes < _POOL_FROM or count < 2:
+    # Those that this process may use, where the system tells.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(8, cores, len(items))
+    # In one of these threads there are enough of them.
+    if nbytes < _POOL_FROM or count < 2 or getattr(_own, "is_of_pool", False):
         return list(map(act, items))
     found: list[_Out] = list(items)  # type: ignore[arg-type]  # Each is replaced below.
-    with ThreadPoolExecutor(count) as pool:
+    with ThreadPoolExecutor(count, initializer=setattr, initargs=(_own, "is_of_pool", True)) as pool:
         # A task for each item would cost as much as hashing it.
         for at, part in enumerate(pool.map(lambda at: list(map(act, items[at::count])), range(count))):
             found[at::count] = part

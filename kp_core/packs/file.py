@@ -182,17 +182,17 @@ def read_pack(data: Buffer) -> KnowledgePack:
         return content.pack
     own = bytearray(data) if memoryview(data).readonly and not content.stored else data
     edges = list(pairwise(accumulate(_sizes(content), initial=header.start)))
-    names, dtypes = content.names, [_dtype(name) for name in content.dtypes]
+    names, dtypes, whole = content.names, [_dtype(name) for name in content.dtypes], memoryview(own)
 
     def read(index: int) -> Tensor:
-        shape, part, dtype = content.shapes[index], memoryview(own)[slice(*edges[index])], dtypes[index]
+        shape, part, dtype = content.shapes[index], whole[slice(*edges[index])], dtypes[index]
         if content.stored:
             found = decode(part, content.pack.compression, dtype, shape, names[index])
         elif len(part):
             found = torch.frombuffer(part, dtype=dtype).view(shape)
         else:
             found = torch.empty(shape, dtype=dtype)
-        if (seen := digest(found)) != content.digests[index]:
+        if (seen := digest(found if content.stored else part)) != content.digests[index]:
             raise PackCorruptError(
                 f"The bytes of {names[index]} have the digest {seen}; expected {content.digests[index]}."
             )

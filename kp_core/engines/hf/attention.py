@@ -15,6 +15,9 @@ NAME = "kp_split"
 WINDOWS = "kp_split_windows"
 """The same for models with windows: what lies outside a window is in the mask, which transformers makes."""
 
+_FEW_TOKENS = 64
+"""Up to which it is worth a larger mask that keys are not repeated."""
+
 
 def split_attention(  # noqa: PLR0913 - the signature is that of transformers' AttentionInterface
     module: nn.Module,
@@ -126,8 +129,15 @@ def _placed(  # noqa: PLR0913
         factor = dim**-0.5 if scale is None else scale
         grouped = query.reshape(rows, key.shape[1], -1, dim).float()
         scores = (grouped @ key.float().mT * factor).reshape(rows, key.shape[1], -1, new, key.shape[2])
-        scores = scores + mask[:, :, None].float()
-        weights.append(scores.softmax(dim=-1).sum(dim=(0, 1, 2, 3)))
+        share = scores.add_(mask[:, :, None]).softmax(dim=-1)
+        weights.append(share.sum(dim=(0, 1, 2, 3)))
+        found = share.to(value.dtype).flatten(2, 3) @ value
+        return found.reshape(rows, heads, new, value.shape[3])
+    if query.device.type == "cpu" and mask.dtype != torch.bool and new <= _FEW_TOKENS:
+        grouped = query.reshape(rows, key.shape[1], -1, dim)
+        spread = mask.repeat(1, 1, heads // key.shape[1], 1)
+        found = _attention(grouped, key, value, attn_mask=spread, scale=scale)
+        return found.reshape(rows, heads, new, value.shape[3])
     if query.device.type != "cpu":  # See `_masked`.
         key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
     return _attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])

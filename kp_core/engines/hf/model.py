@@ -200,6 +200,7 @@ class CausalModel:
         self._refuse_moving()
         return forward_at(self._model.base_model, self.shape, ids, positions, past, past_positions, layers=layers)
 
+    @torch.inference_mode()
     def forward_among(  # noqa: PLR0913 - as `PlacedModel` has it
         self,
         ids: Sequence[int],
@@ -209,11 +210,17 @@ class CausalModel:
         *,
         unseen: Sequence[int] = (),
         weights: list[Tensor] | None = None,
-    ) -> None:
+        logits: bool = False,
+    ) -> Tensor | None:
         """Write KV of `ids` to any `places` of `buffer`; see `kp_core.engines.hf.placed`."""
         self._refuse_moving()
-        base = self._model.base_model
-        forward_among(base, buffer, ids, positions, places, unseen=unseen, weights=weights)
+        if not logits:
+            forward_among(self._model.base_model, buffer, ids, positions, places, unseen=unseen, weights=weights)
+            return None
+        keep: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
+        output = forward_among(self._model, buffer, ids, positions, places, goes_on=True, **keep)
+        last: Tensor = output.logits[:, -1]
+        return last.clone()
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """KV of soft tokens and `ids`; see `kp_core.engines.hf.placed`."""

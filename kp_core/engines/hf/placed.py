@@ -50,7 +50,7 @@ def forward_at(  # noqa: PLR0913
 
 @torch.inference_mode()
 def forward_among(  # noqa: PLR0913
-    base: Any,  # noqa: ANN401 - a transformers model without its head
+    model: Any,  # noqa: ANN401 - of transformers, without its head where no logits are wanted
     buffer: KVBuffer,
     ids: Sequence[int],
     positions: Sequence[int],
@@ -59,12 +59,15 @@ def forward_among(  # noqa: PLR0913
     held: Sequence[int] | None = None,
     unseen: Sequence[int] = (),
     weights: list[Tensor] | None = None,
-) -> None:
+    goes_on: bool = False,
+    **options: int,
+) -> Any:  # noqa: ANN401 - as transformers
     """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `PlacedModel.forward_among`.
 
-    `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone.
+    `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone. Gives
+    what the model gives if the pass `goes_on` behind the last keys, as it does for `weights` too; else `None`.
     """
-    device, dtype = base.device, buffer.shape.dtype
+    device, dtype, output = model.device, buffer.shape.dtype, None
     own, into = (torch.tensor(list(each), device=device) for each in (positions, places))
     stop = max(buffer.length, max(places) + 1)
     stand = torch.arange(stop, device=device)
@@ -77,22 +80,31 @@ def forward_among(  # noqa: PLR0913
             layer.keys[:, :, hidden] = 0
             layer.values[:, :, hidden] = 0
     stand[into] = own
-    mask = torch.zeros(len(ids), stop, dtype=dtype, device=device)
-    mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
+    mask = None
+    # What stands in order behind all else needs none, which is the sooner the longer it is.
+    if (
+        weights is not None
+        or not torch.equal(own, stand[buffer.length :])
+        or not torch.equal(stand, stand.sort().values)
+    ):
+        mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
+        mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
     watching = {} if weights is None else {"kp_weights": weights}
     with suppress(LayersDone):
-        base(
+        output = model(
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=own[None],
-            attention_mask=mask[None, None],
-            past_key_values=placed_cache_of(buffer, into, stop, goes_on=weights is not None),
+            attention_mask=mask,
+            past_key_values=placed_cache_of(buffer, into, stop, goes_on=goes_on or weights is not None),
             use_cache=True,
             **watching,
+            **options,
         )
     if weights is not None and not weights:
         raise UnsupportedRequestError(
             "This model's attention does not tell what it looks at; use another rule than 'attention'."
         )
+    return output
 
 
 @torch.inference_mode()

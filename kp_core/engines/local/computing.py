@@ -48,10 +48,12 @@ class PlacedModel(Protocol):
         *,
         unseen: Sequence[int] = (),
         weights: list[Tensor] | None = None,
-    ) -> None:
+        logits: bool = False,
+    ) -> Tensor | None:
         """Write KV of `ids`, at `positions`, to the `places` of `buffer`, over all that stands there at its position.
 
-        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`.
+        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`. With `logits`,
+        gives those behind the last of `ids`, `(1, vocabulary)`.
         """
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
@@ -59,10 +61,16 @@ class PlacedModel(Protocol):
 
 
 class Computing:
-    """A `Forward` behind what a buffer holds."""
+    """A `Forward` behind what a buffer holds.
 
-    def __init__(self, model: PlacedModel, scheduler: Scheduler, buffer: KVBuffer) -> None:
+    Where it `may_wait`, what `anew` is asked for is `late`: places in the buffer, and the tokens that a pass to come is
+    to compute there.
+    """
+
+    def __init__(self, model: PlacedModel, scheduler: Scheduler, buffer: KVBuffer, *, may_wait: bool = False) -> None:
         self._model, self._scheduler, self._buffer, self._start = model, scheduler, buffer, buffer.length
+        self._may_wait = may_wait
+        self.late: tuple[Sequence[int], Sequence[int]] | None = None
         self.before = buffer.view_of(0, buffer.length) if buffer.length else None
         self.tokens = 0
         """Tokens that were computed in all layers."""
@@ -98,7 +106,10 @@ class Computing:
         """See `Forward.anew`."""
         places = [self._start + place for place in places]
         with self._holding(kv):
-            self._model.forward_among(ids, places, self._buffer, places)
+            if self._may_wait:
+                self.late = places, ids
+            else:
+                self._model.forward_among(ids, places, self._buffer, places)
         self.tokens += len(ids)
         return self._buffer.view_of(self._start, self._start + kv.tokens)
 

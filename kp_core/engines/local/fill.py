@@ -72,6 +72,8 @@ class Filled:
     computed: int
     approximate: int = 0
     """Tokens whose KV an approximate composer made."""
+    late: tuple[Region, Sequence[int], Sequence[int]] | None = None
+    """A composed region, and places and ids of its tokens that the next pass computes."""
 
 
 class Filler:
@@ -230,13 +232,29 @@ class Filler:
                 if kv is not None:
                     run.buffer.append(kv)
                 else:
-                    run.logits = self.forward(ids, run.buffer, logits=is_last)
+                    if run.late is None:
+                        run.logits = self.forward(ids, run.buffer, logits=is_last)
+                    else:
+                        run.logits = self._with_late(run, plan.prompt, ids, logits=is_last)
                     run.computed += stop - start
                 if run.path.is_open and run.path.tokens == start:
                     kv = run.buffer.read(start, stop) if kv is None else kv
                     # A state may take more room than the KV of a chunk: inside a long text it is not kept.
                     run.path.extend(ids, kv if stop in ends else replace(kv, states=()), run.logits)
             _check(plan.limit)
+
+    def _with_late(self, run: Filled, prompt: Prompt, ids: Sequence[int], *, logits: bool) -> Tensor | None:
+        """As `forward`, in one pass with what a composer left to it; its region is then whole."""
+        if run.late is None:
+            raise AssertionError("a composer left tokens to be computed")
+        (region, places, late), run.late = run.late, None
+        stop = run.buffer.length + len(ids)
+        places = [*places, *range(run.buffer.length, stop)]
+        with self.scheduler.prefill():
+            found = self.model.forward_among([*late, *ids], places, run.buffer, places, logits=logits)
+        run.buffer.passed(stop)
+        self._remember(run, prompt, region)
+        return None if found is None else found[0]
 
     def _compute_block(self, run: Filled, plan: Plan, region: Region) -> None:
         """Compute a block behind altered KV, then alter it."""
@@ -261,10 +279,15 @@ class Filler:
         """Write the KV of a labelled region to the buffer, and to the tree as one node."""
         is_of_buffer = run.buffer.holds(kv)
         run.buffer.append(kv)
+        if run.late is None:
+            self._remember(run, prompt, region, None if is_of_buffer else kv)
+
+    def _remember(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors | None = None) -> None:
+        """Give a labelled region to the tree, as one node: `kv`, or what stands in the buffer."""
         # What depends on what stands behind it is found by no other prompt.
         is_kept = getattr(region.composer, "keeps", True)
         if is_kept and run.path.is_open and run.path.tokens == region.start:
-            kv = run.buffer.read(region.start, region.stop) if is_of_buffer else kv
+            kv = run.buffer.read(region.start, region.stop) if kv is None else kv
             run.path.extend((*prompt.token_ids[region.start : region.stop], region.label), kv)
 
 

@@ -25,6 +25,9 @@ __all__ = ["PackKV"]
 
 logger = logging.getLogger(__name__)
 
+_TOGETHER_TOKENS = 256
+"""A longer chunk is sooner computed by itself: in a pass of tokens at any positions, attention has a mask."""
+
 
 class PackKV:
     """Brings the KV of packs to a model's cache; what composers compute, `scheduler` takes turns for."""
@@ -103,7 +106,27 @@ class PackKV:
             return None
         ids = plan.prompt.token_ids
         stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
-        forward = Computing(self._model, self._scheduler, run.buffer)
+        forward = Computing(self._model, self._scheduler, run.buffer, may_wait=_may_wait(region, plan))
         kv = region.composer.fill(stretch, packs, forward)
+        if forward.late is not None:
+            if not run.buffer.holds(kv):
+                raise KVShapeError(
+                    f"The composer {region.composer.key!r} changed what `Forward.anew` gave; expected it as it is."
+                )
+            run.late = region, *forward.late
         run.computed += min(forward.tokens, len(region))
         return kv
+
+
+def _may_wait(region: Region, plan: Plan) -> bool:
+    """Whether the tokens of `region` are computed in the pass of what stands behind it: a few words without packs.
+
+    How a pass rounds depends on how many tokens it has. So a deterministic answer, which is the same whether the region
+    is in memory or not, has a pass for each.
+    """
+    behind = next((each for each in plan.regions if each.start == region.stop), None)
+    if behind is None or behind.source != "computed" or plan.deterministic:
+        return False
+    start, stop = behind.chunks[0]
+    holds_packs = any(span.start < stop and start < span.stop for span in plan.prompt.spans)
+    return stop - start <= _TOGETHER_TOKENS and not holds_packs

@@ -11,7 +11,7 @@ from kp_core import BlendComposer, Handle, KVTensors, PackStore, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.compose.blend import _RULES
 from kp_core.engines.request import Request
-from kp_core.errors import OptionError
+from kp_core.errors import KVShapeError, OptionError
 from tests.conftest import tiny_engine
 
 TEXTS = ["The first island is green and flat.", "The second island is blue.", "The third one is as red as rust."]
@@ -122,6 +122,72 @@ def test_the_question_looks_at_what_it_would_look_at(isles):
     assert (less[hidden] == 0).all()
     assert (weights[hidden] > 0).all()
     assert less.sum() > 0
+
+
+@pytest.mark.parametrize("composer", ["splice", "naive", *(BlendComposer(0.4, rule) for rule in _RULES)], ids=str)
+def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
+    """The slow path is that of a deterministic answer: what stands between packs, and then the question."""
+    engine, request, question = isles
+    request |= {"composer": composer}
+    passes = joint_passes(engine, question, request, monkeypatch)
+    _, slow = kv_of(engine, question, **request, deterministic=True)
+    apart = engine.generate(question, **request, deterministic=True, max_tokens=8)
+    assert not passes
+    engine.clear_cache()
+    _, found = kv_of(engine, question, **request)
+    assert len(passes) == 1
+    engine.clear_cache()
+    together = engine.generate(question, **request, max_tokens=8)
+    assert len(passes) == 2
+    tolerance = 1e-5 if slow.dtype == torch.float32 else 0.05
+    pairs = [*zip((*found.keys, *found.values), (*slow.keys, *slow.values), strict=True)]
+    pairs.append((together.first_logits, apart.first_logits))
+    assert all((mine.float() - theirs.float()).norm() <= tolerance * theirs.float().norm() for mine, theirs in pairs)
+    if slow.dtype == torch.float32:
+        assert together.token_ids == apart.token_ids
+    assert together.usage.approximate_tokens == apart.usage.approximate_tokens > 0
+    if "attention" not in str(composer):
+        # Another question finds the region in memory, and is computed alone.
+        asked = engine.prefill(question.replace("Which?", "Why?"), **request)
+        assert asked.usage.computed_tokens == len(asked.prompt) - asked.prompt.spans[-1].stop
+        assert len(passes) == 2
+
+
+def joint_passes(engine, question, request, monkeypatch):
+    """A list of the passes, from now on, that have tokens before the end of the last pack and behind it."""
+    model, passes = engine.engine.model, []
+    forward, stop = model.forward_among, engine._plan(question, Request.of(request))[0].prompt.spans[-1].stop
+
+    def noted(ids, positions, buffer, places, **options):
+        if min(places) < stop <= max(places):
+            passes.append(ids)
+        return forward(ids, positions, buffer, places, **options)
+
+    monkeypatch.setattr(model, "forward_among", noted)
+    return passes
+
+
+def test_a_long_question_has_a_pass_of_its_own(isles, monkeypatch):
+    engine, request, question = isles
+    passes = joint_passes(engine, question, request, monkeypatch)
+    monkeypatch.setattr("kp_core.engines.local.packs._TOGETHER_TOKENS", 15)
+    engine.prefill(f"{question} And why is that so?", **request, composer="splice")
+    assert not passes
+
+
+def test_what_was_computed_anew_is_given_back_as_it_is(isles):
+    engine, request, question = isles
+
+    @dataclass(frozen=True)
+    class Changing(SpliceComposer):
+        key = "changing"
+
+        def fill(self, region, packs, forward):
+            return super().fill(region, packs, forward).clone()
+
+    with pytest.raises(KVShapeError, match="'changing' changed what"):
+        engine.prefill(question, **request, composer=Changing())
+    assert engine.prefill(question, **request).usage.approximate_tokens == 0
 
 
 def test_spliced_keys_of_the_first_layer_are_those_of_the_text(isles):
