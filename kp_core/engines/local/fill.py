@@ -222,7 +222,7 @@ class Filler:
                 # chunks: behind decoded tokens their KV is not exact.
                 is_last = logits and stop == len(plan.prompt)
                 kv = None
-                if run.path.is_canonical and not is_last:
+                if run.path.is_canonical and not is_last and run.late is None:
                     if ready is not None:
                         kv = ready.slice(start - region.start, stop - region.start)
                     elif (
