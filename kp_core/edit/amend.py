@@ -23,7 +23,7 @@ __all__ = ["amend", "current_text", "squash"]
 logger = logging.getLogger(__name__)
 
 _WORDING = 'Correction: {sentence} This replaces "{old}".'
-"""Chosen among seventeen (`docs/editing.md`). Packs keep the lines they have, so those of earlier wordings still count."""
+"""Chosen among seventeen (`docs/editing.md`). Packs keep the lines they have; those of earlier wordings still count."""
 
 
 def amend(  # noqa: PLR0913 - what an edit takes

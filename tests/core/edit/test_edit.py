@@ -194,7 +194,7 @@ def test_errata_of_an_earlier_wording_still_count(
     engine: Session, pack: KnowledgePack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as then:
-        then.setattr(amending, "_WORDING", 'Correction: wherever the text above says "{old}", read "{new}". {sentence}')
+        then.setattr(amending, "_WORDING", 'Correction: wherever the text above says "{old}", read "six". {sentence}')
         written = edit.amend(pack, "four", "six", engine, **AT_HAND)
     line = 'Correction: wherever the text above says "four", read "six". The mill of Veyl has six sails.'
     assert written.text == f"{TEXT}\n{line}"
