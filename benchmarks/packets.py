@@ -41,7 +41,7 @@ from kp_core.engines.hf.samples import PacketTraining, Samples
 from kp_core.errors import ContextOverflowError
 from kp_core.kv import KVTensors
 
-__all__ = ["main", "run"]
+__all__ = ["draw", "main", "run"]
 
 _DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 _TOKENS = 24
@@ -233,6 +233,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": arguments.dtype, "wrapper": wrapper, "left_out": left_out, "rows": rows}
 
 
+def draw(figures: dict[str, Any], folder: Path) -> None:
+    """The divergence of each method, by domain and number of documents."""
+    groups = list(dict.fromkeys(f"{row['domain']}, {row['documents']}" for row in figures["rows"]))
+    found = {name: [row["kl"] for row in figures["rows"] if row["method"] == name] for name in METHODS[2:]}
+    series = {name: column for name, column in found.items() if column}
+    plots.bars(folder, "packets", groups, series, "divergence of the first token, nats")
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Measure, show, draw and write."""
     parser = common.argument_parser(__doc__, "wiki_passages.jsonl")
@@ -252,13 +260,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         [f"Left out: {each}." for each in figures["left_out"]],
     )
     if arguments.plots:
-        for domain in arguments.domains:
-            mine = [row for row in figures["rows"] if row["domain"] == domain]
-            counts = sorted({row["documents"] for row in mine})
-            names = [name for name in METHODS[2:] if name in arguments.methods]
-            lines = {name: [row["kl"] for row in mine if row["method"] == name] for name in names}
-            labels = ("documents", "divergence of the first token, nats", "")
-            plots.lines(arguments.plots, f"packets-{domain}", counts, lines, {}, labels)
+        draw(figures, arguments.plots)
     common.write_json(arguments.json, figures)
     return figures
 
