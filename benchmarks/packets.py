@@ -102,7 +102,8 @@ def questions(domain: str, held: Sequence[tuple[str, str]], count: int, limit: i
             rows = sorted(example.paragraphs, key=lambda each: not each.is_supporting)
             texts = list(dict.fromkeys(map(str, (*rows, *next_one.paragraphs))))[:count]
             asked_of = f"{common.INSTRUCTION}\nQuestion: {example.question}"
-            made += [_Question(tuple(draw.sample(texts, count)), asked_of, (example.answer,))] * (len(texts) == count)
+            if len(texts) == count:
+                made.append(_Question(tuple(draw.sample(texts, count)), asked_of, (example.answer,)))
         return made
     facts, asked = (
         [json.loads(line) for line in (_DEMO / name).read_text(encoding="utf-8").splitlines()]
