@@ -56,6 +56,8 @@ def needles(count: int, packs: int = 5) -> list[_Question]:
     """Questions for one code among several; drawn from a fixed seed."""
     draw = random.Random(0)  # noqa: S311
     names = ("Avel", "Brin", "Corl", "Dace", "Elun", "Fenn", "Gorse", "Harl", "Isken", "Jorva")
+    if packs > len(names):
+        names += ("Kesk", "Lunt", "Mavor", "Nolde", "Orrin", "Pell", "Quarl", "Rusp", "Sevin", "Tholm")
     found = []
     for _ in range(count):
         chosen = draw.sample(names, packs)

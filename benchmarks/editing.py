@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -246,11 +247,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         sizes = []
         with tempfile.TemporaryDirectory() as folder:
             bench = _Bench(engine, Path(folder))
-            for text, group in itertools.groupby(track(made, f"{tokens} tokens"), lambda change: change.text):
-                base = engine.build_pack(text, namespace="editing")
-                sizes.append(len(base.token_ids))
-                for change in group:
-                    for method, result in bench.results(base, change).items():
+            texts = list(dict.fromkeys(change.text for change in made))
+            packs = {text: engine.build_pack(text, namespace="editing") for text in texts}
+            sizes += [len(pack.token_ids) for pack in packs.values()]
+            with ThreadPoolExecutor(arguments.at_once) as pool:
+                found = pool.map(bench.results, [packs[change.text] for change in made], made)
+                for change, each in zip(track(made, f"{tokens} tokens"), found, strict=True):
+                    for method, result in each.items():
                         results[method].append((change.kind, result))
         total = {kind: sum(kind in (change.kind, "all") for change in made) for kind in (*KINDS, "all")}
         rows += _rows(results, total, round(statistics.median(sizes)))
@@ -274,6 +277,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     facts = Path(__file__).parents[1] / "cookbooks" / "demo" / "facts.jsonl"
     parser = common.argument_parser(__doc__, str(facts))
     parser.add_argument("--tokens", type=int, nargs="+", default=[60, 1000], metavar="N", help="default: 60 1000")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="edits; times say nothing above 1")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write the plot there")
     arguments = parser.parse_args(argv)
     figures = run(arguments)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
+from benchmarks import packets, plots
 
 __all__ = ["DRAWN", "main"]
 
@@ -56,6 +56,7 @@ DRAWN: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "accumulation": _accumulation,
     "size": _size,
     "concurrency": _concurrency,
+    "packets": packets.draw,
 }
 """How each benchmark's figures are drawn."""
 

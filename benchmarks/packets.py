@@ -1,15 +1,18 @@
 """Documents as packets between trained soft tokens, beside text and the other composers (KV Packet's main figure).
 
 For each number of documents, questions are asked over all of them in one user message: as `text`, as packs by `exact`
-composition, by `splice`, by `blend` with 15 %, and as `packet`s whose KV lies in the store. Everything runs on one
-engine, with the prefix tree cleared and the system head warm before each answer.
+composition, by `splice`, by `blend` with 15 %, and as `packet`s whose KV lies in the store; `splice, int8` and `packet,
+int8` from KV of eight bits (the paper's Figure 4). Everything runs on one engine, with the prefix tree cleared and the
+system head warm before each answer.
 
-Domains: `wiki`, passages that the wrapper was not trained on, each question about one of them; `isles`, the world of
-the demo, whose short facts are foreign to it. `kl` (nats) is the divergence of the first token from exact composition.
-`f1` and `em` compare the answer with the right one in `isles`, and in `wiki`, which has none, with that of exact
-composition. `computed` are tokens that passed the model before the first token of the answer, `added` the share of the
-documents' tokens that a method computes beyond the first document and the question. Numbers of documents that do not
-fit into the positions of the model are left out and named.
+Domains: `wiki`, passages that the wrapper was not trained on, each question about one of them; `hotpot`, HotpotQA with
+its distractors and those of the next question; `needle`, one code among several; `isles`, the world of the demo. The
+wrapper saw neither texts nor questions of the last three. `kl` (nats) is the divergence of the first token from exact
+composition. `f1` and `em` (the right answer is in what is said) compare with the right answer, and in `wiki`, which has
+none, with the answer of exact composition. `computed` are tokens that passed the model before the first token of the
+answer. `added` are the FLOPs that a method adds to those of the question, which every method computes, by those of
+prefilling the documents: linear maps, attention, keys turned. Numbers of documents that do not fit into the positions
+of the model are left out and named.
 """
 
 from __future__ import annotations
@@ -20,22 +23,47 @@ import random
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
 from rich.progress import track
+from transformers import AutoConfig, PretrainedConfig
 
 from benchmarks import common, plots
-from kp_core import PacketComposer, PackStore, Session
-from kp_core.compose import Composer, composer_of
+from benchmarks.composed import needles
+from kp_core import Generation, KnowledgePack, PacketComposer, PackStore, Session
+from kp_core.compose import Composer, Forward, composer_of
 from kp_core.engines.hf.samples import PacketTraining, Samples
 from kp_core.errors import ContextOverflowError
+from kp_core.kv import KVTensors
 
-__all__ = ["main", "run"]
+__all__ = ["draw", "main", "run"]
 
 _DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
 _TOKENS = 24
+_INT8 = ", int8"
+_MOST_NEEDLES = 20
+DOMAINS = ("wiki", "hotpot", "needle", "isles")
+METHODS = ("text", "exact", "splice", "blend", "packet", f"splice{_INT8}", f"packet{_INT8}")
+
+
+@dataclass(frozen=True)
+class _Rounded(PacketComposer):
+    """Packets whose KV has eight bits a number."""
+
+    @property
+    def key(self) -> str:
+        return f"{super().key}{_INT8}"
+
+    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
+        made = replace(pack, kv=super().compile(pack, forward)).compressed("int8").kv
+        if made is None:
+            raise AssertionError("rounding keeps KV")
+        return made
 
 
 @dataclass(frozen=True)
@@ -63,6 +91,20 @@ def questions(domain: str, held: Sequence[tuple[str, str]], count: int, limit: i
             title = draw.choice(chosen)[0]
             made.append(_Question(tuple(f"{a}: {b}" for a, b in chosen), f"What is said about {title}?"))
         return made
+    if domain == "needle":
+        found = needles(limit, count) if count <= _MOST_NEEDLES else []
+        return [
+            _Question(each.texts, f"{common.INSTRUCTION}\nQuestion: {each.asked}", (each.answer,)) for each in found
+        ]
+    if domain == "hotpot":
+        examples = common.read_examples(common.data_folder() / "hotpotqa_distractor.jsonl")
+        for example, next_one in islice(pairwise(examples), limit):
+            rows = sorted(example.paragraphs, key=lambda each: not each.is_supporting)
+            texts = list(dict.fromkeys(map(str, (*rows, *next_one.paragraphs))))[:count]
+            asked_of = f"{common.INSTRUCTION}\nQuestion: {example.question}"
+            if len(texts) == count:
+                made.append(_Question(tuple(draw.sample(texts, count)), asked_of, (example.answer,)))
+        return made
     facts, asked = (
         [json.loads(line) for line in (_DEMO / name).read_text(encoding="utf-8").splitlines()]
         for name in ("facts.jsonl", "questions.jsonl")
@@ -78,78 +120,126 @@ def questions(domain: str, held: Sequence[tuple[str, str]], count: int, limit: i
 
 
 def ask(
-    engine: Session, store: PackStore, question: _Question, methods: dict[str, Composer]
-) -> dict[str, dict[str, float]]:
-    """What each method makes of one question."""
-    packs = list(engine.build_packs(list(question.documents), progress=False))
-    prompt = "\n\n".join((*(str(store.put(pack)) for pack in packs), question.asked))
-    options: dict[str, Any] = {"view": store.view("default"), "max_tokens": _TOKENS}
-    # Wrapped packs are compiled once; what that costs is not part of a use.
-    engine.prefill(prompt, view=options["view"], composer=methods["packet"], keep="always")
-    said = {}
-    for name in ("text", *methods):
-        engine.clear_cache()
-        engine.prefill("Hello.")
-        if name == "text":
-            said[name] = engine.generate("\n\n".join((*question.documents, question.asked)), max_tokens=_TOKENS)
+    engine: Session,
+    stores: Sequence[PackStore],
+    asked: Sequence[_Question],
+    methods: dict[str, Composer | None],
+    at_once: int,
+) -> list[dict[str, Generation]]:
+    """What each method answers; packs go to the first of `stores`, and in eight bits to the second."""
+    packs = [list(engine.build_packs(list(each.documents), progress=False)) for each in asked]
+    # Of eight bits, as KV that is the model's own: packs that say so are not composed.
+    rounded = [[replace(pack, kv=pack.compressed("int8").kv) for pack in found] for found in packs]
+    prompts = [
+        [
+            "\n\n".join((*(str(store.put(pack)) for pack in found), each.asked))
+            for each, found in zip(asked, made, strict=True)
+        ]
+        for store, made in zip(stores, (packs, rounded), strict=True)
+    ]
+    said: list[dict[str, Generation]] = [{} for _ in asked]
+    for name, composer in methods.items():
+        at = int(name.endswith(_INT8))
+        options: dict[str, Any] = {"view": stores[at].view("default")}
+        if isinstance(composer, PacketComposer):
+            # Wrapped packs are compiled once; what that costs is not part of a use.
+            for prompt in prompts[at]:
+                engine.prefill(prompt, **options, composer=composer, keep="always")
+        if composer is None:
+            sent, options = ["\n\n".join((*each.documents, each.asked)) for each in asked], {}
         else:
             # What exact composition computes is not left in the store, or the others would find it.
-            keep = "used_twice" if name == "packet" else "never"
-            said[name] = engine.generate(prompt, **options, composer=methods[name], keep=keep)
+            keep = "used_twice" if isinstance(composer, PacketComposer) else "never"
+            sent, options = prompts[at], options | {"composer": composer, "keep": keep}
+        engine.clear_cache()
+        engine.prefill("Hello.")
+        with ThreadPoolExecutor(at_once) as pool:
+            answers = pool.map(partial(engine.generate, **options, max_tokens=_TOKENS), sent)
+            for found, answer in zip(said, answers, strict=True):
+                found[name] = answer
+    return said
+
+
+def scores(question: _Question, said: dict[str, Generation], shape: PretrainedConfig) -> dict[str, dict[str, float]]:
+    """The figures of each method for one question; `shape` is that of the model."""
     exact = said["exact"].first_logits.double().log_softmax(-1)
-    total = sum(len(pack.token_ids) for pack in packs)
-    needed = said["splice"].usage.computed_tokens
+    total = said["exact"].usage.pack_tokens
+    # The question alone, behind the documents: all that a method has to compute.
+    least = min(answer.usage.computed_tokens for answer in said.values())
+    own = _flops(shape, least, sum(_seen(said["exact"])))
     rows = {}
     for name, answer in said.items():
         found = answer.first_logits.double().log_softmax(-1)
-        right, line = question.right or (said["exact"].text,), common.first_line(answer.text)
-        first = right if question.right else (common.first_line(right[0]),)
+        right, line = question.right or (common.first_line(said["exact"].text),), common.first_line(answer.text)
+        used = _flops(shape, answer.usage.computed_tokens, sum(_seen(answer)), answer.usage.approximate_tokens)
         rows[name] = {
-            "f1": max(common.f1(line, each) for each in first),
-            "em": float(any(common.exact_match(line, each) for each in first)),
+            "f1": max(common.f1(line, each) for each in right),
+            "em": float(any(common.contains(answer.text, each) for each in right)),
             "kl": float((exact.exp() * (exact - found)).sum()),
             "ttft_s": answer.usage.ttft_s,
             "computed": float(answer.usage.computed_tokens),
-            "added": max(answer.usage.computed_tokens - needed, 0) / total,
+            "added": (used - own) / _flops(shape, total, total / 2),
         }
     return rows
+
+
+def _seen(answer: Generation) -> tuple[int, int]:
+    return answer.usage.prompt_tokens, answer.usage.pack_tokens
+
+
+def _flops(shape: PretrainedConfig, tokens: float, seen: float, moved: int = 0) -> float:
+    """Of `tokens` that attend to `seen` others each, and of turning the keys of `moved` ones."""
+    width, keys = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
+    linear = 2 * width * width + 2 * width * keys + 3 * width * shape.intermediate_size
+    return shape.num_hidden_layers * (tokens * (2 * linear + 4 * width * seen) + 3 * keys * moved)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All rows."""
     engine = common.load_engine(arguments)
     packet = PacketComposer.load(arguments.wrapper)
-    methods: dict[str, Composer] = {name: composer_of(name) for name in ("exact", "splice", "blend")}
-    methods["packet"] = packet
+    splice, blend = composer_of("splice"), composer_of("blend")
+    methods = {"text": None, "exact": composer_of("exact"), "splice": splice, "blend": blend, "packet": packet}
+    methods |= {f"splice{_INT8}": splice, f"packet{_INT8}": _Rounded(packet.wrapper)}
+    chosen = {name: methods[name] for name in methods if name in ("exact", *arguments.methods)}
+    shape = AutoConfig.from_pretrained(common.model_path(arguments))
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
     held = wiki(engine, packet, arguments) if "wiki" in arguments.domains else []
-    for domain in arguments.domains:
-        for count in arguments.documents:
-            found: dict[str, list[dict[str, float]]] = {}
-            asked = questions(domain, held, count, 20 if arguments.limit is None else arguments.limit)
-            with tempfile.TemporaryDirectory() as folder:
-                store = PackStore(folder)
-                for question in track(asked, f"{domain}, {count} documents"):
-                    try:
-                        for name, row in ask(engine, store, question, methods).items():
-                            found.setdefault(name, []).append(row)
-                    except ContextOverflowError:
-                        found = {}
-                        break
-            if not found:
-                left_out.append(f"{domain}, {count} documents")
-            for name, each in found.items():
-                middle = {"ttft_s", "computed"}
-                figures = {
-                    key: statistics.median(row[key] for row in each)
-                    if key in middle
-                    else common.mean(row[key] for row in each)
-                    for key in each[0]
-                }
-                rows.append({"method": name, "documents": count, "domain": domain, **figures})
+    for domain, count in track(list(product(arguments.domains, arguments.documents)), "domains and documents"):
+        found: dict[str, list[dict[str, float]]] = {}
+        asked = questions(domain, held, count, 20 if arguments.limit is None else arguments.limit)
+        with tempfile.TemporaryDirectory() as folder:
+            stores = [PackStore(Path(folder) / name) for name in ("plain", "int8")]
+            try:
+                said = ask(engine, stores, asked, chosen, arguments.at_once)
+            except ContextOverflowError:
+                said = []
+        for question, answers in zip(asked, said, strict=False):
+            for name, row in scores(question, answers, shape).items():
+                found.setdefault(name, []).append(row)
+        if not found:
+            left_out.append(f"{domain}, {count} documents")
+        for name, each in found.items():
+            middle = {"ttft_s", "computed"}
+            figures = {
+                key: statistics.median(row[key] for row in each)
+                if key in middle
+                else common.mean(row[key] for row in each)
+                for key in each[0]
+            }
+            rows.append({"method": name, "documents": count, "domain": domain, "asked": len(each), **figures})
+        common.write_json(arguments.json, {"rows": rows})
     wrapper = {"id": packet.wrapper.id, **packet.wrapper.training}
     return {"dtype": arguments.dtype, "wrapper": wrapper, "left_out": left_out, "rows": rows}
+
+
+def draw(figures: dict[str, Any], folder: Path) -> None:
+    """The divergence of each method, by domain and number of documents."""
+    groups = list(dict.fromkeys(f"{row['domain']}, {row['documents']}" for row in figures["rows"]))
+    found = {name: [row["kl"] for row in figures["rows"] if row["method"] == name] for name in METHODS[2:]}
+    series = {name: column for name, column in found.items() if column}
+    plots.bars(folder, "packets", groups, series, "divergence of the first token, nats")
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -157,11 +247,13 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = common.argument_parser(__doc__, "wiki_passages.jsonl")
     parser.add_argument("--wrapper", type=Path, metavar="FILE", help="default: that of the bundled model")
     parser.add_argument("--documents", type=int, nargs="+", default=[2, 5, 10, 20])
-    parser.add_argument("--domains", nargs="+", default=["wiki", "isles"], choices=["wiki", "isles"])
+    parser.add_argument("--domains", nargs="+", default=list(DOMAINS), choices=DOMAINS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="exact is always there")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="questions; times say nothing above 1")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw the divergence into this folder")
     arguments = parser.parse_args(argv)
     figures = run(arguments)
-    columns = ("domain", "documents", "f1", "em", "kl", "computed", "added", "ttft_s")
+    columns = ("domain", "documents", "asked", "f1", "em", "kl", "computed", "added", "ttft_s")
     common.show_table(
         f"Documents composed ({arguments.dtype})",
         ("method", *columns),
@@ -169,14 +261,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         [f"Left out: {each}." for each in figures["left_out"]],
     )
     if arguments.plots:
-        for domain in arguments.domains:
-            mine = [row for row in figures["rows"] if row["domain"] == domain]
-            counts = sorted({row["documents"] for row in mine})
-            lines = {
-                name: [row["kl"] for row in mine if row["method"] == name] for name in ("splice", "blend", "packet")
-            }
-            labels = ("documents", "divergence of the first token, nats", "")
-            plots.lines(arguments.plots, f"packets-{domain}", counts, lines, {}, labels)
+        draw(figures, arguments.plots)
     common.write_json(arguments.json, figures)
     return figures
 

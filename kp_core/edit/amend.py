@@ -22,8 +22,8 @@ __all__ = ["amend", "current_text", "squash"]
 
 logger = logging.getLogger(__name__)
 
-_WORDING = 'Correction: wherever the text above says "{old}", read "{new}". {sentence}'
-"""Chosen among thirteen (`docs/editing.md`): to repeat the old sentence helps the old value."""
+_WORDING = 'Correction: {sentence} This replaces "{old}".'
+"""Chosen among seventeen (`docs/editing.md`). Packs keep the lines they have; those of earlier wordings still count."""
 
 
 def amend(  # noqa: PLR0913 - what an edit takes
@@ -138,4 +138,4 @@ def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
     behind = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
     after = _applied(base[each.stop :], [other for other in behind if other.start >= 0])
     head, tail = sentence_around(before, after)
-    return _WORDING.format(old=base[each.start : each.stop], new=each.new, sentence=f"{head}{each.new}{tail}")
+    return _WORDING.format(old=base[each.start : each.stop], sentence=f"{head}{each.new}{tail}")

@@ -348,12 +348,13 @@ def test_concurrency(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_packets(tmp_path: Path) -> None:
     arguments = ("--data", data("wiki_passages.jsonl"), "--limit", "1", "--documents", "2", "400")
     figures = run(packets, tmp_path, *arguments, "--plots", str(tmp_path / "plots"))
-    assert figures["left_out"] == ["wiki, 400 documents", "isles, 400 documents"]
+    assert figures["left_out"] == [f"{domain}, 400 documents" for domain in packets.DOMAINS]
     rows = {(row["domain"], row["method"]): row for row in figures["rows"]}
-    for domain in ("wiki", "isles"):
+    for domain in packets.DOMAINS:
         exact, splice, packet = (rows[domain, name] for name in ("exact", "splice", "packet"))
         assert exact["kl"] == 0
         assert packet["kl"] > 0
+        assert rows[domain, "packet, int8"]["kl"] != packet["kl"]
         assert packet["computed"] <= splice["computed"] < exact["computed"]
-        assert packet["added"] == splice["added"] == 0 < exact["added"]
-        assert (tmp_path / "plots" / f"packets-{domain}.svg").is_file()
+        assert 0 <= packet["added"] <= splice["added"] < exact["added"]
+    assert (tmp_path / "plots" / "packets.svg").is_file()

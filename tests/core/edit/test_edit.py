@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.conftest import tiny_engine
 TEXT = "The mill of Veyl has four sails. It was built in 1802 by Orla Venn. It grinds barley and rye on Thursdays."
 ASKED = "\n\nHow many sails has it?"
 AT_HAND: dict[str, Any] = {"squash_above": 9.0}
+amending = importlib.import_module("kp_core.edit.amend")  # `kp_core.edit.amend` is the function.
 
 Counted = Callable[[], int]
 
@@ -186,6 +188,28 @@ def test_errata_stand_in_order_and_a_later_one_replaces_that_of_its_field(
     assert back.kv is not None
     assert pack.kv is not None
     assert back.kv.equal(pack.kv)
+
+
+def test_errata_of_an_earlier_wording_still_count(
+    engine: Session, pack: KnowledgePack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as then:
+        then.setattr(amending, "_WORDING", 'Correction: wherever the text above says "{old}", read "six". {sentence}')
+        written = edit.amend(pack, "four", "six", engine, **AT_HAND)
+    line = 'Correction: wherever the text above says "four", read "six". The mill of Veyl has six sails.'
+    assert written.text == f"{TEXT}\n{line}"
+    store = PackStore(tmp_path)
+    old = store.get(store.put(written))
+    assert (old.history, old.edits.errata) == ((Edit("amend", "four", "six"),), (line,))
+    assert edit.current_text(old) == edit.squash(old, engine).text == TEXT.replace("four", "six")
+    more = edit.amend(old, "1802", "1820", engine, **AT_HAND)
+    assert more.token_ids[: len(old.token_ids)] == old.token_ids
+    assert more.edits.errata[0] == line
+    assert edit.current_text(more) == TEXT.replace("four", "six").replace("1802", "1820")
+    other = edit.amend(old, "six", "nine", engine, **AT_HAND)
+    assert len(other.edits.errata) == 1
+    assert edit.current_text(other) == TEXT.replace("four", "nine")
+    same_answer(engine, more, tmp_path)
 
 
 def test_errata_are_squashed_into_the_text(engine: Session, pack: KnowledgePack, tmp_path: Path) -> None:
