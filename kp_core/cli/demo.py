@@ -48,6 +48,7 @@ def demo(*, model: ModelOptions) -> None:
         # A line that stays: the first time, a bar of the conversion comes behind it.
         out.print("Loading the model ...")
         shown = _Demo(model.load(), Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))))
+        stack.callback(shown.session.close)  # Before its folder goes: what was kept may still be written.
         with _doing(out, "Compiling three packs, as is done once for each text"):
             shown.compile()
         _heading(out, 1, "The same answer", f"The question: {_QUESTION}")

@@ -258,7 +258,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(bank: Path) -> None:
         for _ in range(10):
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(6)
+                process.wait(20)
                 break
         ended = process.poll()
         process.kill()
