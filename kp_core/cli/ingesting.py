@@ -118,6 +118,7 @@ def ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[P
             seen += len(batch)
             bar.set_postfix(facts=seen, refresh=False)
             bar.update(sum(len(fact.text.encode()) for fact in batch))
+        bar.update(max(0, size - bar.n))  # A file has more bytes than its text.
     return added
 
 

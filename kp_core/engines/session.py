@@ -272,7 +272,7 @@ class Session(OfEngine):
         plan, learned = planner.plan(messages, request, limit, tokens=tokens, learn=learn)
         reading = Reading(self.template, self.tokenizer, plan.prompt, request)
         self._need("steer", "steering", needed=any(region.block for region in plan.regions))
-        self._need("compose", f"composer={request.composer!r}", needed=any(region.composer for region in plan.regions))
+        self._need("compose", f"composer={request.composer.key!r}", needed=any(region.composer for region in plan.regions))
         self._need("cache", "co_compile", needed=request.co_compile > 0)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         self._need("deterministic", "deterministic=True", needed=request.deterministic)
