@@ -176,12 +176,12 @@ class Planner:
         """
         sourced = _Sourced(set(), {}, [])
         entries: dict[Span, KnowledgePack] = {}
-        wanted = set(request.composer.regions(prompt))
+        wanted, accepts, mine = set(request.composer.regions(prompt)), request.mismatch == "accept", self._identity
 
         def stands(span: Span, prefix: Callable[[], Prefix]) -> bool | None:
             pack, home = span.pack, is_home(span, prefix)
             fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
-            own = pack.fingerprint == self._identity
+            own = pack.fingerprint == mine
             if own and not home and (entry := self._entry(span, prompt, prefix(), source)):
                 entries[span] = entry
             if span.recognised:
@@ -192,9 +192,9 @@ class Planner:
                 return self._recognise(span, prompt, prefix(), sourced, usable=usable, learn=learn)
             if home and fits and own:
                 sourced.packs.add(span)
-            elif own and fits and span in wanted and not home:
+            elif fits and span in wanted and not home and (own or (accepts and pack.fingerprint.same_model(mine))):
                 sourced.composed[span] = request.composer
-            elif fits and not own and request.mismatch == "accept" and pack.prefix.token_ids == prefix().token_ids:
+            elif fits and not own and accepts and pack.prefix.token_ids == prefix().token_ids:
                 sourced.composed[span] = NaiveComposer("accept")
             return home or span in sourced.composed
 

@@ -271,8 +271,9 @@ class Session(OfEngine):
             planner = self._planner
         plan, learned = planner.plan(messages, request, limit, tokens=tokens, learn=learn)
         reading = Reading(self.template, self.tokenizer, plan.prompt, request)
-        self._need("steer", "steering", needed=any(region.block for region in plan.regions))
-        self._need("compose", f"composer={request.composer.key!r}", needed=any(region.composer for region in plan.regions))
+        composed, steered = (any(getattr(each, name) for each in plan.regions) for name in ("composer", "block"))
+        self._need("steer", "steering", needed=steered)
+        self._need("compose", f"composer={request.composer.key!r}", needed=composed)
         self._need("cache", "co_compile", needed=request.co_compile > 0)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         self._need("deterministic", "deterministic=True", needed=request.deterministic)
