@@ -69,16 +69,20 @@ class Rope:
         width = 2 * len(self.frequencies)
         if keys.shape[-1] < width:
             raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
-        if keys.shape not in rooms:
-            rooms[keys.shape] = torch.empty(2, *keys.shape, dtype=torch.float32, device=keys.device)
-        plain: Tensor = rooms[keys.shape][0]
-        turned: Tensor = rooms[keys.shape][1]
-        plain.copy_(keys)
-        turned[..., width:] = plain[..., width:]
-        torch.mul(plain[..., :width], turn[0], out=turned[..., :width])
         one, other = slice(0, width // 2), slice(width // 2, width)
         if self.interleaved:
             one, other = slice(0, width, 2), slice(1, width, 2)
+        if keys.requires_grad:
+            # Gradients need memory of their own.
+            plain, turned = keys.float(), keys.float().clone()
+            turned[..., :width] = plain[..., :width] * turn[0]
+        else:
+            if keys.shape not in rooms:
+                rooms[keys.shape] = torch.empty(2, *keys.shape, dtype=torch.float32, device=keys.device)
+            plain, turned = rooms[keys.shape]
+            plain.copy_(keys)
+            turned[..., width:] = plain[..., width:]
+            torch.mul(plain[..., :width], turn[0], out=turned[..., :width])
         for mine, theirs in ((one, other), (other, one)):
             turned[..., mine].addcmul_(plain[..., theirs], turn[1][mine])
         return turned

@@ -13,6 +13,11 @@ def tiny(model: str | None = None) -> Session:
     return tiny_engine(model) if model else tiny_engine()
 
 
+def own(model: str | None = None) -> Session:
+    """The same for a command that closes its session."""
+    return tiny_engine.__wrapped__(model or "llama")
+
+
 class Bare:
     """The six members and not one capability: the same short answer to everything."""
 

@@ -18,6 +18,7 @@ from kp_core.cli.app import _COMMANDS, _command
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
 
 TINY = ("--engine", "tests.cli.engines:tiny")
+OWN = ("--engine", "tests.cli.engines:own")
 
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +74,7 @@ def check_demo(out: str, searches: int) -> None:
 
 def test_the_demo_makes_its_points(kp: Kp, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
-    code, out, err = kp("demo", *TINY)
+    code, out, err = kp("demo", *OWN)
     assert code == 0, err
     check_demo(out, 3)
 
