@@ -133,7 +133,7 @@ def _placed(  # noqa: PLR0913
         weights.append(share.sum(dim=(0, 1, 2, 3)))
         found = share.to(value.dtype).flatten(2, 3) @ value
         return found.reshape(rows, heads, new, value.shape[3])
-    if query.device.type == "cpu" and mask.dtype != torch.bool and new <= _FEW_TOKENS:
+    if query.device.type == "cpu" and mask.dtype != torch.bool and new <= _FEW_TOKENS and mask.shape[1] == 1:
         grouped = query.reshape(rows, key.shape[1], -1, dim)
         spread = mask.repeat(1, 1, heads // key.shape[1], 1)
         found = _attention(grouped, key, value, attn_mask=spread, scale=scale)
