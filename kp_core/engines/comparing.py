@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer, composer_of
+from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer, WrappingComposer, composer_of
 from kp_core.errors import OptionError
 from kp_core.plan import Plan
 from kp_core.prompt.prompt import common_length
@@ -66,15 +66,17 @@ def compare_composers(
 ) -> tuple[Comparison, ...]:
     """What each of `composers` (by default splice and the three rules of blend) does to the answer to `messages`.
 
-    Answers are greedy, of at most `max_tokens` tokens. Drops all KV that is neither pinned nor in use before each, so
-    that times are those of a first use. Raises as `Session.generate`.
+    Answers are greedy, of at most `max_tokens` tokens. Drops all KV that is neither pinned nor in use before each, and
+    reads none that was kept of such prompts, so that times are those of a first use. Raises as `Session.generate`.
     """
     # What the first request of all pays for is nobody's cost.
-    session.prefill(messages, **options | {"composer": ExactComposer()})
+    session.prefill(messages, **options | {"composer": ExactComposer(), "keep": "never"})
 
     def answer(composer: Composer | str) -> Any:  # noqa: ANN401
         session.clear_cache()
-        return session.generate(messages, **options | {"composer": composer, "max_tokens": max_tokens})
+        asked = options | {"composer": composer, "max_tokens": max_tokens}
+        # Wrapped packs are compiled once, like packs, and kept like them.
+        return session.generate(messages, **asked if _wraps(composer) else asked | {"keep": "never"})
 
     exact = answer(ExactComposer())
     found = []
@@ -94,6 +96,10 @@ def compare_composers(
         )
     session.clear_cache()
     return tuple(found)
+
+
+def _wraps(composer: Composer | str) -> bool:
+    return isinstance(composer_of(composer) if isinstance(composer, str) else composer, WrappingComposer)
 
 
 @dataclass(frozen=True)
