@@ -120,7 +120,9 @@ def _speed_of(
             # Each in its turn goes first, so that no variant gains by its place.
             for variant in every[number % len(every) :] + every[: number % len(every)]:
                 _reset(engine)
-                options: dict[str, Any] = {"view": store.view("default"), "composer": variant.composer}
+                # What the store kept of a prompt would make the next variant's a second use.
+                first: dict[str, Any] = {"view": store.view("default"), "keep": "never"}
+                options = first | {"composer": variant.composer}
                 if variant.seen:
                     backwards = variant.seen < 0 and variant.order == "free"
                     seen = handles[::-1] if backwards else handles[-variant.seen :] if variant.seen > 0 else handles
@@ -129,7 +131,7 @@ def _speed_of(
                 times[variant.name].append((text.usage.ttft_s, packs.usage.ttft_s))
                 kl, same = 0.0, True
                 if not variant.composer.exact:
-                    oracle = engine.generate("\n\n".join(packs.packs) + asked, view=options["view"], max_tokens=1)
+                    oracle = engine.generate("\n\n".join(packs.packs) + asked, max_tokens=1, **first)
                     kl, same = divergence(oracle, packs)
                 about[variant.name].append((packs.usage.computed_tokens, kl, same))
     return [
