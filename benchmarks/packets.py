@@ -128,7 +128,7 @@ def ask(
 ) -> list[dict[str, Generation]]:
     """What each method answers; packs go to the first of `stores`, and in eight bits to the second."""
     packs = [list(engine.build_packs(list(each.documents), progress=False)) for each in asked]
-    # Of eight bits, as KV that is the model's own: packs that say so are not composed.
+    # Of eight bits, as KV that is the model's own, so that every method is asked in the same way.
     rounded = [[replace(pack, kv=pack.compressed("int8").kv) for pack in found] for found in packs]
     prompts = [
         [

@@ -232,10 +232,7 @@ class Filler:
                 if kv is not None:
                     run.buffer.append(kv)
                 else:
-                    if run.late is None:
-                        run.logits = self.forward(ids, run.buffer, logits=is_last)
-                    else:
-                        run.logits = self._with_late(run, plan.prompt, ids, logits=is_last)
+                    run.logits = self._pass(run, plan.prompt, ids, logits=is_last)
                     run.computed += stop - start
                 if run.path.is_open and run.path.tokens == start:
                     kv = run.buffer.read(start, stop) if kv is None else kv
@@ -243,10 +240,10 @@ class Filler:
                     run.path.extend(ids, kv if stop in ends else replace(kv, states=()), run.logits)
             _check(plan.limit)
 
-    def _with_late(self, run: Filled, prompt: Prompt, ids: Sequence[int], *, logits: bool) -> Tensor | None:
-        """As `forward`, in one pass with what a composer left to it; its region is then whole."""
+    def _pass(self, run: Filled, prompt: Prompt, ids: Sequence[int], *, logits: bool) -> Tensor | None:
+        """As `forward`, together with what a composer left to this pass; its region is then whole."""
         if run.late is None:
-            raise AssertionError("a composer left tokens to be computed")
+            return self.forward(ids, run.buffer, logits=logits)
         (region, places, late), run.late = run.late, None
         stop = run.buffer.length + len(ids)
         places = [*places, *range(run.buffer.length, stop)]
