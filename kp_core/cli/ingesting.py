@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm
 
 from kp_core.cli.shared import checked_namespace, console, counted, did_you_mean
 from kp_core.errors import SourceError
 from kp_core.facts import Added, ChromaFactStore, Fact
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 from kp_core.facts.sources.drafts import STDIN
+from kp_core.progress import bar_of
 
-__all__ = ["SourceOptions", "bar_of", "ingest", "report", "say"]
+__all__ = ["SourceOptions", "ingest", "report", "say"]
 
 _BATCH = 256
 _SHOWN = 5
-_LINE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -72,39 +70,6 @@ class SourceOptions:
             namespace=self.namespace,
         )
         return itertools.chain(facts, rows)
-
-
-class _Lines:
-    """Where a bar goes when there is no terminal: each of its states on a line of its own."""
-
-    _last = ""
-
-    def write(self, text: str) -> None:
-        said = text.strip("\r\n ")
-        if said and said != self._last:
-            sys.stderr.write(f"{said}\n")
-        self._last = said or self._last
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-
-def bar_of(name: str, total: int | None, unit: str) -> tqdm[Any]:
-    """A progress bar; without a terminal, a line every few seconds."""
-    wide = sys.stderr.isatty()
-    every = 0.1 if wide else _LINE_EVERY_S
-    return tqdm(
-        desc=name,
-        total=total,
-        unit=unit,
-        unit_scale=unit == "B",
-        file=None if wide else _Lines(),
-        delay=1 if wide else every,
-        mininterval=every,
-        miniters=None if wide else 1,
-        ncols=None if wide else 100,
-        ascii=not wide,
-    )
 
 
 def ingest(collection: ChromaFactStore, facts: Iterable[Fact], files: Iterable[Path], ttl: float | None) -> Added:

@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli.ingesting import bar_of
 from kp_core.cli.shared import ModelOptions, console, spread
 from kp_core.errors import MissingDependencyError, ModelError, SourceError
+from kp_core.progress import bar_of
 
 __all__ = ["play"]
 

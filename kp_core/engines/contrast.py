@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kp_core.engines.base import Engine
 from kp_core.errors import SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import Prefix
 from kp_core.plan import Plan
+from kp_core.progress import bar_of
 from kp_core.prompt.prompt import Prompt, common_length
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
@@ -66,7 +66,7 @@ class Contrast:
         prompts = [self._prompts(pair, index, method) for index, pair in enumerate(pairs)]
         plans = [plan for pair in prompts for plan in self._plans(*pair)]
         means: list[_Means] = []
-        bar = tqdm(self._engine.kv(plans), "Reading pairs", len(plans), delay=1, unit="side", disable=not progress)
+        bar = bar_of("Reading pairs", len(plans), "side", self._engine.kv(plans), shown=progress)
         chosen: tuple[int, ...] = ()
         for kv in bar:
             chosen = chosen or resolve_layers(layers, kv.layers)

@@ -7,10 +7,9 @@ from collections.abc import Container, Generator, Hashable, Iterable, Iterator, 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol, TypeVar
 
-from tqdm.auto import tqdm
-
 from kp_core.engines.request import Generation
 from kp_core.errors import OptionError
+from kp_core.progress import bar_of
 from kp_core.prompt.resolve import Message
 
 __all__ = ["Asked", "Key", "generate_many"]
@@ -52,7 +51,7 @@ def _run(
 ) -> Generator[tuple[Key, Generation], None, None]:
     cancel, left = threading.Event(), iter(todo)
     running: dict[Future[Generation], Key] = {}
-    bar = tqdm(total=len(todo), desc="Answering", delay=1, unit="answer", disable=not progress)
+    bar = bar_of("Answering", len(todo), "answer", shown=progress)
     with bar, ThreadPoolExecutor(at_once, "kp-many") as pool:
         try:
             while True:

@@ -15,8 +15,6 @@ from functools import cache, cached_property, partial
 from statistics import fmean
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from kp_core.engines.base import Engine, TokenStream
 from kp_core.engines.building import built, stored, tokenised
 from kp_core.engines.comparing import Doubts
@@ -38,6 +36,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 from kp_core.plan import Limit, Plan
+from kp_core.progress import bar_of
 from kp_core.prompt.prompt import Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
@@ -221,7 +220,7 @@ class Session(OfEngine):
         jobs = tokenised(self.template, abouts, compiled_for, on_short, None if lazy else self.max_positions)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
         found = built(jobs, self.engine, self._planner.wanted, namespace, made, lazy=lazy)
-        for pack in tqdm(found, "Building packs", len(texts), delay=1, unit="pack", disable=not progress):
+        for pack in bar_of("Building packs", len(texts), "pack", found, shown=progress):
             yield pack.compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401

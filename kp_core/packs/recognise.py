@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from kp_core.packs.handle import Handle
+from kp_core.progress import bar_of
 
 __all__ = ["PackTexts", "Recogniser", "TextIndex"]
 
@@ -156,7 +156,7 @@ class TextIndex:
             changes, wanted = source.changes, self._namespaces.union(namespaces)
             if changes != self._changes or wanted != self._namespaces:
                 new = source.texts(wanted, self._recogniser.handles)
-                for handle, known in tqdm(new, "Reading the texts of packs", unit="pack", delay=1):
+                for handle, known in bar_of("Reading the texts of packs", None, "pack", new):
                     self._recogniser.add(handle, known)
                 self._changes, self._namespaces = changes, wanted
             return self._recogniser.find(text, namespaces)

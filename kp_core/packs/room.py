@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from tqdm import tqdm
-
 from kp_core.errors import PackError, QuotaError
 from kp_core.packs.blobs import BlobStat
 from kp_core.packs.file import EncodedPack, encode_pack
@@ -14,6 +12,7 @@ from kp_core.packs.files import PackFiles
 from kp_core.packs.handle import Handle
 from kp_core.packs.layout import handle_of, pack_key, text_key
 from kp_core.packs.uses import LastUse
+from kp_core.progress import bar_of
 
 __all__ = ["make_room"]
 
@@ -55,7 +54,7 @@ def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, .
             f"{used} bytes; max_bytes is {max_bytes}. "
             "Raise max_bytes, remove packs, or put `pack.without_kv()`."
         )
-    for handle, slot, lazy, seen in tqdm(plan, desc="dropping KV", unit="pack", delay=1):
+    for handle, slot, lazy, seen in bar_of("Dropping KV", None, "pack", plan):
         logger.info("Dropping the KV of %s%s to make room.", handle, slot)
         if not slot:
             files.replace(handle, lazy, seen)

@@ -10,11 +10,10 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from tqdm.auto import tqdm
-
 from kp_core.bundled import needing
 from kp_core.errors import SteeringError
 from kp_core.packs.pack import KnowledgePack
+from kp_core.progress import bar_of
 from kp_core.prompt.resolve import Message
 from kp_core.steering.plan import Scope
 from kp_core.steering.value import Steering
@@ -182,7 +181,7 @@ def calibrate(  # noqa: PLR0913 - what is measured, and how
         raise SteeringError(f"Got {len(asked)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
     unwarned = replace(steering, coherent=None)
     answers: dict[float, list[_Answer]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
-    bar = tqdm(total=len(answers) * len(asked), desc="Calibrating", delay=1, unit="answer", disable=not progress)
+    bar = bar_of("Calibrating", len(answers) * len(asked), "answer", shown=progress)
     with bar:
         for alpha, given in answers.items():
             for task in asked:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kp_core.compose.wrapper import Wrapper, read_signed, save_wrapper, write_signed
 from kp_core.engines.hf.distilling import Distilling
@@ -27,6 +26,7 @@ from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.samples import Documents, PacketTraining, Samples
 from kp_core.engines.session import Session
 from kp_core.errors import UnsupportedRequestError, WrapperError
+from kp_core.progress import bar_of
 
 __all__ = ["checkpoint_of", "train_wrapper", "wrapper_scores"]
 
@@ -148,7 +148,7 @@ class _Training:
         else:
             bare = self._look(soft[:0])
             state.looks.append({"step": 0, "held_kl": self._look(state.average), "bare_kl": bare})
-        bar = tqdm(total=settings.steps, initial=state.step, desc="training", unit="step", disable=not progress)
+        bar = bar_of("Training", settings.steps, "step", done=state.step, shown=progress)
         is_over = False
         with bar:
             while not is_over and not self._is_done():

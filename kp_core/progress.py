@@ -1,0 +1,54 @@
+"""Progress of long work: a bar where somebody looks, lines where a file or a pipe does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm.auto import tqdm
+
+__all__ = ["bar_of"]
+
+_LINE_EVERY_S = 5.0
+
+
+class _Lines:
+    """Where a bar goes when there is no terminal: each of its states on a line of its own."""
+
+    _last = ""
+
+    def write(self, text: str) -> None:
+        said = text.strip("\r\n ")
+        if said and said != self._last:
+            sys.stderr.write(f"{said}\n")
+        self._last = said or self._last
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def bar_of(  # noqa: PLR0913 - what a bar says
+    name: str, total: int | None, unit: str, items: Iterable[Any] | None = None, *, done: int = 0, shown: bool = True
+) -> tqdm[Any]:
+    """A progress bar, of `items` where they are given; without a terminal or a notebook, a line every few seconds.
+
+    `done` of the `total` were done before.
+    """
+    wide = sys.stderr.isatty() or "ipykernel" in sys.modules
+    every = 0.1 if wide else _LINE_EVERY_S
+    return tqdm(
+        items,
+        desc=name,
+        total=total,
+        initial=done,
+        unit=unit,
+        unit_scale=unit == "B",
+        file=None if wide else _Lines(),
+        delay=1 if wide else every,
+        mininterval=every,
+        miniters=None if wide else 1,
+        ncols=None if wide else 100,
+        ascii=not wide,
+        disable=not shown,
+    )
