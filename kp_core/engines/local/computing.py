@@ -91,7 +91,7 @@ class Computing:
         """See `Forward.__call__`."""
         count = 0 if past is None else past.tokens
         places = range(count) if past_positions is None else past_positions
-        with self._scheduler.prefill():
+        with self._scheduler.prefill(len(ids)):
             found = self._model.forward_at(
                 ids, range(count, count + len(ids)) if positions is None else positions, past, places, layers=layers
             )
@@ -105,7 +105,7 @@ class Computing:
     def anew(self, kv: KVTensors, places: Sequence[int], ids: Sequence[int]) -> KVTensors:
         """See `Forward.anew`."""
         places = [self._start + place for place in places]
-        with self._holding(kv):
+        with self._holding(kv, len(ids)):
             if self._may_wait:
                 self.late = places, ids
             else:
@@ -118,24 +118,24 @@ class Computing:
         weights: list[Tensor] = []
         stop, unseen = self._start + kv.tokens, [self._start + place for place in blank]
         places = range(stop, stop + len(ids))
-        with self._holding(kv):
+        with self._holding(kv, len(ids)):
             self._model.forward_among(ids, positions, self._buffer, places, unseen=unseen, weights=weights)
         self.tokens += len(ids)
         return torch.stack(weights).sum(dim=0)[self._start : stop]
 
     @contextmanager
-    def _holding(self, kv: KVTensors) -> Iterator[None]:
-        """The model, with `kv` in the buffer behind what stood there; only that stands there afterwards."""
+    def _holding(self, kv: KVTensors, tokens: int) -> Iterator[None]:
+        """The model for so many tokens, with `kv` behind what the buffer holds, which is forgotten afterwards."""
         self._buffer.append(kv)
         try:
-            with self._scheduler.prefill():
+            with self._scheduler.prefill(tokens):
                 yield
         finally:
             self._buffer.truncate(self._start)
 
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """See `Forward.soft`."""
-        with self._scheduler.prefill():
+        with self._scheduler.prefill(len(before) + len(ids)):
             found = self._model.forward_soft(before, header, ids, trailer)
         self.tokens += len(before) + found.tokens
         return found

@@ -96,7 +96,7 @@ class Filler:
 
     def forward_batch(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = False) -> Tensor | None:
         """Logits `(batch, vocabulary)` behind `ids` of shape `(batch, new)`, or `None` without `logits`."""
-        with self.scheduler.prefill():
+        with self.scheduler.prefill(ids.shape[1]):
             return self.model.forward(ids, buffer, logits=logits)
 
     def losses(self, run: Filled, tokens: Sequence[int]) -> list[float]:
@@ -106,7 +106,7 @@ class Filler:
         ids = torch.tensor([tokens], device=self.model.device)
         logits = run.logits[None]
         if len(tokens) > 1:
-            with self.scheduler.prefill():
+            with self.scheduler.prefill(len(tokens)):
                 logits = torch.cat([logits, self.model.forward_all(ids[:, :-1], run.buffer)])
         found = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
         return [float(loss) for loss in found]
@@ -117,7 +117,7 @@ class Filler:
         What does not fit into the budget waits; raises `CacheBudgetError` where it never will.
         """
         # One prompt at a time: a second one that begins alike then finds the KV of the first.
-        with self.pool.turn(plan.limit):
+        with self.scheduler.coming(), self.pool.turn(plan.limit):
             tree = self.tree if plan.reuse else self._tree(0)
             return (self._steered if plan.below else self._plain)(plan, capacity, tree, logits=logits)
 
@@ -247,7 +247,7 @@ class Filler:
         (region, places, late), run.late = run.late, None
         stop = run.buffer.length + len(ids)
         places = [*places, *range(run.buffer.length, stop)]
-        with self.scheduler.prefill():
+        with self.scheduler.prefill(len(places)):
             found = self.model.forward_among([*late, *ids], places, run.buffer, places, logits=logits)
         run.buffer.passed(stop)
         self._remember(run, prompt, region)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ _MOST_ROWS = 16
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
 _PATIENCE = 0.5
 """How long a step waits for those that were decoded together with it before, as a share of what that step took."""
+_SHORT = 64  # Most tokens of a pass that several prompts may have before a step.
+_BURST, _GRACE = 0.5, 0.05  # Seconds for which they may, and in which the next of them has to come.
 
 
 class DecodedRows(Protocol):
@@ -68,7 +71,8 @@ class Scheduler:
     Decoding steps that wait together are one pass; a step waits a moment for those that were in the pass before with
     it, so that answers which began at different times fall into step. No thread is needed: of those that wait, one
     computes for all. A reader that does not ask for its next token holds nobody up. Where both wait, prefill and
-    decoding take turns, a chunk and a step.
+    decoding take turns, a chunk and a step; short questions that come together all go before a step, which is then one
+    for all of them.
 
     A step that no other joins, and one that is `is_alone`, computes what it would without the others, bit for bit.
     """
@@ -76,26 +80,43 @@ class Scheduler:
     def __init__(self, model: BatchingModel) -> None:
         self._model = model
         self._changed = threading.Condition()
-        self._is_busy, self._was_prefill, self._prefilling = False, False, 0
+        self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
+        self._turn = math.inf  # When steps have theirs before prefill; nobody knows until a prompt had one.
         self._waiting: list[Decoding] = []
         self._took = self._freed = 0.0
         self._together: set[Decoding] = set()
         self._rows: tuple[list[Decoding], DecodedRows] | None = None
 
     @contextmanager
-    def prefill(self) -> Iterator[None]:
-        """The model, for one chunk of a prompt."""
+    def coming(self) -> Iterator[None]:
+        """Steps may wait a moment for a prompt, which is brought in meanwhile."""
         with self._changed:
-            self._prefilling += 1
-            try:
-                self._changed.wait_for(lambda: not self._is_busy and not (self._waiting and self._was_prefill))
-            finally:
-                self._prefilling -= 1
-            self._is_busy = True
+            self._coming += 1
         try:
             yield
         finally:
-            self._free(was_prefill=True)
+            with self._changed:
+                self._coming -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def prefill(self, tokens: int) -> Iterator[None]:
+        """The model, for one chunk of a prompt, of so many tokens."""
+        with self._changed:
+            self._prefilling += 1
+            try:
+                self._changed.wait_for(
+                    lambda: not self._is_busy and not (self._waiting and self._turn < time.monotonic())
+                )
+            finally:
+                self._prefilling -= 1
+            if not self._waiting or self._turn == math.inf:
+                self._turn = time.monotonic() + _BURST
+            self._is_busy, self._is_in_vain = True, False
+        try:
+            yield
+        finally:
+            self._free(self._turn if tokens <= _SHORT else -math.inf)
 
     def leave(self, decoding: Decoding) -> None:
         """An answer is complete: nobody waits for it any more."""
@@ -108,7 +129,7 @@ class Scheduler:
     def step(self, decoding: Decoding, token: int) -> Tensor:
         """Compute `token` behind the buffer; the logits, `(vocabulary,)`."""
         decoding.token, decoding.logits, decoding.error = token, None, None
-        if len(self._together) > 1:
+        if len(self._together) > 1 or self._coming or self._waiting:
             let_go()  # Choosing the token has taken threads, too.
         came = time.monotonic()
         with self._changed:
@@ -118,7 +139,8 @@ class Scheduler:
                 while (batch := self._due(decoding, came)) is None:
                     if decoding.logits is not None or decoding.error is not None:
                         break
-                    self._changed.wait(None if self._is_busy else max(self._until(came) - time.monotonic(), 0.0005))
+                    until = max(self._until(came), self._freed + _GRACE if self._coming else 0.0)
+                    self._changed.wait(None if self._is_busy else max(until - time.monotonic(), 0.0005))
             except BaseException:  # Ctrl-C while it waits.
                 if decoding in self._waiting:
                     self._waiting.remove(decoding)
@@ -138,9 +160,15 @@ class Scheduler:
         """When a step that `came` then waits for others no longer, if the model is free: they were busy until then."""
         return max(came, self._freed) + _PATIENCE * self._took
 
+    def _is_for_prefill(self) -> bool:
+        """Whether a prompt has the turn, and waits for it or will in a moment."""
+        now = time.monotonic()
+        is_due = self._coming and not self._is_in_vain and now < self._freed + _GRACE
+        return bool(self._prefilling or is_due) and now < self._turn
+
     def _due(self, decoding: Decoding, came: float) -> list[Decoding] | None:
         """What to compute now, if it is for this step to do so: it is taken from what waits, and the model is taken."""
-        if self._is_busy or decoding not in self._waiting or (self._prefilling and not self._was_prefill):
+        if self._is_busy or decoding not in self._waiting or self._is_for_prefill():
             return None
         batch = [decoding]
         if not decoding.is_alone and (len(self._waiting) > 1 or self._together - {decoding}) and self._model.batches:
@@ -150,7 +178,8 @@ class Scheduler:
             batch = sorted([decoding, *others[: _MOST_ROWS - 1]], key=lambda each: each.number)
             self._together = set(batch)
         self._waiting = [each for each in self._waiting if each not in batch]
-        self._is_busy = True
+        # A prompt that waits for memory or for a far store holds up one step, not all.
+        self._is_busy, self._is_in_vain = True, self._coming > 0
         return batch
 
     def _compute(self, batch: list[Decoding]) -> None:
@@ -165,7 +194,7 @@ class Scheduler:
                 raise
         finally:
             self._took = time.monotonic() - began
-            self._free(was_prefill=False)
+            self._free(math.inf)
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
         if len(batch) == 1:
@@ -180,9 +209,9 @@ class Scheduler:
             rows = self._rows = batch, self._model.rows([each.buffer for each in batch])
         return rows[1].step([each.token for each in batch])
 
-    def _free(self, *, was_prefill: bool) -> None:
-        if len(self._together) > 1 or self._waiting or self._prefilling:
+    def _free(self, turn: float) -> None:
+        if len(self._together) > 1 or self._coming or self._waiting or self._prefilling:
             let_go()
         with self._changed:
-            self._is_busy, self._was_prefill, self._freed = False, was_prefill, time.monotonic()
+            self._is_busy, self._turn, self._freed = False, turn, time.monotonic()
             self._changed.notify_all()

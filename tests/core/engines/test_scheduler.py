@@ -6,11 +6,13 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kp_core import PackStore, load_engine
+from kp_core.engines.local import scheduler as scheduler_module
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.openmp import _pause, let_go
 from kp_core.engines.local.scheduler import Decoding, Scheduler
@@ -132,7 +134,7 @@ def passes(engine, monkeypatch):
     seen, scheduler = [], filler_of(engine).scheduler
     logits, prefill = scheduler._logits, scheduler.prefill
     monkeypatch.setattr(scheduler, "_logits", lambda batch: seen.append(len(batch)) or logits(batch))
-    monkeypatch.setattr(scheduler, "prefill", lambda: seen.append(-1) or prefill())
+    monkeypatch.setattr(scheduler, "prefill", lambda tokens: seen.append(-1) or prefill(tokens))
     return seen
 
 
@@ -201,20 +203,31 @@ def test_a_reader_that_pauses_holds_nobody_up():
     assert paused.result().usage.completion_tokens > 0
 
 
+class Plain:
+    """A model that computes nothing, and notes what it was asked for."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, batches=True):
+        self.batches, self.log = batches, []
+
+    def forward(self, ids, _buffer, *, logits=True):
+        del logits
+        self.log.append(1)
+        time.sleep(0.01)
+        return torch.zeros(len(ids), 4)
+
+    def rows(self, buffers):
+        def step(tokens):
+            self.log.append(len(buffers))
+            time.sleep(0.01)
+            return torch.zeros(len(tokens), 4)
+
+        return SimpleNamespace(step=step)
+
+
 def test_prefill_and_decoding_take_turns():
-    class Model:
-        device, batches = torch.device("cpu"), False
-
-        def __init__(self):
-            self.log = []
-
-        def forward(self, ids, _buffer, *, logits=True):
-            del logits
-            self.log.append("step")
-            time.sleep(0.002)
-            return torch.zeros(len(ids), 4)
-
-    model = Model()
+    model = Plain(batches=False)
     scheduler = Scheduler(model)
     stop = threading.Event()
 
@@ -227,13 +240,72 @@ def test_prefill_and_decoding_take_turns():
     reader.start()
     until(lambda: model.log)
     for _ in range(10):
-        with scheduler.prefill():
+        with scheduler.prefill(1024):
             model.log.append("chunk")
             time.sleep(0.002)
     stop.set()
     reader.join()
     chunks = [at for at, what in enumerate(model.log) if what == "chunk"]
     assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(chunks)), model.log
+
+
+def test_short_questions_that_come_together_go_before_a_step_that_is_one_for_all(monkeypatch):
+    # On a busy machine, too, none comes late.
+    monkeypatch.setattr(scheduler_module, "_BURST", 60.0)
+    monkeypatch.setattr(scheduler_module, "_GRACE", 10.0)
+    model = Plain()
+    scheduler, turn = Scheduler(model), threading.Lock()
+    start = threading.Barrier(6)
+
+    def ask(_):
+        start.wait()
+        with scheduler.coming(), turn, scheduler.prefill(20):
+            time.sleep(0.05)
+            model.log.append("question")
+        decoding = Decoding(None)
+        for _ in range(10):
+            scheduler.step(decoding, 1)
+        scheduler.leave(decoding)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(ask, range(6)))
+    assert model.log[:6] == ["question"] * 6
+    assert model.log[6] >= 5, "whoever was brought in last may come a moment later"
+
+
+def test_prompts_that_wait_for_something_else_hold_steps_up_once(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_GRACE", 1.0)
+    scheduler = Scheduler(Plain())
+    with scheduler.prefill(20):
+        pass
+    waited = []
+    with scheduler.coming():
+        for _ in range(3):
+            began = time.monotonic()
+            scheduler.step(Decoding(None), 1)
+            waited.append(time.monotonic() - began >= 0.9)
+    assert waited == [True, False, False]
+
+
+def test_a_stream_of_short_questions_stops_no_answer():
+    model = Plain()
+    scheduler, stop = Scheduler(model), threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            with scheduler.coming(), scheduler.prefill(20):
+                time.sleep(0.01)
+
+    with ThreadPoolExecutor(3) as pool:
+        jobs = [pool.submit(ask) for _ in range(3)]
+        began = time.monotonic()
+        for _ in range(3):
+            scheduler.step(Decoding(None), 1)
+        took = time.monotonic() - began
+        stop.set()
+        for job in jobs:
+            job.result()
+    assert took < 3 * 10 * scheduler_module._BURST
 
 
 def test_an_error_of_a_step_reaches_all_who_wait_and_no_others(monkeypatch):
