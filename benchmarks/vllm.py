@@ -12,7 +12,8 @@ States: `cold`, nothing was sent before; `warm`, the same requests again; `resta
 stopped and started. `hit_share` is the share of prompt tokens that was not computed, `ttft` the seconds to the first
 token, `tok_s` tokens of all answers over the seconds of all requests.
 
-- `--after-restart N`: N packs of 1,800 tokens, each asked once after a restart, beside their text cold and warm.
+- `--after-restart N`: N packs of 1,800 tokens, each asked once after a restart, beside their text cold and warm;
+  stored as `--compress` says.
 - `--questions N`: answers with a pack against the server's own with the text, on questions of HotpotQA.
 - `--steered N`: steered answers against those of the engine in this process; use --dtype float32.
 - `--isolated N`: N requests of one token over 8 tenants, who own the same texts with KV of their own; float32.
@@ -251,7 +252,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {"rows": []}
     with tempfile.TemporaryDirectory() as name:
         server = KpServer(
-            Path(name), common.model_path(arguments), [*WAYS, *TENANTS], dtype=arguments.dtype, options=_OPTIONS
+            Path(name),
+            common.model_path(arguments),
+            [*WAYS, *TENANTS],
+            dtype=arguments.dtype,
+            options=_OPTIONS,
+            ours=("--compress", arguments.compress),
         )
         parts: dict[str, Callable[[], Any]] = {
             "rows": lambda: agents(server, arguments) if arguments.requests else [],
@@ -291,6 +297,7 @@ def parser() -> argparse.ArgumentParser:
         ("isolated", 0, "requests"),
     ):
         made.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"{about}; default: %(default)s")
+    made.add_argument("--compress", default="lossless", choices=("lossless", "none"), help="default: %(default)s")
     return made
 
 

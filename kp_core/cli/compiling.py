@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from kp_core.cli.ingesting import bar_of
 from kp_core.cli.shared import ModelOptions
 from kp_core.compiling import provenance_of
 from kp_core.delivery import Compress, Delivery, Unit
@@ -23,6 +22,7 @@ from kp_core.facts import Fact, FactStore
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.packs.store import PackStore
+from kp_core.progress import bar_of
 from kp_core.rates import MUCH_BYTES, compile_cost, measure_rates, near_folder
 
 __all__ = ["CompileOptions", "say_plan", "units_of"]
@@ -57,8 +57,10 @@ class CompileOptions(ModelOptions):
     def chosen(self, session: Session, folder: Path | None = None) -> Compression:
         """How KV is stored in `folder`; under `auto` that is measured there, or among temporary files."""
         if isinstance(session.engine, VLLMEngine):
-            if self.compress not in ("auto", "lossless"):
-                raise typer.BadParameter(f"Got --compress {self.compress}; a server stores KV lossless.")
+            if self.compress != "auto":
+                raise typer.BadParameter(
+                    f"Got --compress {self.compress}; how a server stores KV is for `kp serve --compress` to say."
+                )
             return "none"  # What is stored from here is text.
         if self.compress != "auto":
             return self.compress

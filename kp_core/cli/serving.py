@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -44,6 +44,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
     ),
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8000,
     dtype: Annotated[str, typer.Option(help="As of vLLM's --dtype.")] = "auto",
+    compress: Annotated[
+        Literal["lossless", "none"],
+        typer.Option(help="How KV is stored: lossless takes less room, none is sooner to read from a fast disk."),
+    ] = "lossless",
     more: Annotated[list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of `vllm serve`.")] = None,
 ) -> None:
     """Serve a model with its packs: vLLM's OpenAI server, whose chat messages may hold handles.
@@ -93,7 +97,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     started = [
         "-m",
         "vllm.entrypoints.openai.api_server",
-        *arguments(model, store, identity, host, port, sealed=sealed),
+        *arguments(model, store, identity, host, port, sealed=sealed, compress=compress),
         *(more or ()),
     ]
     sys.stdout.flush()

@@ -70,7 +70,8 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         model = ModelFingerprint.from_dict(given["identity"])
         _check(vllm_config, kv_cache_config, model)
         self._key = server_key()
-        self._pieces = StoredPieces(PackStore(given["store"], seal=self._key if given.get("sealed") else None), model)
+        store = PackStore(given["store"], seal=self._key if given.get("sealed") else None)
+        self._pieces = StoredPieces(store, model, given.get("compress", "lossless"))
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._heads = vllm_config.model_config.get_total_num_kv_heads()
         self._cache: PagedKV | None = None

@@ -14,6 +14,7 @@ from kp_core.engines.local.altered import altered
 from kp_core.engines.vllm.altered import Below
 from kp_core.errors import PackError
 from kp_core.kv import KVTensors
+from kp_core.packs.codec import Compression
 from kp_core.packs.files import PackFiles
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
@@ -63,11 +64,12 @@ class StoredPieces:
 
     A pack's KV begins behind its prefix, so that of the prefix is stored too, once for all packs of a namespace that
     stand behind it. KV from other engines serves as well: for equal ids, weights and dtype it is equal up to rounding,
-    as what vLLM itself computes is from batch to batch. KV that was rounded for storage is not read.
+    as what vLLM itself computes is from batch to batch. KV that was rounded for storage is not read. Packs are written
+    as `compress` says.
     """
 
-    def __init__(self, store: PackStore, model: ModelFingerprint) -> None:
-        self.store, self.model = store, model
+    def __init__(self, store: PackStore, model: ModelFingerprint, compress: Compression = "lossless") -> None:
+        self.store, self.model, self._compress = store, model, compress
         self._files = store.files
         self._indexes: dict[str, _Index] = {}
         self._lock = threading.Lock()
@@ -130,7 +132,7 @@ class StoredPieces:
             kv=kv.slice(piece.start, piece.stop).clone(),
         )
         made = made if self.store.seal is None else self.store.seal.sealed(made)
-        self.store.put(made.compressed("lossless"))
+        self.store.put(made.compressed(self._compress))
         if made.key != piece.key:  # A text that was stored for another engine has an entry more.
             self.store.files.note_change()
 

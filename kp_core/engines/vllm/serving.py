@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import CUT_RULE, ModelFingerprint
 
 __all__ = ["arguments", "served_identity", "transfer_config"]
@@ -30,24 +31,35 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
     return replace(made, dtype=str(dtype), chunk_tokens=_CHUNK_TOKENS, cuts=CUT_RULE, engine="vllm")
 
 
-def transfer_config(store: str, identity: ModelFingerprint, *, sealed: bool = False) -> dict[str, Any]:
+def transfer_config(
+    store: str, identity: ModelFingerprint, *, sealed: bool = False, compress: Compression = "lossless"
+) -> dict[str, Any]:
     """The value of `--kv-transfer-config` with which vLLM reads and keeps the packs of `store`.
 
-    With `sealed` it reads only entries with a MAC of the server's key.
+    With `sealed` it reads only entries with a MAC of the server's key. What it stores is stored as `compress` says;
+    what it reads may be stored either way.
     """
+    about = {"store": str(store), "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
     return {
         "kv_connector": "PackConnector",
         "kv_connector_module_path": "kp_core.engines.vllm.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"store": str(store), "identity": identity.to_dict(), "sealed": sealed},
+        "kv_connector_extra_config": about,
     }
 
 
 def arguments(  # noqa: PLR0913 - what one server is
-    model: str, store: str, identity: ModelFingerprint, host: str, port: int, *, sealed: bool = False
+    model: str,
+    store: str,
+    identity: ModelFingerprint,
+    host: str,
+    port: int,
+    *,
+    sealed: bool = False,
+    compress: Compression = "lossless",
 ) -> list[str]:
-    """The options of `vllm serve` that serve a model with packs."""
+    """The options of `vllm serve` that serve a model with packs; see `transfer_config`."""
     import torch
 
     given = {
@@ -56,7 +68,7 @@ def arguments(  # noqa: PLR0913 - what one server is
         "--dtype": identity.dtype,
         "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
         "--middleware": "kp_core.engines.vllm.middleware.PackMiddleware",
-        "--kv-transfer-config": json.dumps(transfer_config(store, identity, sealed=sealed)),
+        "--kv-transfer-config": json.dumps(transfer_config(store, identity, sealed=sealed, compress=compress)),
         # It reads the grammars that clients of ours send.
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }

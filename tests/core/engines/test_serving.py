@@ -116,10 +116,11 @@ def test_packs_of_another_model_dtype_or_rounding_are_not_read(tmp_path):
     assert list(StoredPieces(store, served(session)).find(ids, ["a"]))
 
 
-def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path):
+@pytest.mark.parametrize("compress", ["lossless", "none"])
+def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path, compress):
     session, store = tiny_engine(), PackStore(tmp_path)
     pack, whole = packed(session, TEXT)
-    pieces = StoredPieces(store, served(session))
+    pieces = StoredPieces(store, served(session), compress)
     handle = store.put(pack.without_kv())
     piece = next(pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
     assert not pieces.has(piece)
@@ -128,6 +129,7 @@ def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path):
     pieces = StoredPieces(PackStore(tmp_path), served(session))
     piece = next(each for each in pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]) if pieces.has(each))
     assert piece.handle == handle
+    assert store.peek(handle, piece.key).compression == compress
     assert pieces.has_prefix(piece)
     for start in (0, 1, piece.start - 1, piece.start, piece.start + 3):
         assert pieces.read(piece, start).equal(whole.slice(start, piece.stop))
