@@ -89,11 +89,11 @@ def value(draw: Random, depth: int = 0) -> Any:
     """A value of the wrong type, size or depth, mostly."""
     kind = draw.random()
     if kind < 0.45:
-        return draw.choice(_VALUES)
+        return _one_of(draw, _VALUES)
     if kind < 0.75 or depth > 3:
         return text(draw)
     if kind < 0.8:
-        made: Any = draw.choice(_VALUES)
+        made: Any = _one_of(draw, _VALUES)
         for _ in range(draw.choice((10, 200))):
             made = [made] if draw.random() < 0.5 else {"a": made}
         return made
@@ -112,7 +112,7 @@ def warped(draw: Random, data: Any, values: Sequence[Any] = ()) -> Any:
         parent, key = draw.choice(places)
         kind = draw.randrange(5)
         if kind == 0:
-            parent[key] = draw.choice(values) if values and draw.random() < 0.5 else value(draw)
+            parent[key] = _one_of(draw, values) if values and draw.random() < 0.5 else value(draw)
         elif kind == 1:
             del parent[key]
         elif kind == 2 and isinstance(parent, dict):
@@ -134,6 +134,11 @@ def as_json(data: Any) -> str | None:
         return json.dumps(data)
     except (TypeError, ValueError, RecursionError):
         return None
+
+
+def _one_of(draw: Random, values: Sequence[Any]) -> Any:
+    """A copy: what is warped later must not change what other cases draw, or come to hold itself."""
+    return copy.deepcopy(draw.choice(values))
 
 
 def _places(data: Any) -> list[tuple[Any, Any]]:

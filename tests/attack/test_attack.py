@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import contextmanager
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from kp_core.errors import BankError
 from tests.attack import harness
 from tests.attack.__main__ import main
 from tests.attack.harness import NAMES, HungError, LostError, WrongError, load, refused, run
+from tests.attack.mutate import value, warped
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -40,6 +42,15 @@ def test_each_way_to_come_out_badly_is_counted(tmp_path, monkeypatch):
     assert tally.tried == 60 + (60 - tally.bad)
     [again] = run("planted", 0, tmp_path, numbers=range(59, 60)).said or [""]
     assert again in (tally.said[-1], "")
+
+
+def test_a_case_draws_the_same_whatever_was_warped_before():
+    def drawn(number):
+        draw = Random(number)
+        return warped(draw, {"messages": [{"content": []}], "n": []}, (value(draw),))
+
+    first = [repr(drawn(number)) for number in range(300)]
+    assert [repr(drawn(number)) for number in range(300)] == first
 
 
 def test_what_hangs_is_given_up(tmp_path, monkeypatch):

@@ -31,6 +31,8 @@ SHORT = 40
 _SPACES = st.sampled_from(("default", "guests"))
 _TEXTS = st.integers(0, 30).map(lambda number: f"fact number {number}")
 _TTLS = st.sampled_from((None, None, 300.0, 1e7))
+_ANCIENT = 1e9
+"""Seconds: before anything that was added, wherever the clock jumped."""
 
 
 class Facts(StoreMachine):
@@ -63,7 +65,7 @@ class Facts(StoreMachine):
     def add(self, texts, space, ttl, full) -> None:
         facts = [Fact(each, namespace=space, metadata={"at": place}) for place, each in enumerate(texts)]
         expires = None if ttl is None else time.time() + ttl
-        came = self._coming(space, facts)
+        before, came = self.held, self._coming(space, facts)
         full, failed = full and self.chroma, None
         with full_disk(0) if full else nullcontext():
             try:
@@ -73,7 +75,7 @@ class Facts(StoreMachine):
         if failed is not None:
             if not full:
                 raise failed
-            self._learn(came)
+            self._learn(before, came)
             return
         for fact in came:
             # The clock runs on between two looks.
@@ -157,16 +159,19 @@ class Facts(StoreMachine):
     def _living(self) -> list[Fact]:
         return [fact for _, fact in sorted(self.held.items()) if _alive(fact)] if hasattr(self, "held") else []
 
-    def _learn(self, came: list[Fact]) -> None:
+    def _learn(self, before: dict[tuple[str, str], Fact], came: list[Fact]) -> None:
         """Behind a full disk: what is there now, when it is a part of what was to come beside what was there."""
         self.reopen()
+        living = self._living()
+        # What has expired is shown where the clock goes back; it may have been swept, or not.
+        self.jump(-_ANCIENT)
         there = {(fact.namespace, fact.id): fact for fact in self.store.facts()}
-        if lost := [fact.text for fact in self._living() if (fact.namespace, fact.id) not in there]:
+        self.jump(_ANCIENT)
+        if lost := [fact.text for fact in living if (fact.namespace, fact.id) not in there]:
             raise LostError(f"a full disk cost {lost}")
-        if strange := [key for key in there.keys() - self.held.keys() if key[1] not in {fact.id for fact in came}]:
+        if strange := [key for key in there.keys() - before.keys() if key[1] not in {fact.id for fact in came}]:
             raise WrongError(f"a full disk brought {strange}")
-        # What has expired is not shown, and lives again where the clock goes back.
-        self.held = {key: fact for key, fact in self.held.items() if not _alive(fact)} | there
+        self.held = there
 
 
 class ChromaFacts(Facts):
