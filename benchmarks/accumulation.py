@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -129,7 +128,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         searches = [count for count in arguments.searches if count <= len(example.paragraphs)]
         if not searches:
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with common.scratch(engine) as folder:
             agents = _Agents(engine, PackStore(folder), example, arguments.tokens)
             rows = measure(agents, example, searches)
         for count, row in rows.items():

@@ -13,7 +13,6 @@ Sent: prompt tokens outside packs. Computed: tokens prefilled. First: seconds to
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -83,7 +82,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures, as the JSON file holds them."""
     passages = [str(passage) for passage in common.read_passages(arguments.data, arguments.steps)]
     engine = common.load_engine(arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with common.scratch(engine) as folder:
         store = PackStore(folder)
         steps = {name: follow(engine, store, passages, name) for name in track(_AGENTS, "Agents")}
     return {"dtype": arguments.dtype, "steps": steps}

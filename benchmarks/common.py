@@ -7,8 +7,10 @@ import json
 import os
 import re
 import string
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ __all__ = [
     "normalise",
     "read_examples",
     "read_passages",
+    "scratch",
     "show_table",
     "write_json",
 ]
@@ -168,6 +171,16 @@ def model_path(arguments: argparse.Namespace) -> str:
 def load_engine(arguments: argparse.Namespace) -> kp_core.Session:
     """The engine that the arguments ask for."""
     return kp_core.load_engine(model_path(arguments), dtype=arguments.dtype, device=arguments.device)
+
+
+@contextmanager
+def scratch(engine: kp_core.Session) -> Iterator[str]:
+    """A folder for packs, which goes when `engine` has written to it what it kept of the answers."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            yield folder
+        finally:
+            engine.when_idle(lambda: None).result()
 
 
 class Twin:

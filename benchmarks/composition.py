@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +108,7 @@ def _speed_of(
     times: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in every}
     about: dict[str, list[tuple[int, float, bool]]] = {variant.name: [] for variant in every}
     pool = iter(random.Random(size * count).sample(texts, len(texts)))  # noqa: S311
-    with tempfile.TemporaryDirectory() as folder:
+    with common.scratch(engine) as folder:
         store = PackStore(folder)
         for number in track(range(arguments.pairs), f"{count} packs of {size} tokens"):
             found = passages(engine, pool, size, count)
@@ -159,7 +158,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.pairs:
         texts = [passage.text for passage in common.read_passages(arguments.passages)]
         figures["rows"] += speed(engine, texts, arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with common.scratch(engine) as folder:
         store = PackStore(folder)
         for kind in arguments.sets if arguments.limit != 0 else ():
             figures["rows"] += quality(engine, store, kind, arguments)

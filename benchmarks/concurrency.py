@@ -23,7 +23,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     texts = itertools.cycle(str(passage.text) for passage in common.read_passages(arguments.data))
     rows: list[dict[str, Any]] = []
     prompts: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    with common.scratch(engine) as folder:
         store = PackStore(folder)
         view = store.view("default")
         for size in arguments.tokens:

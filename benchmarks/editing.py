@@ -20,7 +20,6 @@ import itertools
 import math
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -245,7 +244,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         made = changes(_filler(engine, passages, tokens))[: arguments.limit]
         results: dict[str, list[tuple[str, _Result]]] = {method: [] for method in _METHODS}
         sizes = []
-        with tempfile.TemporaryDirectory() as folder:
+        with common.scratch(engine) as folder:
             bench = _Bench(engine, Path(folder))
             texts = list(dict.fromkeys(change.text for change in made))
             packs = {text: engine.build_pack(text, namespace="editing") for text in texts}

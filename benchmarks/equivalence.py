@@ -23,7 +23,6 @@ token ids up to the end of turn.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +112,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float 
     examples = common.read_examples(arguments.data, arguments.limit)
     engine = common.load_engine(arguments)
     twin = common.Twin(arguments, engine.tokenizer)
-    with tempfile.TemporaryDirectory() as folder:
+    with common.scratch(engine) as folder:
         store = PackStore(folder)
         outcomes = [
             compare(engine, twin, store, example, arguments.tokens)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -139,7 +138,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     examples = common.read_examples(arguments.data, arguments.limit)
     engine = common.load_engine(arguments)
     passages = list(dict.fromkeys(str(part) for example in examples for part in example.paragraphs))[: arguments.steps]
-    with tempfile.TemporaryDirectory() as folder:
+    with common.scratch(engine) as folder:
         store = PackStore(folder)
         questions = ask_all(engine, store, examples, arguments.tokens, arguments.top_k)
         agent = {

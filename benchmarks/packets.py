@@ -21,7 +21,6 @@ import argparse
 import json
 import random
 import statistics
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -209,7 +208,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     for domain, count in track(list(product(arguments.domains, arguments.documents)), "domains and documents"):
         found: dict[str, list[dict[str, float]]] = {}
         asked = questions(domain, held, count, 20 if arguments.limit is None else arguments.limit)
-        with tempfile.TemporaryDirectory() as folder:
+        with common.scratch(engine) as folder:
             stores = [PackStore(Path(folder) / name) for name in ("plain", "int8")]
             try:
                 said = ask(engine, stores, asked, chosen, arguments.at_once)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +35,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     passages = common.read_passages(arguments.data, arguments.limit)
     facts = [Fact(passage.text, title=passage.title) for passage in passages]
     found: dict[tuple[bool, int], list[dict[str, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with common.scratch(engine) as folder:
         store = PackStore(folder)
         retriever = KnowledgePackRetriever.from_facts(
             facts,

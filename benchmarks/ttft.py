@@ -22,7 +22,6 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -230,7 +229,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     with Progress() as progress:
         for tokens in progress.track(arguments.tokens, description="Lengths"):
-            with tempfile.TemporaryDirectory() as folder:
+            with common.scratch(engine) as folder:
                 pack = knowledge(engine, passages, tokens)
                 bench = _Bench(arguments, engine, twin, pack, Path(folder))
                 rows.append(measure(bench, len(pack.token_ids), questions, progress))

@@ -55,6 +55,17 @@ def ask(page, question="Who is the harbour master?"):
     return page
 
 
+def slide(page, name, value):
+    page.get_by_label(f"number input for {name}").fill(value)
+    # What the page will send, not what the field shows.
+    until(lambda: page.get_by_label(f"range slider for {name}").input_value() == value)
+
+
+def choose(page, name):
+    page.get_by_label(name, exact=True).check()
+    page.locator("label.selected").get_by_text(name, exact=True).wait_for()
+
+
 def counts(page, way):
     said = page.locator(f".kp-card.kp-way-{way} dl > div").all_inner_texts()
     return dict(each.split("\n") for each in said)
@@ -107,15 +118,15 @@ def test_a_narrow_dark_window_needs_no_sideways_scrolling(visit):
 def test_several_packs_steered_or_composed_are_coloured_as_what_they_are(visit):
     page = visit()
     page.get_by_role("button", name="How it is sent").click()
-    page.get_by_label("number input for Documents sent").fill("2")
-    page.get_by_label("splice (approximate)").check()
+    slide(page, "Documents sent", "2")
+    choose(page, "splice (approximate)")
     ask(page, "Where is the kelp mill?")
     assert int(counts(page, "packs")["approximate"]) > 0
     assert page.locator(".kp-run.kp-composed").count() > 0
     picture(page, "plan", ".kp-plan")
-    page.get_by_label("exact", exact=True).check()
+    choose(page, "exact")
     page.get_by_role("button", name="Steer the voice").click()
-    page.get_by_label("number input for Strength").fill("1")
+    slide(page, "Strength", "1")
     ask(page, "Where is the kelp mill?")
     assert "formal +1" in page.locator(".kp-badge").inner_text()
     assert page.locator(".kp-run.kp-steered").count() > 0
