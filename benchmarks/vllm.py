@@ -16,6 +16,7 @@ token, `tok_s` tokens of all answers over the seconds of all requests.
   stored as `--compress` says.
 - `--questions N`: answers with a pack against the server's own with the text, on questions of HotpotQA.
 - `--steered N`: steered answers against those of the engine in this process; use --dtype float32.
+- `--crowded N`: N requests of 50 clients at once, beside the same ones alone.
 - `--isolated N`: N requests of one token over 8 tenants, who own the same texts with KV of their own; float32.
 """
 
@@ -36,6 +37,7 @@ import httpx
 import numpy as np
 
 from benchmarks import common
+from benchmarks.vllm_crowd import crowded
 from benchmarks.vllmserver import KpServer
 from kp_core import Generation, KnowledgePack, KVTensors, Session, load_engine
 from kp_core.packs.view import PackView
@@ -152,13 +154,19 @@ def after_restart(server: KpServer, arguments: argparse.Namespace) -> dict[str, 
     return {"tokens": _RESTART_TOKENS, **medians, "sooner": medians["text_s"] / medians["pack_s"]}
 
 
+def _gold(limit: int) -> list[tuple[str, str]]:
+    """Texts of HotpotQA, and what is asked about them."""
+    examples = common.read_examples(common.data_folder() / "hotpotqa_gold.jsonl", limit)
+    texts = ("\n".join(map(str, example.paragraphs)) + "\n" for example in examples)
+    return [(text, f"{common.INSTRUCTION}\n{each.question}") for text, each in zip(texts, examples, strict=True)]
+
+
 def questions(server: KpServer, limit: int) -> dict[str, int]:
     """How many answers with a pack are the server's own with the text."""
     desk, plain, equal = Desk(server, "packs"), Desk(server, "text"), 0
-    examples = common.read_examples(common.data_folder() / "hotpotqa_gold.jsonl", limit)
-    for example in examples:
-        text = "\n".join(map(str, example.paragraphs)) + "\n"
-        asked = f"\n{common.INSTRUCTION}\n{example.question}"
+    examples = _gold(limit)
+    for text, question in examples:
+        asked = f"\n{question}"
         desk.ask(f"{desk.handle(text)}{asked}", 1)  # Compiled, as a use before did.
         equal += desk.ask(f"{desk.handle(text)}{asked}", 24).text == plain.ask(f"{text}{asked}", 24).text
     return {"questions": len(examples), "equal": equal}
@@ -168,10 +176,9 @@ def steered(server: KpServer, limit: int, here: Session) -> dict[str, int]:
     """How many steered answers are those of the engine `here`, and how many differ from the plain ones."""
     formal = here.make_steering(preset("formal"), progress=False)
     desk, equal, moved = Desk(server, "packs"), 0, 0
-    examples = common.read_examples(common.data_folder() / "hotpotqa_gold.jsonl", limit)
-    for number, example in enumerate(examples):
-        text = "\n".join(map(str, example.paragraphs)) + "\n"
-        asked = f"\n{common.INSTRUCTION}\n{example.question}"
+    examples = _gold(limit)
+    for number, (text, question) in enumerate(examples):
+        asked = f"\n{question}"
         options: dict[str, Any] = {"steering": (formal, 1.5), "scope": ("system", "prompt")[number % 2]}
         local = here.generate(f"{text}{asked}", max_tokens=24, **options).text
         equal += desk.ask(f"{desk.handle(text)}{asked}", 24, **options).text == local
@@ -264,6 +271,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "after_restart": lambda: after_restart(server, arguments),
             "questions": lambda: questions(server, arguments.questions),
             "steered": lambda: steered(server, arguments.steered, common.load_engine(arguments)),
+            "crowded": lambda: crowded(server, WAYS[0], _gold(50), arguments.crowded),
             "isolated": lambda: _isolated(server, arguments),
         }
         _restart(server)
@@ -294,6 +302,7 @@ def parser() -> argparse.ArgumentParser:
         ("after-restart", 0, "packs"),
         ("questions", 0, "of HotpotQA"),
         ("steered", 0, "of HotpotQA"),
+        ("crowded", 0, "requests"),
         ("isolated", 0, "requests"),
     ):
         made.add_argument(f"--{option}", type=int, default=default, metavar="N", help=f"{about}; default: %(default)s")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from math import prod
@@ -27,10 +27,12 @@ __all__ = [
     "FORMAT",
     "Buffer",
     "EncodedPack",
+    "OpenPack",
     "PackHeader",
     "digest_metadata",
     "encode_pack",
     "header_stop",
+    "open_pack",
     "read_header",
     "read_pack",
 ]
@@ -82,6 +84,42 @@ class PackHeader:
     def pack(self) -> KnowledgePack:
         """The pack without its KV."""
         return self.content.pack
+
+
+@dataclass(frozen=True, eq=False)
+class OpenPack:
+    """A pack file in memory, `data`, whose head was checked; its tensors are decoded and checked one by one.
+
+    Tensors are numbered as in the file: keys and values of the first layer, of the second, and so on, then states.
+    """
+
+    header: PackHeader
+    data: memoryview
+
+    def __len__(self) -> int:
+        return len(self.header.content.digests)
+
+    @cached_property
+    def _edges(self) -> list[tuple[int, int]]:
+        return list(pairwise(accumulate(_sizes(self.header.content), initial=self.header.start)))
+
+    def tensor(self, index: int) -> Tensor:
+        """One tensor, on the CPU, in the memory of `data` where nothing is unpacked.
+
+        Raises `PackCorruptError` when its bytes are not those that the head tells.
+        """
+        content = self.header.content
+        name, shape, dtype = content.names[index], content.shapes[index], _dtype(content.dtypes[index])
+        part = self.data[slice(*self._edges[index])]
+        if content.stored:
+            found = decode(part, content.pack.compression, dtype, shape, name)
+        elif len(part):
+            found = torch.frombuffer(part, dtype=dtype).view(shape)
+        else:
+            found = torch.empty(shape, dtype=dtype)
+        if (seen := digest(found if content.stored else part)) != content.digests[index]:
+            raise PackCorruptError(f"The bytes of {name} have the digest {seen}; expected {content.digests[index]}.")
+        return found
 
 
 def encode_pack(pack: KnowledgePack) -> EncodedPack:
@@ -172,36 +210,28 @@ def _read_header(data: bytes, size: int) -> PackHeader:
 def read_pack(data: Buffer) -> KnowledgePack:
     """Read a whole pack file, checking the digest of every tensor; the KV is on the CPU, in the memory of `data`.
 
-    A buffer that is read-only is copied. Raises as `read_header`, and `PackCorruptError` when the tensors are damaged.
+    A buffer that is read-only is copied. Raises as `open_pack`, and `PackCorruptError` when the tensors are damaged.
     """
-    header = read_header(data)
-    content = header.content
-    if header.damage is not None:
-        raise PackCorruptError(header.damage)
+    opened = open_pack(data)
+    content = opened.header.content
     if content.dtype is None:
         return content.pack
-    own = bytearray(data) if memoryview(data).readonly and not content.stored else data
-    edges = list(pairwise(accumulate(_sizes(content), initial=header.start)))
-    names, dtypes, whole = content.names, [_dtype(name) for name in content.dtypes], memoryview(own)
-
-    def read(index: int) -> Tensor:
-        shape, part, dtype = content.shapes[index], whole[slice(*edges[index])], dtypes[index]
-        if content.stored:
-            found = decode(part, content.pack.compression, dtype, shape, names[index])
-        elif len(part):
-            found = torch.frombuffer(part, dtype=dtype).view(shape)
-        else:
-            found = torch.empty(shape, dtype=dtype)
-        if (seen := digest(found if content.stored else part)) != content.digests[index]:
-            raise PackCorruptError(
-                f"The bytes of {names[index]} have the digest {seen}; expected {content.digests[index]}."
-            )
-        return found
-
-    tensors = in_threads(read, range(len(names)), header.nbytes)
+    tensors = in_threads(opened.tensor, range(len(opened)), opened.header.nbytes)
     stop = len(tensors) - len(content.states)
     kv = KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
     return replace(content.pack, kv=kv)
+
+
+def open_pack(data: Buffer) -> OpenPack:
+    """The file of which `data` is all; what is read-only is copied.
+
+    Raises as `read_header`, and `PackCorruptError` when the head does not fit what comes behind it.
+    """
+    header = read_header(data)
+    if header.damage is not None:
+        raise PackCorruptError(header.damage)
+    own = bytearray(data) if memoryview(data).readonly and not header.content.stored else data
+    return OpenPack(header, memoryview(own))
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -13,7 +13,16 @@ from functools import lru_cache
 
 from kp_core.errors import HandleError, PackCorruptError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer
-from kp_core.packs.file import EncodedPack, PackHeader, encode_pack, header_stop, read_header, read_pack
+from kp_core.packs.file import (
+    EncodedPack,
+    OpenPack,
+    PackHeader,
+    encode_pack,
+    header_stop,
+    open_pack,
+    read_header,
+    read_pack,
+)
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, mint
 from kp_core.packs.layout import handle_of, pack_key, text_key
@@ -132,6 +141,18 @@ class PackFiles:
                 aside = f"nothing, as nobody can write there ({denied})"
             _warn(f"An entry of the pack {handle} is damaged: {error} Its KV is lost. Set aside: {aside}.")
             return None
+
+    def open(self, handle: Handle, slot: str = "") -> OpenPack:
+        """An entry whose tensors are read one by one; what is damaged is mended by who reads it whole.
+
+        Raises `FileNotFoundError` when there is none (of ours), `PackCorruptError` when it is damaged.
+        """
+        opened = open_pack(self.blobs.read(pack_key(handle, slot)))
+        try:
+            self.own(handle, opened.header.pack)
+        except _OtherSecretError as error:
+            raise FileNotFoundError(str(error)) from error
+        return opened
 
     def read(self, handle: Handle) -> KnowledgePack | None:
         """The pack with its KV, from one read, so that versions never mix; mended when it is damaged."""

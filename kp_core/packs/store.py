@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kp_core.errors import PackCorruptError, PackError, PackNotFoundError, QuotaError
 from kp_core.packs.blobs import Blobs, FolderBlobs
-from kp_core.packs.file import PackHeader, encode_pack, read_pack
+from kp_core.packs.file import OpenPack, PackHeader, encode_pack, read_pack
 from kp_core.packs.files import PackCorruptWarning, PackFiles
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.kept import KeptEntries
@@ -197,6 +197,19 @@ class PackStore:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
         self._uses.note(f"{handle}{slot}", hit=True)
         return pack
+
+    def open(self, handle: Handle, key: PackKey) -> OpenPack:
+        """The entry that `get` gives, to be read tensor by tensor; what turns out to be damaged is mended by `get`.
+
+        Raises `PackNotFoundError` when there is none, `PackCorruptError` when it is damaged, as far as its head shows.
+        """
+        slot, _ = self._find(handle, key)
+        try:
+            opened = self.files.open(handle, slot)
+        except FileNotFoundError as error:
+            raise PackNotFoundError(f"{self.blobs} has no pack {handle}.") from error
+        self._uses.note(f"{handle}{slot}", hit=True)
+        return opened
 
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
         """Look at several entries at once, and bring their KV near, where each look takes a way; else nothing."""

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from benchmarks.vllm import TENANTS, altered, isolated
+from benchmarks.vllm_crowd import crowded
 from kp_core import load_engine
 from kp_core.errors import ModelError
 from kp_core.packs.handle import Handle
@@ -119,17 +120,36 @@ def test_a_damaged_pack_is_never_used(server):
     handle = Handle.parse(pack["handle"])
     asked = f"{handle}\nHow many goats?"
     right, _ = server.chat(asked)
+    short = "\n".join(f"The mill of Saint Oriel has {number} sails." for number in range(9))
+    below = Handle.parse(server.compile(short)["handle"])
     server.stop()
-    file = next(server.path.glob(f"packs/own/*/{handle.id}*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1000] ^= 0xFF
-    file.write_bytes(data)
+    for each, place in ((handle, -1000), (below, -300_000)):  # In the last layers, and in the midst.
+        file = next(server.path.glob(f"packs/own/*/{each.id}*.safetensors"))
+        data = bytearray(file.read_bytes())
+        data[place] ^= 0xFF
+        file.write_bytes(data)
     server.start()
+    # What was computed behind it is not stored either.
+    longer = {"text": f"{short}\nIt grinds by night.", "namespace": "own"}
+    status, said = server.ask("/v1/packs", longer)
+    assert (status, set(said)) == (500, {"error"}), said
+    found = [server.ask(f"/v1/packs/{each}")[1] for each in server.ask("/v1/packs")[1]["data"]]
+    assert [each["compiled"] for each in found if each["text"] == longer["text"]] == [False]
+    told = server.compile(longer["text"])
+    assert told["compiled"]
+    plain = server.chat(f"{longer['text']}\nWhen does it grind?")[0]
+    assert server.chat(f"{told['handle']}\nWhen does it grind?")[0] == plain
     status, said = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": asked}]})
     assert (status, set(said)) == (500, {"error"}), said
     # The store has set it aside, so it is computed from its text, and stored again.
     assert server.chat(asked)[0] == right
     assert server.ask(f"/v1/packs/{pack['handle']}")[1]["compiled"]
+
+
+def test_a_crowd_is_answered_as_each_alone(server, questions):
+    asked = [(text, question) for question, text in questions[:6]]
+    found = crowded(server, "own", asked, 30, tokens=4)
+    assert (found["requests"], found["lost"], found["wrong"]) == (30, 0, 0)
 
 
 @pytest.mark.parametrize(

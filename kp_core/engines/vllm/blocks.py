@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
-from kp_core.errors import UnsupportedModelError
+from kp_core.errors import PackError, UnsupportedModelError
 from kp_core.kv import KVTensors
 
-__all__ = ["PagedKV"]
+__all__ = ["PagedKV", "layer_names"]
+
+
+def layer_names(names: Iterable[str]) -> list[str]:
+    """The names that vLLM has for layers, which hold their numbers, the first layer first."""
+    return sorted(names, key=lambda name: next(int(part) for part in name.split(".") if part.isdigit()))
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class PagedKV:
     @classmethod
     def of(cls, caches: Mapping[str, Tensor], first_head: int = 0) -> PagedKV:
         """The caches by the names of their layers, which number them."""
-        numbered = sorted(caches, key=lambda name: next(int(part) for part in name.split(".") if part.isdigit()))
+        numbered = layer_names(caches)
         for name in numbered:
             cache = caches[name]
             if cache.ndim != 4 or cache.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -47,30 +52,26 @@ class PagedKV:
         """Tokens of a block."""
         return self.layers[0].shape[2]
 
-    def fits(self, kv: KVTensors) -> bool:
-        """Whether `kv`, of all heads, is of this model's shape and dtype."""
-        heads = self.first_head + self.layers[0].shape[1]
-        return (
-            kv.layers == len(self.layers)
-            and kv.dtype == self.layers[0].dtype
-            and all(
-                key.shape[0] >= heads and key.shape[2] + value.shape[2] == cache.shape[3]
-                for key, value, cache in zip(kv.keys, kv.values, self.layers, strict=True)
-            )
-        )
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the cache is in the memory of the processor."""
+        return self.layers[0].device.type == "cpu"
 
-    def write(self, kv: KVTensors, blocks: Sequence[int]) -> None:
-        """Write the tokens of `kv` from the first place of the first of these blocks on."""
-        size, device = self.block_size, self.layers[0].device
-        ids = torch.tensor(blocks, dtype=torch.long, device=device)
-        room = len(blocks) * size - kv.tokens
-        for key, value, cache in zip(kv.keys, kv.values, self.layers, strict=True):
-            heads = slice(self.first_head, self.first_head + cache.shape[1])
-            joined = torch.nn.functional.pad(torch.cat([key[heads], value[heads]], -1), (0, 0, 0, room))
-            paged = joined.view(cache.shape[1], len(blocks), size, -1).transpose(0, 1)
-            cache[ids] = paged.to(device)
-            if device.type == "cpu":
-                current_platform.pack_kv_cache(cache, ids)
+    def write(self, layer: int, parts: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[int]) -> None:
+        """Write one layer from the first place of the first of these blocks on, and nothing behind it.
+
+        There vLLM may have written what it computes in the same step: it does so before it waits for a layer. `parts`
+        are keys and values of all heads, `(kv_heads, tokens, head_dim)`, that follow one another. Raises `PackError`
+        for what has not this model's shape and dtype.
+        """
+        cache, stop = self.layers[layer], 0
+        heads = slice(self.first_head, self.first_head + cache.shape[1])
+        for key, value in parts:
+            if key.dtype != cache.dtype or len(key) < heads.stop or key.shape[2] + value.shape[2] != cache.shape[3]:
+                raise PackError(f"Got KV of shape {tuple(key.shape)} and {key.dtype}, which is not that of this model.")
+            places = torch.arange(stop, stop := stop + key.shape[1])
+            within = torch.tensor(blocks, dtype=torch.long)[places // self.block_size], places % self.block_size
+            _write(cache, key[heads].transpose(0, 1), value[heads].transpose(0, 1), *within)
 
     def read(self, blocks: Sequence[int], tokens: int) -> KVTensors:
         """The first `tokens` tokens of these blocks, on the CPU."""
@@ -105,3 +106,19 @@ class PagedKV:
                 "vLLM's attention on this machine does not keep keys and values as they are, so they cannot be read."
             )
         return order
+
+
+def _write(cache: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor) -> None:
+    """Tokens `(tokens, kv_heads, head_dim)` to their places in these blocks."""
+    count, heads, size, width = cache.shape
+    if cache.device.type != "cpu":
+        places = blocks.to(cache.device), slice(None), offsets.to(cache.device)
+        cache[places] = torch.cat([keys, values], -1).to(cache.device)
+        return
+    # Builds for other devices may lack them.
+    from vllm._custom_ops import cpu_attn_reshape_and_cache
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    isa = _get_attn_isa(cache.dtype, size, width // 2)
+    halves = cache.view(count, heads, 2 * size, width // 2).chunk(2, dim=2)
+    cpu_attn_reshape_and_cache(keys, values, *halves, blocks * size + offsets, isa)

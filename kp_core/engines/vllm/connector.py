@@ -24,10 +24,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from kp_core.engines.vllm.altered import Below, digest_of
-from kp_core.engines.vllm.blocks import PagedKV
+from kp_core.engines.vllm.blocks import PagedKV, layer_names
+from kp_core.engines.vllm.loading import Loading, Move
 from kp_core.engines.vllm.pieces import Piece, StoredPieces
 from kp_core.engines.vllm.rights import Rights, server_key
-from kp_core.errors import KnowledgePackError, ModelError, PackError, UnsupportedModelError
+from kp_core.errors import KnowledgePackError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
 
@@ -38,22 +39,12 @@ logger = logging.getLogger(__name__)
 _TRIED = 16  # Longest packs whose KV is looked for; each look is a `stat` or two.
 
 
-@dataclass(frozen=True)
-class _Move:
-    """The tokens `start:stop` of a request, in these blocks, and the pack (or the altered KV) that ends them."""
-
-    piece: Piece | Below
-    start: int
-    stop: int
-    blocks: tuple[int, ...]
-
-
 @dataclass
 class _Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is no package of the checker's
     """What the worker has to do in one step."""
 
-    loads: list[_Move] = field(default_factory=list)
-    saves: list[_Move] = field(default_factory=list)
+    loads: list[Move] = field(default_factory=list)
+    saves: list[Move] = field(default_factory=list)
 
 
 class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
@@ -75,10 +66,13 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._heads = vllm_config.model_config.get_total_num_kv_heads()
         self._cache: PagedKV | None = None
+        self._places: dict[str, int] = {}
+        self._loading: Loading | None = None
         self._found: dict[str, tuple[Piece | Below, int]] = {}
-        self._loads: list[_Move] = []
+        self._loads: list[Move] = []
         self._wanted: dict[str, Piece | Below] = {}
         self._failed: set[int] = set()
+        self._unsafe: set[int] = set()
 
     # In the scheduler.
 
@@ -134,7 +128,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         stop = start + num_external_tokens
         size = self._vllm_config.cache_config.block_size
         ids = blocks.get_block_ids()[0][start // size : -(-stop // size)]
-        self._loads.append(_Move(piece, start, stop, tuple(ids)))
+        self._loads.append(Move(piece, start, stop, tuple(ids)))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What is to be loaded before this step, and stored after it."""
@@ -148,7 +142,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 if piece is not None and done.get(name, 0) + scheduled >= piece.stop:
                     blocks = scheduler_output.kv_connector_block_state.get_block_ids(name)[0]
                     needed = -(-piece.stop // self._vllm_config.cache_config.block_size)
-                    moves.saves.append(_Move(piece, 0, piece.stop, tuple(blocks[:needed])))
+                    moves.saves.append(Move(piece, 0, piece.stop, tuple(blocks[:needed])))
                     del self._wanted[name]
         return moves
 
@@ -174,24 +168,30 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         # With fewer heads than ranks, several ranks have the same one.
         first = rank * self._heads // self._ranks
         self._cache = PagedKV.of(kv_caches, first)
+        self._places = {name: place for place, name in enumerate(layer_names(kv_caches))}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Write what this step needs into the cache; what cannot be read is told to the scheduler."""
-        moves = self._get_connector_metadata()
-        for move in moves.loads:
-            try:
-                kv = self._pieces.read(move.piece, move.start).slice(0, move.stop - move.start)
-                if self._cache is None or not self._cache.fits(kv):
-                    raise PackError(f"The KV of {move.piece.handle} has not the shape of this model's.")
-                self._cache.write(kv, move.blocks)
-                logger.info("Loaded %d tokens of %s.", kv.tokens, move.piece.handle)
-            except (OSError, KnowledgePackError) as error:
-                logger.warning("%s cannot be loaded, and its request fails: %s", move.piece.handle, error)
-                self._failed.update(move.blocks)
+        """Begin to write what this step needs into the cache; what cannot be read is told to the scheduler."""
+        self._end_loading()  # Of a step that was broken off.
+        loads = self._get_connector_metadata().loads
+        if not loads:
+            return
+        if self._cache is None:
+            raise ModelError("vLLM has not said where its KV cache is.")
+        self._loading = Loading(loads, self._pieces, self._cache)
+
+    def _end_loading(self) -> None:
+        if self._loading is not None:
+            self._loading.finish()
+            self._failed |= self._loading.failed
+            self._loading = None
 
     def wait_for_save(self) -> None:
-        """Store what was computed for packs in this step."""
+        """Store what was computed for packs in this step, unless what it was computed from could not be read."""
+        self._end_loading()
         for move in self._get_connector_metadata().saves:
+            if not (self._failed | self._unsafe).isdisjoint(move.blocks):
+                continue
             try:
                 if self._cache is not None:
                     self._pieces.write(move.piece, self._cache.read(move.blocks, move.stop))
@@ -202,10 +202,16 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that were not written; vLLM fails their requests."""
         failed, self._failed = self._failed, set()
+        self._unsafe = failed
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: all layers are written before the step."""
+        """Until this layer is in the cache."""
+        place = self._places.get(layer_name)
+        if (
+            self._loading is not None and place is not None
+        ):  # A layer without KV of its own uses that of an earlier one.
+            self._loading.wait(place)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Nothing: all layers are read behind the step."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import torch
+from torch import Tensor
+
 from kp_core.engines.local.altered import altered
 from kp_core.engines.vllm.altered import Below
-from kp_core.errors import PackError
+from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
 from kp_core.packs.files import PackFiles
@@ -23,7 +26,7 @@ from kp_core.packs.layout import handle_of
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
 
-__all__ = ["Piece", "StoredPieces"]
+__all__ = ["LayeredKV", "Piece", "StoredPieces"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +60,24 @@ class Piece:
     def begins(self, token_ids: Sequence[int]) -> bool:
         """Whether a prompt begins with it, its prefix included."""
         return tuple(token_ids[: self.stop]) == self.prefix + self.token_ids
+
+
+@dataclass(frozen=True)
+class LayeredKV:
+    """KV of a prompt from one of its tokens on, that is read layer by layer.
+
+    `read` gives keys and values of one layer, `(kv_heads, tokens, head_dim)`, in parts that follow one another. Layers
+    may be read in several threads, and each may raise `PackCorruptError`.
+    """
+
+    layers: int
+    read: Callable[[int], list[tuple[Tensor, Tensor]]]
+
+    def whole(self) -> KVTensors:
+        """All of it; raises as `read`."""
+        parts = [self.read(layer) for layer in range(self.layers)]
+        keys, values = (tuple(torch.cat([part[half] for part in each], 1) for each in parts) for half in (0, 1))
+        return KVTensors(keys, values)
 
 
 class StoredPieces:
@@ -98,19 +119,44 @@ class StoredPieces:
 
     def read(self, piece: Piece | Below, start: int) -> KVTensors:
         """The KV of a prompt from token `start` to the end of a piece; raises `PackError` where it is lost."""
+        return self.open(piece, start, piece.stop).whole()
+
+    def open(self, piece: Piece | Below, start: int, stop: int) -> LayeredKV:
+        """The KV of the tokens `start:stop` of a prompt that begins with a piece, which ends at `stop` or behind it.
+
+        Raises `PackError` where it is lost, as far as that is seen before it is read.
+        """
         if isinstance(piece, Below):
-            return self._altered(piece).slice(start, piece.stop)
-        pack = self.store.get(piece.handle, piece.key)
-        if pack.kv is None or not piece.key.fits(pack) or pack.token_ids != piece.token_ids:
+            return _layered(self._altered(piece).slice(start, stop))
+        try:
+            opened = self.store.open(piece.handle, piece.key)
+        except PackCorruptError:
+            self._mend(piece)
+            raise
+        pack, digests = opened.header.pack, opened.header.content.digests
+        if not digests or not piece.key.fits(pack) or pack.token_ids != piece.token_ids:
             raise PackError(f"The KV of {piece.handle} is not stored any more, or of other tokens.")
-        if self.store.seal is not None and not self.store.seal.holds(pack):
+        # Of the digests in the head, which each tensor is held to when it is read.
+        if self.store.seal is not None and not self.store.seal.holds(pack, digests):
             raise PackError(f"The KV of {piece.handle} does not carry the MAC of this server's key.")
-        if start >= piece.start:
-            return pack.kv.slice(start - piece.start, len(piece.token_ids))
-        head = self.store.kept.read(self._head(piece), (piece.handle.namespace,))
-        if head is None or head.tokens != piece.start:
-            raise PackError(f"The KV of what stands before {piece.handle} is not stored any more.")
-        return KVTensors.concat([head.slice(start, piece.start), pack.kv])
+        head = None
+        if start < piece.start:
+            head = self.store.kept.read(self._head(piece), (piece.handle.namespace,))
+            if head is None or head.tokens != piece.start:
+                raise PackError(f"The KV of what stands before {piece.handle} is not stored any more.")
+            head = head.slice(start, min(stop, piece.start))
+        own = slice(max(start - piece.start, 0), max(stop - piece.start, 0))
+
+        def read(layer: int) -> list[tuple[Tensor, Tensor]]:
+            try:
+                key, value = opened.tensor(2 * layer), opened.tensor(2 * layer + 1)
+            except PackCorruptError:
+                self._mend(piece)
+                raise
+            before = [] if head is None else [(head.keys[layer], head.values[layer])]
+            return [*before, (key[:, own], value[:, own])]
+
+        return LayeredKV(len(digests) // 2, read)
 
     def write(self, piece: Piece | Below, kv: KVTensors) -> None:
         """Store what the server computed: `kv` is that of all tokens up to the end of the piece."""
@@ -136,6 +182,11 @@ class StoredPieces:
         if made.key != piece.key:  # A text that was stored for another engine has an entry more.
             self.store.files.note_change()
 
+    def _mend(self, piece: Piece) -> None:
+        """Let the store set aside what is damaged, so that it is computed next time."""
+        with suppress(OSError, PackError):
+            self.store.get(piece.handle, piece.key)
+
     def _altered(self, below: Below) -> KVTensors:
         """What is kept below the last block of a prompt, with that altered."""
         kv = self.store.kept.read(below.key, below.namespaces)
@@ -146,6 +197,10 @@ class StoredPieces:
 
     def _head(self, piece: Piece) -> EntryKey:
         return EntryKey(self.model, 0, _HEAD, piece.prefix, (), piece.handle.namespace)
+
+
+def _layered(kv: KVTensors) -> LayeredKV:
+    return LayeredKV(kv.layers, lambda layer: [(kv.keys[layer], kv.values[layer])])
 
 
 class _Index:

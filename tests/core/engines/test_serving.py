@@ -19,7 +19,8 @@ from kp_core.engines.vllm.middleware import PackMiddleware, until_end
 from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.engines.vllm.wire import HTTPError, send_json
-from kp_core.errors import ModelError, PackError
+from kp_core.errors import ModelError, PackCorruptError, PackError
+from kp_core.packs.files import PackCorruptWarning
 from tests.conftest import tiny_engine
 
 KEY = bytes(range(32))
@@ -133,11 +134,34 @@ def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path, compress):
     assert pieces.has_prefix(piece)
     for start in (0, 1, piece.start - 1, piece.start, piece.start + 3):
         assert pieces.read(piece, start).equal(whole.slice(start, piece.stop))
+        for stop in {max(start, piece.start - 1), piece.start + 4, piece.stop}:
+            assert pieces.open(piece, start, stop).whole().equal(whole.slice(start, stop))
     with pytest.raises(PackError, match="expected"):
         pieces.write(piece, whole.slice(0, 5))
     store.forget("a")
     with pytest.raises(PackError, match="before"):
         StoredPieces(store, served(session)).read(piece, 0)
+
+
+def test_a_layer_that_is_damaged_is_not_given_and_its_pack_is_set_aside(tmp_path):
+    session, store = tiny_engine(), PackStore(tmp_path)
+    pack, whole = packed(session, TEXT)
+    handle = store.put(pack)
+    pieces = StoredPieces(store, served(session))
+    piece = next(pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
+    file = next(tmp_path.glob(f"packs/a/*/{handle.id}*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    opened = pieces.open(piece, piece.start, piece.stop)
+    [(key, value)] = opened.read(0)
+    assert torch.equal(key, whole.keys[0][:, piece.start : piece.stop])
+    assert torch.equal(value, whole.values[0][:, piece.start : piece.stop])
+    assert pieces.has(piece)
+    with pytest.warns(PackCorruptWarning, match="KV is lost"), pytest.raises(PackCorruptError, match="digest"):
+        opened.read(opened.layers - 1)
+    assert not pieces.has(piece)
+    assert any((tmp_path / "quarantine").rglob("*.safetensors"))
 
 
 class Gate:
