@@ -8,13 +8,16 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kp_core.engines.vllm.altered import Below
-from kp_core.engines.vllm.blocks import PagedKV
 from kp_core.engines.vllm.pieces import LayeredKV, Piece, StoredPieces
 from kp_core.errors import KnowledgePackError, PackError
+
+if TYPE_CHECKING:  # It imports vLLM.
+    from kp_core.engines.vllm.blocks import PagedKV
 
 __all__ = ["Loading", "Move"]
 
