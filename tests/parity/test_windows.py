@@ -43,6 +43,19 @@ def test_rows_are_what_each_is_alone(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_questions_of_any_length_are_what_each_is_alone(kind):
+    """Within the window, as they cross it, a token behind it, and far behind it."""
+    model, draw = CausalModel(model_of(kind)), random.Random(1)
+    starts = [[draw.randrange(256) for _ in range(size)] for size in (1, WINDOW - 5, WINDOW, 3 * WINDOW)]
+    together, alone = ([behind(model, each, each[:1], 7) for each in starts] for _ in range(2))
+    for counts in [(1, 5, 2, 9), (WINDOW, 1, 1, 2 * WINDOW), (3, 8, WINDOW + 1, 1)]:
+        asked = [[draw.randrange(256) for _ in range(count)] for count in counts]
+        found = model.ragged(together, asked)
+        expected = [model.forward(torch.tensor([ids]), buffer) for ids, buffer in zip(asked, alone, strict=True)]
+        torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4, msg=f"{counts}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_answers_that_come_together_are_those_of_one_by_one(kind, tmp_path, monkeypatch):
     _, engine = engine_of(kind)
     store = PackStore(tmp_path)

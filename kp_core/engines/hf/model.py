@@ -21,7 +21,7 @@ from kp_core.engines.hf.cache import cache_of, measured_shape
 from kp_core.engines.hf.kinds import kind_of, narrowed, rope_parameters
 from kp_core.engines.hf.packed import pack_weights
 from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
-from kp_core.engines.hf.rows import Rows
+from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.hf.scans import scan_from_states
 from kp_core.engines.local.buffer import KVBuffer
@@ -156,21 +156,28 @@ class CausalModel:
         for row, buffer in enumerate(buffers):
             self.forward(self._probe_ids()[:, : _PROBE + row], buffer, logits=False)
         token = int(self._probe_ids()[0, -1])
+        tokens = [[token], [token, token]]
         try:
-            found = self.rows(buffers).step([token, token]).float()
+            steps = [self.rows(buffers).step([token, token]), self.ragged(buffers, tokens)]
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
             return False
         expected = []
         for row, buffer in enumerate(buffers):
             buffer.truncate(_PROBE + row)
-            expected.append(self.forward(torch.tensor([[token]], device=self.device), buffer))
-        return self._agree(found, torch.cat([each for each in expected if each is not None]).float())
+        for ids in ([[token], [token]], tokens):
+            pairs = zip(ids, buffers, strict=True)
+            expected += [self.forward(torch.tensor([each], device=self.device), buffer) for each, buffer in pairs]
+        return self._agree(torch.cat(steps).float(), torch.cat([each for each in expected if each is not None]).float())
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Rows:
         """One token of each of these sequences at a time."""
         options = {"logits_to_keep": 1} if self.keeps_logits else {}
         return Rows(self._model, buffers, self.kind.windows, **options)
+
+    def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """So many tokens behind each of these sequences, in one pass; the logits behind the last of each."""
+        return run_ragged(self._model, buffers, tokens, self.kind.windows, keeps_logits=self.keeps_logits)
 
     @property
     def network(self) -> PreTrainedModel:

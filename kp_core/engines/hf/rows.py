@@ -1,18 +1,20 @@
-"""One token of several sequences in one forward pass, each over its own KV buffer."""
+"""Tokens of several sequences in one forward pass, each over its own KV buffer."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kp_core.engines.hf.attention import causal_attention
 from kp_core.engines.local.buffer import BufferLayer, KVBuffer
 
-__all__ = ["Rows"]
+__all__ = ["Rows", "run_ragged"]
 
 _SHARED = 128
 """Tokens that rows must have in common before they are read once for all: joining two parts takes as long."""
@@ -43,8 +45,7 @@ class Rows:
         self._groups = [
             _Group([buffers[row] for row in rows], rows, shared, whole) for rows, shared in _grouped(buffers)
         ]
-        layers = range(len(buffers[0].layers))
-        self._cache = Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers]) for at in layers])
+        self._cache = _cache_of(buffers)
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -77,10 +78,50 @@ class Rows:
         return found
 
 
+@torch.inference_mode()
+def run_ragged(
+    model: Any,  # noqa: ANN401
+    buffers: Sequence[KVBuffer],
+    tokens: Sequence[Sequence[int]],
+    windows: Sequence[int | None],
+    *,
+    keeps_logits: bool,
+) -> Tensor:
+    """Run as many `tokens` behind each of `buffers` as there are, in one pass; the logits, `(rows, vocabulary)`.
+
+    The tokens are one sequence for all that looks at each token alone, and each row attends over its own buffer.
+    """
+    counts, device = [len(each) for each in tokens], buffers[0].layers[0].keys.device
+    last = torch.tensor(list(accumulate(counts)), device=device) - 1
+    positions = [range(each.length, each.length + count) for each, count in zip(buffers, counts, strict=True)]
+
+    def attend(layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None) -> Tensor:
+        rows = zip(query.split_with_sizes(counts, 2), buffers, strict=True)
+        return torch.cat([_seen(asked, each.layers[layer], windows[layer] or 0, scale) for asked, each in rows], dim=2)
+
+    output = model(
+        input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
+        position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
+        past_key_values=_cache_of(buffers, counts),
+        use_cache=True,
+        kp_rows=attend,
+        **({"logits_to_keep": last} if keeps_logits else {}),
+    )
+    logits: Tensor = output.logits[0]
+    return logits.clone() if keeps_logits else logits[last]
+
+
 def _seen(query: Tensor, held: BufferLayer, window: int, scale: float | None) -> Tensor:
-    """Attention of one row over the last `window` tokens of its buffer; 0 is all of them."""
-    seen = slice(max(held.length - window, 0) if window else 0, held.length)
-    return _attention(query, held.keys[:, :, seen], held.values[:, :, seen], scale=scale, enable_gqa=True)
+    """Attention of the last tokens of one row, each over the last `window` tokens of its buffer; 0 is all of them."""
+    new = query.shape[2]
+    start = max(held.length - window - new + 1, 0) if window else 0
+    keys, values = (side[:, :, start : held.length] for side in (held.keys, held.values))
+    if new == 1 or not 0 < window < held.length:
+        return causal_attention(query, keys, values, scale)
+    at = torch.arange(keys.shape[2], device=query.device)
+    behind = at[-new:, None] - at
+    mask = (behind >= 0) & (behind < window)
+    return _attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
@@ -181,14 +222,20 @@ def _joined(
     return joined.to(query.dtype).reshape(rows, heads, 1, dim)
 
 
+def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = ()) -> Cache:
+    """The buffers as one cache: of a token each, or of `counts` tokens that come as one sequence."""
+    layers = range(len(buffers[0].layers))
+    return Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers], counts) for at in layers])
+
+
 class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of several buffers: takes a token for each, and gives back what it took."""
+    """One layer of several buffers: takes tokens for each, and gives back what it took."""
 
     is_sliding = False
 
-    def __init__(self, layers: list[BufferLayer]) -> None:
+    def __init__(self, layers: list[BufferLayer], counts: Sequence[int]) -> None:
         super().__init__()
-        self._layers = layers
+        self._layers, self._counts = layers, list(counts)
         self.keys, self.values = layers[0].keys, layers[0].values
         self.is_initialized = True
 
@@ -197,8 +244,12 @@ class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write row by row; attention finds what is before in the buffers."""
-        for row, layer in enumerate(self._layers):
-            layer.update(key_states[row : row + 1], value_states[row : row + 1])
+        parts = [
+            side.split_with_sizes(self._counts, 2) if self._counts else side.chunk(len(self._layers))
+            for side in (key_states, value_states)
+        ]
+        for layer, keys, values in zip(self._layers, *parts, strict=True):
+            layer.update(keys, values)
         return key_states, value_states
 
     def get_seq_length(self) -> int:

@@ -149,20 +149,16 @@ class LocalEngine:
         self._renew()
         self._builder = Builder(self._filler)
 
-    def _start(self, plan: Plan, stream: TokenStream, room: int) -> Filled | None:
+    def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Filled | None:
         """The prompt, prefilled; `None` when the request was cancelled meanwhile."""
         try:
-            run = self._filler.start(plan, len(plan.prompt) + room)
+            return self._filler.start(plan, len(plan.prompt) + room, asks=asks)
         except Cancelled:
             stream.finish = "cancelled"
             return None
-        stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
-        stream.first_logits = run.logits
-        stream.state_bytes = sum(each.kv.state_bytes for each in run.path.runs)
-        return run
 
     def _answer(self, plan: Plan, sampler: Sampler, stream: TokenStream) -> Iterator[int]:
-        run = self._start(plan, stream, plan.token_budget)
+        run = self._start(plan, stream, plan.token_budget, asks=plan.token_budget > 0)
         if run is None:
             return
         tokens: list[int] = []
@@ -170,6 +166,12 @@ class LocalEngine:
         run.buffer.note(run.path.runs)
         decoding = Decoding(run.buffer, plan.alone)
         try:
+            if run.question:
+                self._filler.ask(run, decoding)
+                if plan.limit.is_set():
+                    stream.finish = "cancelled"
+                    return
+            _tell(stream, run)
             for left in range(plan.token_budget, 0, -1):
                 if run.logits is None:
                     raise AssertionError("a prefilled prompt has logits")
@@ -193,6 +195,7 @@ class LocalEngine:
         run = self._start(plan, stream, len(plan.forced))
         if run is None:
             return
+        _tell(stream, run)
         try:
             stream.losses = self._filler.losses(run, plan.forced)
             yield from plan.forced
@@ -207,3 +210,10 @@ class LocalEngine:
             kv = run.buffer.read(prompt, run.buffer.length)
             run.path.extend(tuple(tokens[:decoded]), kv, is_decoded=True)
         self._filler.finish(run)
+
+
+def _tell(stream: TokenStream, run: Filled) -> None:
+    """What bringing the prompt in took."""
+    stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
+    stream.first_logits = run.logits
+    stream.state_bytes = sum(each.kv.state_bytes for each in run.path.runs)

@@ -17,7 +17,7 @@ from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
 from kp_core.engines.local.packs import PackKV
 from kp_core.engines.local.pool import BufferPool, Cancelled
-from kp_core.engines.local.scheduler import BatchingModel, Scheduler
+from kp_core.engines.local.scheduler import BatchingModel, Decoding, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.kv import KVTensors
 from kp_core.plan import Limit, Plan, Region, Sampling
@@ -74,6 +74,8 @@ class Filled:
     """Tokens whose KV an approximate composer made."""
     late: tuple[Region, Sequence[int], Sequence[int]] | None = None
     """A composed region, and places and ids of its tokens that the next pass computes."""
+    question: tuple[int, ...] = ()
+    """The last tokens of the prompt, where they are left to `Filler.ask`."""
 
 
 class Filler:
@@ -111,15 +113,27 @@ class Filler:
         found = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
         return [float(loss) for loss in found]
 
-    def start(self, plan: Plan, capacity: int, *, logits: bool = True) -> Filled:
+    def start(self, plan: Plan, capacity: int, *, logits: bool = True, asks: bool = False) -> Filled:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens; raises `Cancelled` at its limit.
 
-        What does not fit into the budget waits; raises `CacheBudgetError` where it never will.
+        With `asks` a short question at its end may be left to `ask`, where others compute, too. What does not fit into
+        the budget waits; raises `CacheBudgetError` where it never will.
         """
         # One prompt at a time: a second one that begins alike then finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(plan.limit):
             tree = self.tree if plan.reuse else self._tree(0)
-            return (self._steered if plan.below else self._plain)(plan, capacity, tree, logits=logits)
+            fill = self._steered if plan.below else self._plain
+            return fill(plan, capacity, tree, logits=logits, asks=asks and plan.reuse and not plan.alone)
+
+    def ask(self, run: Filled, decoding: Decoding) -> None:
+        """Compute the question that `start` has left, in one pass with what others compute."""
+        start, ids, run.question = run.buffer.length, run.question, ()
+        run.logits = self.scheduler.step(decoding, *ids)
+        run.computed += len(ids)
+        if run.path.is_open and run.path.tokens == start:
+            kv, is_shared = run.buffer.read(start, start + len(ids)), decoding.is_shared
+            # A pass with others rounds as decoding does, and is found as that is.
+            run.path.extend(ids, kv, None if is_shared else run.logits, is_decoded=is_shared)
 
     def finish(self, run: Filled) -> None:
         """Give buffer and path back; the buffer keeps what it holds for the next prompt that begins alike."""
@@ -135,7 +149,7 @@ class Filler:
         found = self.tree if tree is None else tree
         return found.match(ids, plan.edges, decoded=decoded, logits=logits, labels=plan.labels)
 
-    def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
+    def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool = False) -> Filled:
         run = self._at(plan, capacity, tree, logits=logits)
         try:
             self._packs.prefetch(plan, run.buffer.length)
@@ -146,7 +160,7 @@ class Filler:
                     run.approximate += 0 if region.composer.exact else sum(map(len, region.spans))
                 if is_composed and kv is not None:
                     self._keep(run, plan.prompt, region, kv)
-                self._chunks(run, plan, region, kv, logits=logits)
+                self._chunks(run, plan, region, kv, logits=logits, asks=asks)
             self._leave(run, plan)
         except BaseException:
             self.finish(run)
@@ -155,7 +169,7 @@ class Filler:
 
     def _leave(self, run: Filled, plan: Plan) -> None:
         """Give what is to be kept to the store: canonical KV alone, which a cold run would compute bit for bit."""
-        until = len(plan.prompt) if run.path.is_canonical else run.path.canonical_tokens
+        until = run.buffer.length if run.path.is_canonical else run.path.canonical_tokens
         ends = accumulate(each.kv.tokens for each in run.path.runs)
         states = dict(zip(ends, (each.kv.states for each in run.path.runs), strict=True))
         for start, stop in plan.kept.wanted if plan.kept else ():
@@ -164,7 +178,7 @@ class Filler:
                 if self.model.shape.fits(kv):
                     plan.kept.take(start, stop, kv.to("cpu"))
 
-    def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
+    def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool) -> Filled:
         if plan.below is None:
             raise AssertionError("a steered plan has a plain one below it")
         first = next(region for region in plan.regions if region.block)
@@ -190,7 +204,7 @@ class Filler:
                     self._compute_block(run, plan, region)
                     continue
                 # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
-                self._chunks(run, plan, region, None, logits=logits)
+                self._chunks(run, plan, region, None, logits=logits, asks=asks)
         except BaseException:
             self.finish(run)
             raise
@@ -211,7 +225,9 @@ class Filler:
             path.release()
             self.pool.wait(capacity, plan.limit)
 
-    def _chunks(self, run: Filled, plan: Plan, region: Region, ready: KVTensors | None, *, logits: bool) -> None:
+    def _chunks(  # noqa: PLR0913
+        self, run: Filled, plan: Plan, region: Region, ready: KVTensors | None, *, logits: bool, asks: bool
+    ) -> None:
         """Bring the chunks of a region in: from the KV that is `ready` for all of it, or by forward passes."""
         ends = plan.ends
         for begin, stop in region.chunks:
@@ -221,6 +237,10 @@ class Filler:
                 # The logits behind a prompt are known to a forward pass alone. And packs were compiled behind canonical
                 # chunks: behind decoded tokens their KV is not exact.
                 is_last = logits and stop == len(plan.prompt)
+                is_wanted = plan.kept is not None and (begin, stop) in plan.kept.wanted
+                if asks and is_last and not is_wanted and run.late is None and self.scheduler.is_shared(len(ids)):
+                    run.question = ids
+                    return
                 kv = None
                 if run.path.is_canonical and not is_last and run.late is None:
                     if ready is not None:

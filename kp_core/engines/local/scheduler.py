@@ -1,4 +1,4 @@
-"""Who computes next on one model: decoding steps together, prefill in turns with them."""
+"""Who computes next on one model: decoding steps and short questions together, prefill in turns with them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _MOST_ROWS = 16
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
 _PATIENCE = 0.5
 """How long a step waits for those that were decoded together with it before, as a share of what that step took."""
-_SHORT = 64  # Most tokens of a pass that several prompts may have before a step.
-_BURST, _GRACE = 0.5, 0.05  # Seconds for which they may, and in which the next of them has to come.
+_SHORT = 64  # Most tokens of a question that is computed with others, or of a pass that several prompts may have.
+_MOST_TOKENS = 512  # Of a pass for several.
+_BURST, _GRACE = 0.5, 0.1  # Seconds for which they may, and in which the next of them has to come.
 
 
 class DecodedRows(Protocol):
@@ -52,6 +53,9 @@ class BatchingModel(Protocol):
     def rows(self, buffers: Sequence[KVBuffer]) -> DecodedRows:
         """Sequences that go on behind these buffers."""
 
+    def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """Run so many tokens behind each buffer in one pass; the logits behind the last of each, as `step`."""
+
 
 @dataclass(eq=False)
 class Decoding:
@@ -60,7 +64,9 @@ class Decoding:
     buffer: KVBuffer
     is_alone: bool = False
     number: int = field(default_factory=itertools.count().__next__)
-    token: int = 0
+    tokens: Sequence[int] = ()
+    is_shared: bool = False
+    """Whether its last pass had tokens of others, and so rounds otherwise."""
     logits: Tensor | None = None
     error: BaseException | None = None
 
@@ -69,10 +75,10 @@ class Scheduler:
     """Gives the model to one forward pass at a time.
 
     Decoding steps that wait together are one pass; a step waits a moment for those that were in the pass before with
-    it, so that answers which began at different times fall into step. No thread is needed: of those that wait, one
-    computes for all. A reader that does not ask for its next token holds nobody up. Where both wait, prefill and
-    decoding take turns, a chunk and a step; short questions that come together all go before a step, which is then one
-    for all of them.
+    it, so that answers which began at different times fall into step. A question that ends a prompt is a step of
+    several tokens. No thread is needed: of those that wait, one computes for all. A reader that does not ask for its
+    next token holds nobody up. Where both wait, prefill and decoding take turns, a chunk and a step; prompts that come
+    together are brought in before a step, which is then one for all of them.
 
     A step that no other joins, and one that is `is_alone`, computes what it would without the others, bit for bit.
     """
@@ -83,7 +89,7 @@ class Scheduler:
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
         self._turn = math.inf  # When steps have theirs before prefill; nobody knows until a prompt had one.
         self._waiting: list[Decoding] = []
-        self._took = self._freed = 0.0
+        self._took = self._freed = self._came = 0.0
         self._together: set[Decoding] = set()
         self._rows: tuple[list[Decoding], DecodedRows] | None = None
 
@@ -118,6 +124,12 @@ class Scheduler:
         finally:
             self._free(self._turn if tokens <= _SHORT else -math.inf)
 
+    def is_shared(self, tokens: int) -> bool:
+        """Whether a question of so many tokens, for a prompt that is `coming`, may find others to be computed with."""
+        with self._changed:
+            others = self._coming > 1 or self._is_busy or self._waiting or self._together
+            return bool(others and tokens <= _SHORT and self._model.batches)
+
     def leave(self, decoding: Decoding) -> None:
         """An answer is complete: nobody waits for it any more."""
         with self._changed:
@@ -126,20 +138,22 @@ class Scheduler:
                 self._rows = None
             self._changed.notify_all()
 
-    def step(self, decoding: Decoding, token: int) -> Tensor:
-        """Compute `token` behind the buffer; the logits, `(vocabulary,)`."""
-        decoding.token, decoding.logits, decoding.error = token, None, None
+    def step(self, decoding: Decoding, *tokens: int) -> Tensor:
+        """Compute `tokens` behind the buffer, one or a question; the logits behind the last, `(vocabulary,)`."""
+        decoding.tokens, decoding.logits, decoding.error = tokens, None, None
         if len(self._together) > 1 or self._coming or self._waiting:
             let_go()  # Choosing the token has taken threads, too.
         came = time.monotonic()
         with self._changed:
             self._waiting.append(decoding)
+            if len(tokens) > 1:  # The next one may be as near.
+                self._came, self._is_in_vain, self._turn = came, False, min(self._turn, came + _BURST)
             self._changed.notify_all()
             try:
                 while (batch := self._due(decoding, came)) is None:
                     if decoding.logits is not None or decoding.error is not None:
                         break
-                    until = max(self._until(came), self._freed + _GRACE if self._coming else 0.0)
+                    until = max(self._until(came), self._grace if self._coming else 0.0)
                     self._changed.wait(None if self._is_busy else max(until - time.monotonic(), 0.0005))
             except BaseException:  # Ctrl-C while it waits.
                 if decoding in self._waiting:
@@ -160,10 +174,15 @@ class Scheduler:
         """When a step that `came` then waits for others no longer, if the model is free: they were busy until then."""
         return max(came, self._freed) + _PATIENCE * self._took
 
+    @property
+    def _grace(self) -> float:
+        """Until when a prompt that is coming may still come, for steps to wait for it."""
+        return max(self._freed, self._came) + _GRACE
+
     def _is_for_prefill(self) -> bool:
         """Whether a prompt has the turn, and waits for it or will in a moment."""
         now = time.monotonic()
-        is_due = self._coming and not self._is_in_vain and now < self._freed + _GRACE
+        is_due = self._coming and not self._is_in_vain and now < self._grace
         return bool(self._prefilling or is_due) and now < self._turn
 
     def _due(self, decoding: Decoding, came: float) -> list[Decoding] | None:
@@ -174,8 +193,12 @@ class Scheduler:
         if not decoding.is_alone and (len(self._waiting) > 1 or self._together - {decoding}) and self._model.batches:
             if not self._together <= {*self._waiting} and time.monotonic() < self._until(came):
                 return None
-            others = [each for each in self._waiting if not each.is_alone and each is not decoding]
-            batch = sorted([decoding, *others[: _MOST_ROWS - 1]], key=lambda each: each.number)
+            room = _MOST_TOKENS - len(decoding.tokens)
+            for other in self._waiting:
+                if other is not decoding and not other.is_alone and len(other.tokens) <= room:
+                    room -= len(other.tokens)
+                    batch.append(other)
+            batch = sorted(batch[:_MOST_ROWS], key=lambda each: each.number)
             self._together = set(batch)
         self._waiting = [each for each in self._waiting if each not in batch]
         # A prompt that waits for memory or for a far store holds up one step, not all.
@@ -186,7 +209,7 @@ class Scheduler:
         began = time.monotonic()
         try:
             for each, logits in zip(batch, self._logits(batch), strict=True):
-                each.logits = logits
+                each.is_shared, each.logits = len(batch) > 1, logits
         except BaseException as error:
             for each in batch:
                 each.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)
@@ -200,14 +223,17 @@ class Scheduler:
         if len(batch) == 1:
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # What it knows of this buffer ends here.
-            found = self._model.forward(torch.tensor([[batch[0].token]], device=self._model.device), batch[0].buffer)
+            found = self._model.forward(torch.tensor([batch[0].tokens], device=self._model.device), batch[0].buffer)
             if found is None:
                 raise AssertionError("logits were asked for")
             return found
+        if any(len(each.tokens) > 1 for each in batch):
+            self._rows = None  # Questions are new rows, and those that were here go on at other places.
+            return self._model.ragged([each.buffer for each in batch], [each.tokens for each in batch])
         rows = self._rows
         if rows is None or rows[0] != batch:
             rows = self._rows = batch, self._model.rows([each.buffer for each in batch])
-        return rows[1].step([each.token for each in batch])
+        return rows[1].step([each.tokens[0] for each in batch])
 
     def _free(self, turn: float) -> None:
         if len(self._together) > 1 or self._coming or self._waiting or self._prefilling:

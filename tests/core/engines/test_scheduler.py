@@ -70,6 +70,25 @@ def test_rows_are_what_each_is_alone(name, shared):
         )
 
 
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(name):
+    filler = filler_of(tiny_engine(name, chunk_tokens=1024))
+    if not filler.model.batches:
+        pytest.skip("one by one: its attention is the library's own")
+    draw = random.Random(5)
+    prefix = [draw.randrange(256) for _ in range(40)]  # More than a window of any tiny model.
+    pairs = [(prefix, [draw.randrange(256) for _ in range(own)]) for own in (0, 3, 30)]
+    together, alone = ([behind(filler, *pair) for pair in pairs] for _ in range(2))
+    together.append(KVBuffer(filler.model.shape, 64))
+    alone.append(KVBuffer(filler.model.shape, 64))
+    for counts in [(1, 20, 9, 4), (33, 1, 1, 2), (1, 1, 1, 1)]:
+        asked = [[draw.randrange(256) for _ in range(count)] for count in counts]
+        found = filler.model.ragged(together, asked)
+        expected = torch.stack([filler.forward(ids, buffer) for ids, buffer in zip(asked, alone, strict=True)])
+        assert torch.allclose(found, expected, atol=1e-4), counts
+        assert [each.length for each in together] == [each.length for each in alone]
+
+
 def test_the_engine_says_which_models_decode_together():
     for name in ARCHITECTURES:
         engine = tiny_engine(name).engine
@@ -169,9 +188,9 @@ def test_who_went_on_alone_comes_back_with_all_its_keys():
     scheduler, token = Scheduler(filler.model), itertools.cycle(range(1, 200, 3))
     for rows in [(0, 1, 2), (0, 1, 2), (1,), (0, 1, 2), (2,), (2,), (0, 1), (0, 1, 2)]:
         for row in rows:
-            together[row].token = alone[row].token = next(token)
+            together[row].tokens = alone[row].tokens = (next(token),)
         found = scheduler._logits([together[row] for row in rows])
-        expected = [filler.forward([alone[row].token], alone[row].buffer) for row in rows]
+        expected = [filler.forward(alone[row].tokens, alone[row].buffer) for row in rows]
         assert torch.allclose(found, torch.stack(expected), atol=1e-4), rows
 
 
@@ -225,6 +244,11 @@ class Plain:
 
         return SimpleNamespace(step=step)
 
+    def ragged(self, buffers, tokens):
+        self.log.append([len(each) for each in tokens])
+        time.sleep(0.01)
+        return torch.zeros(len(buffers), 4)
+
 
 def test_prefill_and_decoding_take_turns():
     model = Plain(batches=False)
@@ -271,6 +295,55 @@ def test_short_questions_that_come_together_go_before_a_step_that_is_one_for_all
         list(pool.map(ask, range(6)))
     assert model.log[:6] == ["question"] * 6
     assert model.log[6] >= 5, "whoever was brought in last may come a moment later"
+
+
+def test_questions_that_come_together_are_one_pass(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_BURST", 60.0)
+    monkeypatch.setattr(scheduler_module, "_GRACE", 10.0)
+    model = Plain()
+    scheduler, turn, start = Scheduler(model), threading.Lock(), threading.Barrier(6)
+
+    def ask(number):
+        start.wait()
+        with scheduler.coming(), turn:
+            time.sleep(0.02)
+            assert scheduler.is_shared(20 + number)
+            assert not scheduler.is_shared(200)
+        decoding = Decoding(None)
+        scheduler.step(decoding, *range(20 + number))
+        assert decoding.is_shared
+        scheduler.step(decoding, 1)
+        scheduler.leave(decoding)
+
+    with ThreadPoolExecutor(7) as pool, scheduler.coming():
+        jobs = [pool.submit(ask, number) for number in range(6)]
+        for job in jobs:
+            job.result()
+    assert sorted(model.log[0]) == [20, 21, 22, 23, 24, 25]
+
+
+def test_questions_asked_together_get_their_own_tokens_and_leave_no_other_bits(tmp_path, monkeypatch):
+    engine, store = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64), PackStore(tmp_path)
+    options = {"view": store.view("default"), "max_tokens": 12}
+    handle = str(store.put(engine.build_pack(BOOK)))
+    asked = [f"{handle}\n\nWhat of {number}{' ships' * number}?" for number in range(6)]
+    alone = [engine.generate(each, **options) for each in asked]
+    engine.clear_cache()
+    engine.prefill(handle, view=options["view"])
+    counts, ragged = [], filler_of(engine).model.ragged
+    monkeypatch.setattr(
+        filler_of(engine).model, "ragged", lambda *each: counts.append([*map(len, each[1])]) or ragged(*each)
+    )
+    for _ in range(3):
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda each: engine.generate(each, **options), asked))
+        assert [each.token_ids for each in found] == [each.token_ids for each in alone]
+        assert [each.usage.computed_tokens for each in found] == [
+            len(each.prompt.token_ids) - each.usage.reused_tokens for each in found
+        ]
+    assert any(sum(count > 1 for count in each) > 1 for each in counts), counts
+    again = [engine.generate(each, **options, deterministic=True) for each in asked]
+    assert all(torch.equal(one.first_logits, other.first_logits) for one, other in zip(again, alone, strict=True))
 
 
 def test_prompts_that_wait_for_something_else_hold_steps_up_once(monkeypatch):
