@@ -18,7 +18,7 @@ SHELL := bash
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup setup-browser setup-vllm demo test test-slow test-vllm test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser setup-vllm demo test test-slow test-torchao test-vllm test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -67,8 +67,16 @@ test: setup
 test-slow: setup
 	$(call timed,test-slow,$(PYTEST) -m slow)
 
+# Models quantised by torchao. It is in a folder of its own, since it writes to stderr wherever a model is loaded.
+TORCHAO := torchao==0.18.0
+test-torchao: setup
+	@if $(PIP) install --quiet --no-deps --upgrade --target build/torchao $(TORCHAO); then \
+	  PYTHONPATH=build/torchao OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/core/engines/test_weights.py -k "torchao or saved_quantised"; \
+	else echo "SKIPPED: $(TORCHAO) cannot be installed; see above."; fi
+
 test-all: test
 	$(MAKE) test-slow
+	$(MAKE) test-torchao
 	$(MAKE) audit
 
 # Advisories against what the lock names; says so where it cannot ask.
@@ -91,7 +99,7 @@ docs: setup
 # The tables of docs/results.md, those that take minutes first; hours on two cores. KP_DATA names the folder of the data.
 KP_DATA ?= ../shared/data
 BENCH_OUT ?= bench-results
-BENCHMARKS := ttft windows size chains agent conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
+BENCHMARKS := ttft windows size composition packets concurrency chains agent conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
 bench: setup
 	mkdir -p $(BENCH_OUT)
 	for name in $(BENCHMARKS); do \

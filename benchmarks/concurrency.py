@@ -11,6 +11,7 @@ before). Answers have `--answer` tokens at most.
 - vllm_tok_s: tok_s of vLLM for the same token ids, knowledge in its prefix cache, where `make setup-vllm` was done.
 - peak_bytes: the most memory the process ever had (Linux, macOS), which never falls from row to row.
 - long: with `--long N`, the gaps between tokens of the running answers while a text of N tokens is prefilled.
+  `chunk_s` is what one of its chunks takes in the mean, `last_chunk_s` its last tokens, as many as a chunk has.
 """
 
 from __future__ import annotations
@@ -127,13 +128,18 @@ def _vllm(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace, folder:
 
 
 def _beside_a_long_prompt(engine: Session, texts: Iterator[str], arguments: argparse.Namespace) -> dict[str, float]:
-    """Gaps in four running answers while a long prompt is prefilled, and how long a chunk of it takes."""
-    engine.clear_cache()
+    """Gaps in four running answers while a long prompt is prefilled, and how long a chunk of it takes, and its last."""
     [long] = passages(engine, texts, arguments.long, 1)
     chunk_tokens = int(engine.fingerprint.chunk_tokens)
-    began = time.perf_counter()
-    engine.prefill(long)
-    chunk = (time.perf_counter() - began) / max(1, arguments.long / chunk_tokens)
+    start = engine.tokenizer.decode(engine.tokenizer.encode(long)[:-chunk_tokens]) or "Hello."
+    seconds = []
+    for text in (long, start):
+        engine.clear_cache()
+        began = time.perf_counter()
+        engine.prefill(text)
+        seconds.append(time.perf_counter() - began)
+    chunk = seconds[0] / max(1, arguments.long / chunk_tokens)
+    last = seconds[0] - seconds[1]
     engine.clear_cache()
     going, heard = threading.Barrier(5), list[list[float]]()
 
@@ -148,7 +154,7 @@ def _beside_a_long_prompt(engine: Session, texts: Iterator[str], arguments: argp
         engine.prefill(long)
         for job in jobs:
             job.result()
-    return {"tokens": arguments.long, "itl_p99": gap(heard), "chunk_s": chunk}
+    return {"tokens": arguments.long, "itl_p99": gap(heard), "chunk_s": chunk, "last_chunk_s": last}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "digest",
     "digest_files",
     "digest_tensors",
+    "is_away",
     "place_of",
     "plain_parts",
     "stamp_files",
@@ -66,6 +68,14 @@ def commit_of(source: str | Path, revision: str | None = None) -> str | None:
         return None
     found = try_to_load_from_cache(str(source), "config.json", revision=revision)
     return Path(found).parent.name if isinstance(found, str) else None
+
+
+def is_away(source: str | Path, revision: str | None = None) -> bool:
+    """Whether this names a repository of which nothing is on this machine, so that the hub is going to be asked."""
+    try:
+        return not (constants.HF_HUB_OFFLINE or Path(source).exists() or commit_of(source, revision))
+    except HFValidationError:  # A path to what is not there.
+        return False
 
 
 def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:

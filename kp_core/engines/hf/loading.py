@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,11 +14,13 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.hf.checkpoint import commit_of, place_of, stamp_files
+from kp_core.engines.hf.checkpoint import commit_of, is_away, place_of, stamp_files
 from kp_core.engines.hf.kinds import kind_of
 from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
 
 __all__ = ["KV_SHARE", "LOADING", "causal_lm", "load", "load_tokenizer", "memory_bytes", "name_of", "unreadable"]
+
+logger = logging.getLogger(__name__)
 
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
 """What is passed on to `from_pretrained`, beside the arguments of `load`; `torch_dtype` is an older name of `dtype`."""
@@ -56,6 +59,9 @@ def load(
     hub = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
     hub["trust_remote_code"] = trust_remote_code
     try:
+        if is_away(place, hub.get("revision")):
+            # Without a network it takes half a minute until that is known.
+            logger.warning("%s is not on this machine; looking for it on the hub.", place)
         _check_folder(Path(place), hub)
         config = AutoConfig.from_pretrained(place, **hub)
         kind_of(config)

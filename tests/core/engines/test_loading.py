@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
 from kp_core.engines.hf.bundled import bundled_model
+from kp_core.engines.hf.checkpoint import is_away
 from kp_core.engines.hf.identity import identity_of
 from kp_core.engines.hf.loading import load
 from kp_core.engines.hf.model import CausalModel
@@ -189,6 +190,18 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub" / "models--veyl--bell"
+
+
+def test_a_name_that_the_hub_is_asked_for_is_said_at_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert is_away("veyl/bell")
+    assert not is_away("./veyl")
+    assert not is_away(tmp_path)
+    monkeypatch.setattr("kp_core.engines.hf.loading.AutoConfig.from_pretrained", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        load_engine("veyl/bell")
+    assert "veyl/bell is not on this machine" in caplog.text
 
 
 def test_an_id_is_the_same_model_as_its_files(offline):

@@ -184,7 +184,7 @@ def test_a_model_that_rounds_its_weights_at_each_pass_is_another_one(tmp_path):
 
 @pytest.fixture(params=["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig", "IntxWeightOnlyConfig"])
 def torchao_config(request):
-    # Not among the packages of the tests: it writes to stderr in every process that loads a model.
+    # Not among the packages of the tests, as it writes to stderr wherever a model is loaded: `make test-torchao`.
     quantization = pytest.importorskip("torchao.quantization")
     from torchao.quantization import granularity
     from transformers import TorchAoConfig
