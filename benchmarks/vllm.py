@@ -14,7 +14,8 @@ token, `tok_s` tokens of all answers over the seconds of all requests.
 
 - `--after-restart N`: N packs of 1,800 tokens, each asked once after a restart, beside their text cold and warm;
   stored as `--compress` says.
-- `--questions N`: answers with a pack against the server's own with the text, on questions of HotpotQA.
+- `--questions N`: answers with a pack from the store against the server's own with the text, cold and warm; questions
+  of HotpotQA.
 - `--steered N`: steered answers against those of the engine in this process; use --dtype float32.
 - `--crowded N`: N requests of 50 clients at once, beside the same ones alone.
 - `--isolated N`: N requests of one token over 8 tenants, who own the same texts with KV of their own; float32.
@@ -29,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +40,7 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.vllm_crowd import crowded
+from benchmarks.vllm_questions import compared
 from benchmarks.vllmserver import KpServer
 from kp_core import Generation, KnowledgePack, KVTensors, Session, load_engine
 from kp_core.packs.view import PackView
@@ -161,15 +164,13 @@ def _gold(limit: int) -> list[tuple[str, str]]:
     return [(text, f"{common.INSTRUCTION}\n{each.question}") for text, each in zip(texts, examples, strict=True)]
 
 
-def questions(server: KpServer, limit: int) -> dict[str, int]:
-    """How many answers with a pack are the server's own with the text."""
-    desk, plain, equal = Desk(server, "packs"), Desk(server, "text"), 0
-    examples = _gold(limit)
-    for text, question in examples:
-        asked = f"\n{question}"
-        desk.ask(f"{desk.handle(text)}{asked}", 1)  # Compiled, as a use before did.
-        equal += desk.ask(f"{desk.handle(text)}{asked}", 24).text == plain.ask(f"{text}{asked}", 24).text
-    return {"questions": len(examples), "equal": equal}
+def questions(server: KpServer, limit: int) -> dict[str, float]:
+    """See `compared`; on questions of HotpotQA."""
+    desk = Desk(server, "packs")
+    asked = [f"{desk.handle(text)}\n{question}" for text, question in _gold(limit)]
+    # Compiled and stored, as by a use before.
+    prompts = [desk.ask(each, 1).prompt.token_ids for each in asked]
+    return compared(server, prompts, partial(_restart, server))
 
 
 def steered(server: KpServer, limit: int, here: Session) -> dict[str, int]:
