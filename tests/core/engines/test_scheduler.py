@@ -315,8 +315,10 @@ def test_questions_that_come_together_are_one_pass(monkeypatch):
         scheduler.step(decoding, 1)
         scheduler.leave(decoding)
 
-    with ThreadPoolExecutor(7) as pool, scheduler.coming():
-        jobs = [pool.submit(ask, number) for number in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        with scheduler.coming():
+            jobs = [pool.submit(ask, number) for number in range(6)]
+            until(lambda: len(scheduler._waiting) == 6)
         for job in jobs:
             job.result()
     assert sorted(model.log[0]) == [20, 21, 22, 23, 24, 25]
