@@ -238,7 +238,7 @@ class Filler:
                 # chunks: behind decoded tokens their KV is not exact.
                 is_last = logits and stop == len(plan.prompt)
                 is_wanted = plan.kept is not None and (begin, stop) in plan.kept.wanted
-                if asks and is_last and not is_wanted and run.late is None and self.scheduler.is_shared(len(ids)):
+                if asks and is_last and not is_wanted and run.late is None and self.scheduler.may_join(len(ids)):
                     run.question = ids
                     return
                 kv = None

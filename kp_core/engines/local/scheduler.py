@@ -124,7 +124,7 @@ class Scheduler:
         finally:
             self._free(self._turn if tokens <= _SHORT else -math.inf)
 
-    def is_shared(self, tokens: int) -> bool:
+    def may_join(self, tokens: int) -> bool:
         """Whether a question of so many tokens, for a prompt that is `coming`, may find others to be computed with."""
         with self._changed:
             others = self._coming > 1 or self._is_busy or self._waiting or self._together

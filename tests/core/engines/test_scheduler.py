@@ -307,8 +307,8 @@ def test_questions_that_come_together_are_one_pass(monkeypatch):
         start.wait()
         with scheduler.coming(), turn:
             time.sleep(0.02)
-            assert scheduler.is_shared(20 + number)
-            assert not scheduler.is_shared(200)
+            assert scheduler.may_join(20 + number)
+            assert not scheduler.may_join(200)
         decoding = Decoding(None)
         scheduler.step(decoding, *range(20 + number))
         assert decoding.is_shared
