@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,15 @@ class Rope:
     frequencies: Tensor
     layers: tuple[bool, ...]
     interleaved: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"frequencies": self.frequencies.tolist(), "layers": self.layers, "interleaved": self.interleaved}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Rope:
+        """The inverse of `to_dict`."""
+        return cls(torch.tensor(data["frequencies"]), tuple(map(bool, data["layers"])), bool(data["interleaved"]))
 
     def move(self, kv: KVTensors, by: int, out: KVTensors | None = None) -> KVTensors:
         """`kv` as it would be `by` positions later: keys turned in float32 and rounded once, values as they are.

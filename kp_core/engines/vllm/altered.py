@@ -103,6 +103,17 @@ class Altered:
         packs = tuple(each for each in self.packs if each[1] < stop)
         return replace(self, blocks=self.blocks[:number], packs=packs, tokens=digest_of(token_ids[:stop]), keep=True)
 
+    def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]) -> Below:
+        """What a request with `keep` leaves behind."""
+        return Below(self.key(model, namespaces, token_ids), namespaces, self)
+
+    def begins(self, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]) -> Below | None:
+        """What a request begins with; `None` where nothing is steered."""
+        if not self.blocks:
+            return None
+        last = self.until(len(self.blocks) - 1, token_ids)
+        return Below(last.key(model, namespaces, token_ids[: self.blocks[-1][1]]), namespaces, self)
+
     @property
     def label(self) -> str:
         """What is done to the prompt, and where: of two requests with one label, equal ids have equal KV."""
@@ -127,22 +138,6 @@ class Below:
     namespaces: tuple[str, ...]
     altered: Altered
     start = 0
-
-    @classmethod
-    def kept(
-        cls, altered: Altered, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]
-    ) -> Below:
-        """What a request with `altered.keep` leaves behind."""
-        return cls(altered.key(model, namespaces, token_ids), namespaces, altered)
-
-    @classmethod
-    def loaded(
-        cls, altered: Altered, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]
-    ) -> Below:
-        """What a request with blocks begins with."""
-        last = altered.until(len(altered.blocks) - 1, token_ids)
-        key = last.key(model, namespaces, token_ids[: altered.blocks[-1][1]])
-        return cls(key, namespaces, altered)
 
     @property
     def handle(self) -> str:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.altered import COMPUTED, Altered, Below
+from kp_core.engines.vllm.altered import COMPUTED, Altered
 from kp_core.engines.vllm.desk import Desk
 from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.wire import App, HTTPError, Scope, Send, call
+from kp_core.engines.vllm.wire import App, HTTPError, Scope, Send
 from kp_core.packs.handle import Handle, find_handles
+from kp_core.packs.kept import EntryKey
 
-__all__ = ["counted", "steered"]
+__all__ = ["Step", "computed_before", "counted", "need_namespace", "readable", "steered"]
+
+Step: TypeAlias = tuple[EntryKey, list[int], Rights]
+"""What has to be kept, the tokens that are computed for it, and with which rights."""
 
 
 async def steered(desk: Desk, app: App, scope: Scope, access: Access, body: dict[str, Any]) -> tuple[Rights, int]:
@@ -23,44 +27,58 @@ async def steered(desk: Desk, app: App, scope: Scope, access: Access, body: dict
     `body` is that of `/v1/completions`, whose field `kp` is taken out. Blocks of which KV is kept cost nothing; for the
     others the server is asked once for each, in order. Raises `HTTPError`, and errors of ours for what cannot be read.
     """
-    if not access.namespaces:
-        raise HTTPError(403, "This key reads no namespace, and what is steered is kept in one.")
+    need_namespace(access, "what is steered")
     ids: Any = body.get("prompt")
     altered = Altered.of(body.pop("kp"), ids, desk.identity)
-    altered = replace(altered, packs=await asyncio.to_thread(_readable, altered.packs, desk, access))
-    steps = [altered.until(number, ids) for number in range(len(altered.blocks))]
+    altered = replace(altered, packs=await asyncio.to_thread(readable, altered.packs, desk, access))
+    steps = []
+    for number, (_, stop, _) in enumerate(altered.blocks):
+        step = altered.until(number, ids)
+        below = step.leaves(desk.identity, access.namespaces, ids[:stop])
+        steps.append((below.key, ids[:stop], _rights(desk, access, step)))
+    computed = await computed_before(desk, app, scope, access, steps, "What is to be steered", last_is_all=True)
+    return _rights(desk, access, altered), computed
 
-    def missing() -> Iterator[int]:
-        """The blocks whose KV has to be computed, from the last one on."""
-        for number, step in reversed(list(enumerate(steps))):
-            below = Below.kept(step, desk.identity, access.namespaces, ids[: altered.blocks[number][1]])
-            if desk.store.kept.has(below.key, access.namespaces):
-                return
-            yield number
+
+async def computed_before(  # noqa: PLR0913 - what a request comes with, and what it needs
+    desk: Desk,
+    app: App,
+    scope: Scope,
+    access: Access,
+    steps: Sequence[Step],
+    what: str,
+    *,
+    last_is_all: bool = False,
+) -> int:
+    """Have the server compute and keep those of `steps` that are not kept, in order; how many tokens it computed.
+
+    With `last_is_all` a step that is kept makes up for those before it. Raises `HTTPError`, which begins with `what`.
+    """
+
+    def missing() -> list[Step]:
+        found: list[Step] = []
+        for step in reversed(steps):
+            if not desk.store.kept.has(step[0], access.namespaces):
+                found.append(step)
+            elif last_is_all:
+                break
+        return found[::-1]
 
     computed = 0
-    for number in reversed(await asyncio.to_thread(lambda: list(missing()))):
-        rights = _rights(desk, access, steps[number])
-        ask = {
-            **({"model": body["model"]} if "model" in body else {}),
-            "prompt": ids[: altered.blocks[number][1]],
-            "max_tokens": 1,
-            "temperature": 0,
-            "cache_salt": rights.salt,
-            "kv_transfer_params": rights.sign(desk.key),
-        }
-        status, answer = await call(app, scope, "POST", "/v1/completions", ask)
-        if status != 200:
-            raise HTTPError(status, f"What is to be steered could not be computed: {answer}")
-        usage = answer["usage"]
-        computed += usage["prompt_tokens"] - (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    if await asyncio.to_thread(lambda: next(missing(), None)) is not None:
+    for _, ids, rights in await asyncio.to_thread(missing):
+        computed += await desk.prefill(app, scope, ids, rights, f"{what} could not be computed")
+    if await asyncio.to_thread(missing):
         raise HTTPError(
             507,
-            "What is to be steered could not be kept in the store: it is full, cannot be written, or the server has "
-            "several ranks.",
+            f"{what} could not be kept in the store: it is full, cannot be written, or the server has several ranks.",
         )
-    return _rights(desk, access, altered), computed
+    return computed
+
+
+def need_namespace(access: Access, what: str) -> None:
+    """Raise `HTTPError` for a key with no namespace in which `what` could be kept."""
+    if not access.namespaces:
+        raise HTTPError(403, f"This key reads no namespace, and {what} is kept in one.")
 
 
 def counted(send: Send, computed: int) -> Send:
@@ -80,7 +98,7 @@ def _rights(desk: Desk, access: Access, altered: Altered) -> Rights:
     return Rights(access.namespaces, salt, altered=altered)
 
 
-def _readable(packs: tuple[tuple[str, int], ...], desk: Desk, access: Access) -> tuple[tuple[str, int], ...]:
+def readable(packs: tuple[tuple[str, int], ...], desk: Desk, access: Access) -> tuple[tuple[str, int], ...]:
     """Those of the packs named that the key reads and that are stored; others count nothing."""
     named = [(handle, start) for handle, start in packs if find_handles(handle)]
     found = {handle: Handle.parse(handle) for handle, _ in named}

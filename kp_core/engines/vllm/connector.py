@@ -23,14 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kp_core.engines.vllm.altered import Below, digest_of
+from kp_core.engines.vllm.altered import digest_of
 from kp_core.engines.vllm.blocks import PagedKV, layer_names
 from kp_core.engines.vllm.loading import Loading, Move
-from kp_core.engines.vllm.pieces import Piece, StoredPieces
+from kp_core.engines.vllm.pieces import Kept, Loaded, StoredPieces, saved_from
 from kp_core.engines.vllm.rights import Rights, server_key
 from kp_core.errors import KnowledgePackError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
+from kp_core.rope import Rope
 
 __all__ = ["PackConnector"]
 
@@ -39,12 +40,22 @@ logger = logging.getLogger(__name__)
 _TRIED = 16  # Longest packs whose KV is looked for; each look is a `stat` or two.
 
 
+@dataclass(frozen=True)
+class _Save:
+    """The tokens `start:stop` of a request, in these blocks, which are to be kept."""
+
+    piece: Kept
+    start: int
+    stop: int
+    blocks: tuple[int, ...]
+
+
 @dataclass
 class _Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is no package of the checker's
     """What the worker has to do in one step."""
 
     loads: list[Move] = field(default_factory=list)
-    saves: list[Move] = field(default_factory=list)
+    saves: list[_Save] = field(default_factory=list)
 
 
 class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
@@ -62,15 +73,16 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         _check(vllm_config, kv_cache_config, model)
         self._key = server_key()
         store = PackStore(given["store"], seal=self._key if given.get("sealed") else None)
-        self._pieces = StoredPieces(store, model, given.get("compress", "lossless"))
+        rope = given.get("rope")
+        self._pieces = StoredPieces(store, model, given.get("compress", "lossless"), rope and Rope.from_dict(rope))
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._heads = vllm_config.model_config.get_total_num_kv_heads()
         self._cache: PagedKV | None = None
         self._places: dict[str, int] = {}
         self._loading: Loading | None = None
-        self._found: dict[str, tuple[Piece | Below, int]] = {}
+        self._found: dict[str, tuple[Loaded, int]] = {}
         self._loads: list[Move] = []
-        self._wanted: dict[str, Piece | Below] = {}
+        self._wanted: dict[str, Kept] = {}
         self._failed: set[int] = set()
         self._unsafe: set[int] = set()
 
@@ -89,10 +101,9 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             # Plain KV under the salt of altered KV would answer wrongly, now and later: what cannot be read fails.
             names = rights.namespaces if told and digest_of(ids) == altered.tokens else ()
             if altered.keep and names and self._ranks == 1:
-                self._wanted[request.request_id] = Below.kept(altered, self._pieces.model, names, ids)
-            if altered.blocks:
-                below = Below.loaded(altered, self._pieces.model, names, ids)
-                return self._claim(request, below, ids, num_computed_tokens), False
+                self._wanted[request.request_id] = altered.leaves(self._pieces.model, names, ids)
+            if begun := altered.begins(self._pieces.model, names, ids):
+                return self._claim(request, begun, ids, num_computed_tokens), False
         if rights is None or not told:
             return 0, False
         try:
@@ -112,7 +123,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 return self._claim(request, piece, token_ids, computed)
         return 0
 
-    def _claim(self, request: Any, piece: Piece | Below, token_ids: Sequence[int], computed: int) -> int:  # noqa: ANN401
+    def _claim(self, request: Any, piece: Loaded, token_ids: Sequence[int], computed: int) -> int:  # noqa: ANN401
         # One token has to be computed for the logits.
         stop = min(piece.stop, len(token_ids) - 1)
         if stop > computed:
@@ -141,8 +152,10 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 piece = self._wanted.get(name)
                 if piece is not None and done.get(name, 0) + scheduled >= piece.stop:
                     blocks = scheduler_output.kv_connector_block_state.get_block_ids(name)[0]
-                    needed = -(-piece.stop // self._vllm_config.cache_config.block_size)
-                    moves.saves.append(Move(piece, 0, piece.stop, tuple(blocks[:needed])))
+                    start, size = saved_from(piece), self._vllm_config.cache_config.block_size
+                    moves.saves.append(
+                        _Save(piece, start, piece.stop, tuple(blocks[start // size : -(-piece.stop // size)]))
+                    )
                     del self._wanted[name]
         return moves
 
@@ -194,8 +207,10 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 continue
             try:
                 if self._cache is not None:
-                    self._pieces.write(move.piece, self._cache.read(move.blocks, move.stop))
-                    logger.info("Stored %d tokens of %s.", move.stop, move.piece.handle)
+                    first = move.start % self._cache.block_size
+                    kv = self._cache.read(move.blocks, first + move.stop - move.start)
+                    self._pieces.write(move.piece, kv.slice(first, kv.tokens))
+                    logger.info("Stored %d tokens of %s.", move.stop - move.start, move.piece.handle)
             except (OSError, KnowledgePackError) as error:
                 logger.warning("The KV of %s was not stored: %s", move.piece.handle, error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,6 +41,8 @@ class Desk:
     keys: Keys
     key: bytes
     facts: FactStore | None = None
+    immovable: str = ""
+    """Why the keys of this model cannot be moved, if they cannot."""
     counts: Counts = field(default_factory=Counts)
 
     @classmethod
@@ -56,7 +58,8 @@ class Desk:
             facts = ChromaFactStore(given["facts"])
         key = server_key()
         store = PackStore(given["store"], seal=key if given["sealed"] else None)
-        return cls(store, given["model"], identity, Keys(given["keys"], everybody), key, facts)
+        keys = Keys(given["keys"], everybody)
+        return cls(store, given["model"], identity, keys, key, facts, given.get("immovable", ""))
 
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
@@ -152,20 +155,33 @@ class Desk:
         told = await asyncio.to_thread(self._told, handle, pack.key)
         if told["compiled"]:  # A run that was interrupted begins anew.
             return told
-        salt = salt_of(access.namespaces, self.key)
-        rights = Rights((known,), salt, save=True).sign(self.key)
-        ask = {
-            "model": served["model"],
-            "prompt": ids,
-            "max_tokens": 1,
-            "cache_salt": salt,
-            "kv_transfer_params": rights,
-        }
-        status, answer = await call(app, scope, "POST", "/v1/completions", ask)
-        if status != 200:
-            raise HTTPError(status, f"The pack is stored as text; compiling it failed: {answer}")
-        self.counts.add(packs_compiled=1)
+        await self.fill(app, scope, access, pack)
         return await asyncio.to_thread(self._told, handle, pack.key)
+
+    async def fill(self, app: App, scope: Scope, access: Access, pack: KnowledgePack) -> None:
+        """Have the server compute and store the KV of a pack that is stored without."""
+        rights = Rights((pack.namespace,), salt_of(access.namespaces, self.key), save=True)
+        ids = [*pack.prefix.token_ids, *pack.token_ids]
+        await self.prefill(app, scope, ids, rights, "The pack is stored as text; compiling it failed")
+        self.counts.add(packs_compiled=1)
+
+    async def prefill(self, app: App, scope: Scope, ids: Sequence[int], rights: Rights, failed: str) -> int:
+        """Have the server compute what it lacks of `ids`, with these rights; how many tokens that were.
+
+        Raises `HTTPError`, which begins with `failed`.
+        """
+        ask = {"prompt": list(ids), "max_tokens": 1, "temperature": 0}
+        signed = {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.key)}
+        status, answer = await call(app, scope, "POST", "/v1/completions", ask | signed)
+        if status != 200:
+            raise HTTPError(status, f"{failed}: {answer}")
+        usage = answer["usage"]
+        return int(usage["prompt_tokens"] - ((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0))
+
+    def is_compiled(self, handle: Handle, key: PackKey) -> bool:
+        """Whether the KV of a pack is stored, and may be read."""
+        pack = self.store.peek(handle, key)
+        return pack is not None and key.fits(pack) and pack.stored_bytes > 0 and self.store.is_sealed(handle, key)
 
     def _handle(self, name: str, access: Access) -> Handle:
         """The handle in a path, where the key may read it and it is there: all else is the same 404."""
@@ -180,8 +196,8 @@ class Desk:
         pack = self.store.peek(handle, key)
         if pack is None:
             raise HTTPError(404, f"There is no pack {str(handle)!r}.")
-        compiled = key.fits(pack) and pack.stored_bytes > 0 and self.store.is_sealed(handle, key)
-        about = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids), "compiled": compiled}
+        about = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids)}
+        about["compiled"] = self.is_compiled(handle, key)
         return {**about, "bytes": pack.stored_bytes, "provenance": dict(pack.provenance)}
 
 

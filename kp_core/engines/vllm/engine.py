@@ -12,6 +12,7 @@ import httpx
 
 from kp_core.engines.base import TokenStream
 from kp_core.engines.vllm.altered import COMPUTED, asked
+from kp_core.engines.vllm.spliced import moved_packs
 from kp_core.errors import ModelError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -37,7 +38,6 @@ class VLLMEngine:
     """Packs are built without KV: the server computes it."""
     lacks: Mapping[str, str] = {
         "kv": "the server keeps the KV of packs itself, and packs are compiled there when they are first used",
-        "compose": "a server reads exact packs only",
     }
 
     def __init__(
@@ -100,11 +100,19 @@ class VLLMEngine:
     @property
     def supports(self) -> frozenset[str]:
         """See `Engine.supports`."""
-        return frozenset({"sampling", "grammar", "steer"})
+        return frozenset({"sampling", "grammar", "steer", "compose"})
 
     def run(self, plan: Plan) -> TokenStream:
-        """See `Engine.run`. What was reused is known at the end: a cancelled answer counts its prompt as computed."""
+        """See `Engine.run`. What was reused is known at the end: a cancelled answer counts its prompt as computed.
+
+        Raises `UnsupportedRequestError` for composers other than `splice`.
+        """
         sampling = plan.sampling
+        if other := [name for region in plan.regions if region.composer and (name := region.composer.key) != "splice"]:
+            raise UnsupportedRequestError(
+                f"{self.base_url} does not offer composer={other[0]!r}: a server moves packs (composer='splice') or "
+                "reads exact ones. `kp_core.load_engine(model)`, which runs the model on this machine, does."
+            )
         body: dict[str, Any] = {
             "model": self.name,
             "prompt": list(plan.prompt.token_ids),
@@ -126,6 +134,8 @@ class VLLMEngine:
             body["kp"] = steered
         elif not plan.reuse:
             body["kp"] = {"reuse": False}
+        elif (moved := moved_packs(plan)) is not None:
+            body["kp"] = moved
         return TokenStream(partial(self._answer, plan, body))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's
@@ -159,6 +169,8 @@ class VLLMEngine:
 
     def _answer(self, plan: Plan, body: dict[str, Any], stream: TokenStream) -> Iterator[int]:
         stream.computed_tokens = len(plan.prompt)
+        moved = [span for region in plan.regions if region.composer and plan.reuse for span in region.spans]
+        stream.approximate_tokens = sum(map(len, moved))
         waiting: list[int] = []
         ended: dict[str, Any] | None = None
         before = 0  # What the server had to compute before it could steer it.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kp_core.engines.vllm.altered import Below
-from kp_core.engines.vllm.pieces import LayeredKV, Piece, StoredPieces
+from kp_core.engines.vllm.pieces import LayeredKV, Loaded, StoredPieces
 from kp_core.errors import KnowledgePackError, PackError
 
 if TYPE_CHECKING:  # It imports vLLM.
@@ -29,9 +28,9 @@ _THREADS = 2  # They read from a disk, check and copy: memory is what they wait 
 
 @dataclass(frozen=True)
 class Move:
-    """The tokens `start:stop` of a request, in these blocks, and the pack (or the altered KV) that ends them."""
+    """The tokens `start:stop` of a request, in these blocks, and the pack (or other stored KV) that ends them."""
 
-    piece: Piece | Below
+    piece: Loaded
     start: int
     stop: int
     blocks: tuple[int, ...]

@@ -14,6 +14,7 @@ from kp_core.engines.vllm.answers import Answer
 from kp_core.engines.vllm.desk import Desk
 from kp_core.engines.vllm.facts import answer_facts
 from kp_core.engines.vllm.rights import Rights, salt_of
+from kp_core.engines.vllm.splicing import spliced
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
 from kp_core.errors import BankError, BankLockedError, KnowledgePackError
 from kp_core.packs.handle import find_handles
@@ -107,7 +108,8 @@ class PackMiddleware:
             self.desk.counts.add(packs_delivered=len(brought), pack_tokens=tokens, handles_left=left)
         rights = self._rights(body, access)
         if "kp" in body:
-            rights, computed = await steered(self.desk, self.app, scope, access, body)
+            made = spliced if isinstance(body["kp"], dict) and "moved" in body["kp"] else steered
+            rights, computed = await made(self.desk, self.app, scope, access, body)
             send = counted(send, computed)
         body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
         data, given = replay(body, receive)

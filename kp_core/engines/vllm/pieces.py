@@ -9,15 +9,18 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.altered import altered
 from kp_core.engines.vllm.altered import Below
+from kp_core.engines.vllm.spliced import Between, Laid, MovedPack
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
+from kp_core.packs.file import OpenPack
 from kp_core.packs.files import PackFiles
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
@@ -25,8 +28,9 @@ from kp_core.packs.kept import EntryKey
 from kp_core.packs.layout import handle_of
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
+from kp_core.rope import Rope
 
-__all__ = ["LayeredKV", "Piece", "StoredPieces"]
+__all__ = ["Kept", "LayeredKV", "Loaded", "Piece", "StoredPieces", "saved_from"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,17 @@ class Piece:
         return tuple(token_ids[: self.stop]) == self.prefix + self.token_ids
 
 
+Loaded: TypeAlias = Piece | Below | Laid
+"""What a prompt begins with."""
+Kept: TypeAlias = Piece | Below | Between
+"""What is kept of KV that the server computed."""
+
+
+def saved_from(piece: Kept) -> int:
+    """The first token whose KV is stored: of packs their prefix, too."""
+    return piece.start if isinstance(piece, Between) else 0
+
+
 @dataclass(frozen=True)
 class LayeredKV:
     """KV of a prompt from one of its tokens on, that is read layer by layer.
@@ -89,8 +104,11 @@ class StoredPieces:
     as `compress` says.
     """
 
-    def __init__(self, store: PackStore, model: ModelFingerprint, compress: Compression = "lossless") -> None:
-        self.store, self.model, self._compress = store, model, compress
+    def __init__(
+        self, store: PackStore, model: ModelFingerprint, compress: Compression = "lossless", rope: Rope | None = None
+    ) -> None:
+        """With `rope`, packs are moved as well."""
+        self.store, self.model, self._compress, self._rope = store, model, compress, rope
         self._files = store.files
         self._indexes: dict[str, _Index] = {}
         self._lock = threading.Lock()
@@ -117,17 +135,65 @@ class StoredPieces:
         """Whether the KV of all that stands before a pack is stored."""
         return self.store.kept.has(self._head(piece), (piece.handle.namespace,))
 
-    def read(self, piece: Piece | Below, start: int) -> KVTensors:
+    def read(self, piece: Loaded, start: int) -> KVTensors:
         """The KV of a prompt from token `start` to the end of a piece; raises `PackError` where it is lost."""
         return self.open(piece, start, piece.stop).whole()
 
-    def open(self, piece: Piece | Below, start: int, stop: int) -> LayeredKV:
+    def open(self, piece: Loaded, start: int, stop: int) -> LayeredKV:
         """The KV of the tokens `start:stop` of a prompt that begins with a piece, which ends at `stop` or behind it.
 
         Raises `PackError` where it is lost, as far as that is seen before it is read.
         """
         if isinstance(piece, Below):
             return _layered(self._altered(piece).slice(start, stop))
+        if isinstance(piece, Laid):
+            return self._laid(piece, start, stop)
+        pack = self._opened(piece)
+        head = None
+        if start < piece.start:
+            head = self.store.kept.read(self._head(piece), (piece.handle.namespace,))
+            if head is None or head.tokens != piece.start:
+                raise PackError(f"The KV of what stands before {piece.handle} is not stored any more.")
+            head = head.slice(start, min(stop, piece.start))
+        own = slice(max(start - piece.start, 0), max(stop - piece.start, 0))
+
+        def read(layer: int) -> list[tuple[Tensor, Tensor]]:
+            key, value = self._tensors(piece, pack, layer)
+            before = [] if head is None else [(head.keys[layer], head.values[layer])]
+            return [*before, (key[:, own], value[:, own])]
+
+        return LayeredKV(len(pack.header.content.digests) // 2, read)
+
+    def _laid(self, laid: Laid, start: int, stop: int) -> LayeredKV:
+        """Packs moved to where a prompt has them, and what was computed between them."""
+        if self._rope is None:
+            raise PackError("The keys of this server's model cannot be moved.")
+        rope, layers = self._rope, len(self._rope.layers)
+        readers = [
+            self._moved(part, start, stop, rope) if isinstance(part, MovedPack) else self._between(part, start, stop)
+            for part in laid.parts
+            if start < part.stop and part.start < stop
+        ]
+        return LayeredKV(layers, lambda layer: [each(layer) for each in readers])
+
+    def _moved(self, part: MovedPack, start: int, stop: int, rope: Rope) -> _Reader:
+        pack, own = self._opened(part), slice(max(start - part.start, 0), stop - part.start)
+
+        def read(layer: int) -> tuple[Tensor, Tensor]:
+            key, value = (each[:, own] for each in self._tensors(part, pack, layer))
+            return (rope.turned(key, part.by) if rope.layers[layer] else key), value
+
+        return read
+
+    def _between(self, part: Between, start: int, stop: int) -> _Reader:
+        kv = self.store.kept.read(part.key, part.namespaces)
+        if kv is None or kv.tokens != part.stop - part.start:
+            raise PackError("What was computed between moved packs is not stored (any more), or may not be read.")
+        kv = kv.slice(max(start - part.start, 0), min(stop, part.stop) - part.start)
+        return lambda layer: (kv.keys[layer], kv.values[layer])
+
+    def _opened(self, piece: Piece | MovedPack) -> OpenPack:
+        """The file of a pack, which holds its KV."""
         try:
             opened = self.store.open(piece.handle, piece.key)
         except PackCorruptError:
@@ -139,30 +205,21 @@ class StoredPieces:
         # Of the digests in the head, which each tensor is held to when it is read.
         if self.store.seal is not None and not self.store.seal.holds(pack, digests):
             raise PackError(f"The KV of {piece.handle} does not carry the MAC of this server's key.")
-        head = None
-        if start < piece.start:
-            head = self.store.kept.read(self._head(piece), (piece.handle.namespace,))
-            if head is None or head.tokens != piece.start:
-                raise PackError(f"The KV of what stands before {piece.handle} is not stored any more.")
-            head = head.slice(start, min(stop, piece.start))
-        own = slice(max(start - piece.start, 0), max(stop - piece.start, 0))
+        return opened
 
-        def read(layer: int) -> list[tuple[Tensor, Tensor]]:
-            try:
-                key, value = opened.tensor(2 * layer), opened.tensor(2 * layer + 1)
-            except PackCorruptError:
-                self._mend(piece)
-                raise
-            before = [] if head is None else [(head.keys[layer], head.values[layer])]
-            return [*before, (key[:, own], value[:, own])]
+    def _tensors(self, piece: Piece | MovedPack, opened: OpenPack, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer."""
+        try:
+            return opened.tensor(2 * layer), opened.tensor(2 * layer + 1)
+        except PackCorruptError:
+            self._mend(piece)
+            raise
 
-        return LayeredKV(len(digests) // 2, read)
-
-    def write(self, piece: Piece | Below, kv: KVTensors) -> None:
-        """Store what the server computed: `kv` is that of all tokens up to the end of the piece."""
-        if kv.tokens != piece.stop:
-            raise PackError(f"Got KV of {kv.tokens} tokens for {piece.handle}; expected {piece.stop}.")
-        if isinstance(piece, Below):
+    def write(self, piece: Kept, kv: KVTensors) -> None:
+        """Store what the server computed: `kv` is that of all tokens from `saved_from` to the end of the piece."""
+        if kv.tokens != (expected := piece.stop - saved_from(piece)):
+            raise PackError(f"Got KV of {kv.tokens} tokens for {piece.handle}; expected {expected}.")
+        if not isinstance(piece, Piece):
             self.store.kept.write(piece.key, kv)
             return
         if not self.has_prefix(piece) and piece.start:
@@ -182,7 +239,7 @@ class StoredPieces:
         if made.key != piece.key:  # A text that was stored for another engine has an entry more.
             self.store.files.note_change()
 
-    def _mend(self, piece: Piece) -> None:
+    def _mend(self, piece: Piece | MovedPack) -> None:
         """Let the store set aside what is damaged, so that it is computed next time."""
         with suppress(OSError, PackError):
             self.store.get(piece.handle, piece.key)
@@ -197,6 +254,9 @@ class StoredPieces:
 
     def _head(self, piece: Piece) -> EntryKey:
         return EntryKey(self.model, 0, _HEAD, piece.prefix, (), piece.handle.namespace)
+
+
+_Reader: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
 
 
 def _layered(kv: KVTensors) -> LayeredKV:

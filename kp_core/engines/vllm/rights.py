@@ -13,6 +13,7 @@ from hashlib import blake2b, sha256
 from typing import Any
 
 from kp_core.engines.vllm.altered import Altered
+from kp_core.engines.vllm.spliced import Spliced
 from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
 
@@ -30,14 +31,14 @@ class Rights:
     """The namespaces whose packs a request may load, and whether KV computed for their packs is stored.
 
     `salt` is the request's `cache_salt`: rights count for that salt alone. `expires` is in seconds since 1970. With
-    `altered` they count for the prompt that it names alone, and what is altered is part of the salt.
+    `altered` they count for the prompt that it names alone, and what is altered, or moved, is part of the salt.
     """
 
     namespaces: tuple[str, ...]
     salt: str
     save: bool = False
     expires: float = 0.0
-    altered: Altered | None = None
+    altered: Altered | Spliced | None = None
 
     def sign(self, key: bytes) -> dict[str, str]:
         """As `kv_transfer_params` of a request."""
@@ -56,14 +57,16 @@ class Rights:
         if not isinstance(signed, str) or not hmac.compare_digest(_mac(key, text).encode(), mac.encode()):
             return None
         claims: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
-        altered = Altered.from_dict(claims["altered"]) if claims["altered"] else None
+        altered: Altered | Spliced | None = None
+        if given := claims["altered"]:
+            altered = Spliced.from_dict(given) if "moved" in given else Altered.from_dict(given)
         names = tuple(map(check_namespace, claims["namespaces"]))
         found = cls(**claims | {"namespaces": names, "altered": altered})
         if found.salt != salt:
             return None
         if found.expires > time.time():
             return found
-        return replace(found, namespaces=(), save=False) if altered and altered.blocks else None
+        return replace(found, namespaces=(), save=False) if altered and altered.label else None
 
 
 def _mac(key: bytes, text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import CUT_RULE, ModelFingerprint
+from kp_core.rope import Rope
 
 __all__ = ["arguments", "served_identity", "transfer_config"]
 
@@ -32,14 +33,21 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
 
 
 def transfer_config(
-    store: str, identity: ModelFingerprint, *, sealed: bool = False, compress: Compression = "lossless"
+    store: str,
+    identity: ModelFingerprint,
+    *,
+    sealed: bool = False,
+    compress: Compression = "lossless",
+    rope: Rope | None = None,
 ) -> dict[str, Any]:
     """The value of `--kv-transfer-config` with which vLLM reads and keeps the packs of `store`.
 
     With `sealed` it reads only entries with a MAC of the server's key. What it stores is stored as `compress` says;
-    what it reads may be stored either way.
+    what it reads may be stored either way. With `rope` packs are moved as well.
     """
     about = {"store": str(store), "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
+    if rope is not None:
+        about["rope"] = rope.to_dict()
     return {
         "kv_connector": "PackConnector",
         "kv_connector_module_path": "kp_core.engines.vllm.connector",
@@ -58,6 +66,7 @@ def arguments(  # noqa: PLR0913 - what one server is
     *,
     sealed: bool = False,
     compress: Compression = "lossless",
+    rope: Rope | None = None,
 ) -> list[str]:
     """The options of `vllm serve` that serve a model with packs; see `transfer_config`."""
     import torch
@@ -68,7 +77,9 @@ def arguments(  # noqa: PLR0913 - what one server is
         "--dtype": identity.dtype,
         "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
         "--middleware": "kp_core.engines.vllm.middleware.PackMiddleware",
-        "--kv-transfer-config": json.dumps(transfer_config(store, identity, sealed=sealed, compress=compress)),
+        "--kv-transfer-config": json.dumps(
+            transfer_config(store, identity, sealed=sealed, compress=compress, rope=rope)
+        ),
         # It reads the grammars that clients of ours send.
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }

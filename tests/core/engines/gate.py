@@ -13,7 +13,7 @@ import uvicorn
 
 from kp_core import KVTensors, MemoryFactStore, Prefix
 from kp_core.engines.vllm.access import Keys, add_key
-from kp_core.engines.vllm.pieces import StoredPieces
+from kp_core.engines.vllm.pieces import StoredPieces, saved_from
 from kp_core.engines.vllm.rights import Rights
 from kp_core.engines.vllm.wire import send_json
 from tests.conftest import tiny_engine, until
@@ -76,6 +76,10 @@ class Served(Gate):
                 kv = engine.kv([self.session._planner.wanted(*plan) for plan in plans])
                 pieces.write(piece, KVTensors.concat(list(kv)))
                 self.computed += 1
+        if rights.altered and rights.altered.keep:  # As of plain tokens: nothing is moved or steered here.
+            left = rights.altered.leaves(pieces.model, rights.namespaces, ids)
+            [whole] = engine.kv([self.session._planner.wanted(Prefix(), ids)])
+            pieces.write(left, whole.slice(saved_from(left), left.stop))
 
     def ask(self, method, path, body=None, key="a", **more):
         async def go():

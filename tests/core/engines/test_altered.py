@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from kp_core import BlendComposer, KVTensors, PackStore, Prefix, SpliceComposer, load_engine
+from kp_core import BlendComposer, KVTensors, PackStore, Prefix, load_engine
 from kp_core.engines.local.altered import altered as alter
 from kp_core.engines.request import Request
 from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.altered import Altered, Below, asked, digest_of
+from kp_core.engines.vllm.altered import Altered, asked, digest_of
 from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.engines.vllm.rights import Rights, salt_of
@@ -65,10 +65,10 @@ def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
         last = local[-1]
         whole = next(session.engine.kv([session._planner.wanted(Prefix(), ids[: last.stop])]))
         step = found.until(len(local) - 1, ids)
-        below = Below.kept(step, pieces.model, ("a",), ids[: last.stop])
+        below = step.leaves(pieces.model, ("a",), ids[: last.stop])
         assert not pieces.store.kept.has(below.key, ("a",))
         pieces.write(below, whole)
-        loaded = Below.loaded(found, pieces.model, ("a",), ids)
+        loaded = found.begins(pieces.model, ("a",), ids)
         assert loaded.key == below.key
         expected = [whole.slice(0, last.start), alter(whole.slice(last.start, last.stop), last)]
         for start in (0, 5, last.stop - 1):
@@ -122,10 +122,10 @@ def test_entries_of_other_readers_and_of_deleted_packs_are_gone(tmp_path, remote
 
 def test_composers_are_refused_by_name(tmp_path, remote):
     session, store = tiny_engine(), PackStore(tmp_path)
-    handles = [store.put(session.build_pack(text, namespace="a")) for text in (TEXT, OTHER)]
-    for composer in (SpliceComposer(), BlendComposer()):
-        with pytest.raises(UnsupportedRequestError, match=f"composer='{composer.key}'"):
-            remote.stream(f"{handles[0]}\n{handles[1]}\nWho?", view=store.view("a"), composer=composer)
+    packs = [replace(session.build_pack(text, namespace="a"), fingerprint=remote.fingerprint) for text in (TEXT, OTHER)]
+    handles = [store.put(pack) for pack in packs]
+    with pytest.raises(UnsupportedRequestError, match="composer='blend"):
+        remote.stream(f"{handles[0]}\n{handles[1]}\nWho?", view=store.view("a"), composer=BlendComposer())
 
 
 @pytest.fixture

@@ -1,0 +1,173 @@
+"""Packs that servers move: named by clients, signed, compiled and laid where a prompt has them."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kp_core import KVTensors, PackStore, load_engine
+from kp_core.engines.request import Request
+from kp_core.engines.vllm.engine import VLLMEngine
+from kp_core.engines.vllm.pieces import StoredPieces
+from kp_core.engines.vllm.rights import Rights, salt_of
+from kp_core.engines.vllm.spliced import Between, MovedPack, Spliced, moved_packs
+from kp_core.errors import PackError
+from kp_core.packs.handle import Handle
+from kp_core.packs.pack import PackKey
+from kp_core.rope import Rope
+from tests.conftest import tiny_engine
+from tests.core.engines.gate import server
+from tests.core.engines.test_serving import KEY, TEXT, served
+
+__all__ = ["server"]
+
+TEXTS = [TEXT, TEXT.replace("bell", "horn"), TEXT.replace("Oda", "Ada"), TEXT.replace("noon", "dusk")]
+
+
+@pytest.fixture(scope="module")
+def remote():
+    """A session over a server that nobody asks: plans need its words alone."""
+    session = tiny_engine()
+    engine = VLLMEngine("http://127.0.0.1:9", tokenizer=session.tokenizer)
+    about = {"model": "tiny", "root": "", "max_positions": session.max_positions}
+    engine.__dict__["_about"] = about | {"identity": served(session).to_dict()}
+    return load_engine(engine)
+
+
+def handles_of(remote, store, *, compiled=True):
+    """Packs as a server of the tiny model keeps them."""
+    packs = [remote.build_pack(text, namespace="a") for text in TEXTS]
+    made = [replace(pack, kv=tiny_engine().build_pack(pack.text).kv) if compiled else pack for pack in packs]
+    return [store.put(pack) for pack in made]
+
+
+def said_of(remote, store, handles, content="{}\n{}\n{}\n{}\nWho?"):
+    """What a client sends, and the token ids of the prompt."""
+    options = {"view": store.view("a"), "composer": "splice"}
+    plan = remote._plan(content.format(*handles), Request.of(options))[0]
+    return json.loads(json.dumps(moved_packs(plan))), list(plan.prompt.token_ids)
+
+
+def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(tmp_path, remote):
+    session, store, model = tiny_engine(), PackStore(tmp_path), served(tiny_engine())
+    rope = session.engine._filler.model.rope
+    pieces = StoredPieces(store, model, rope=Rope.from_dict(json.loads(json.dumps(rope.to_dict()))))
+    said, ids = said_of(remote, store, handles_of(remote, store))
+    prefix = store.get(Handle.parse(said["moved"][0][2]), PackKey(model)).prefix
+    found = replace(Spliced.of(said, ids), prefix=prefix.token_ids, cuts=prefix.cuts)
+    assert len(found.moved) == 3  # The first one stands where it was compiled.
+    laid = found.begins(model, ("a",), ids)
+    assert [part.start for part in laid.parts[1:]] == [part.stop for part in laid.parts[:-1]]
+    assert (laid.parts[0].start, laid.stop) == (0, found.moved[-1][1])
+    with pytest.raises(PackError, match="between moved packs"):
+        pieces.read(laid, 0)
+    made, expected = torch.Generator().manual_seed(1), []
+    for part in laid.parts:
+        if isinstance(part, MovedPack):
+            pack = store.get(part.handle, part.key)
+            expected.append(rope.move(pack.kv, part.start - len(pack.prefix)))
+            continue
+        shapes = [(len(key), part.stop - part.start, key.shape[2]) for key in pack_of(store, said).kv.keys]
+        tensors = [tuple(torch.randn(shape, generator=made) for shape in shapes) for _ in range(2)]
+        expected.append(KVTensors(*tensors))
+        step = found.until(part.stop, ids)
+        left = step.leaves(model, ("a",), ids[: part.stop])
+        assert left == part
+        pieces.write(left, expected[-1])
+    whole = KVTensors.concat(expected)
+    for start, stop in ((0, laid.stop), (7, laid.stop), (laid.parts[2].start + 1, laid.parts[3].stop - 1)):
+        assert pieces.open(laid, start, stop).whole().equal(whole.slice(start, stop))
+    for wrong in (pieces, StoredPieces(store, model)):
+        with pytest.raises(PackError, match="moved"):
+            wrong.read(replace(laid, parts=tuple(stranger(part) for part in laid.parts)), 0)
+    store.remove(Handle.parse(said["moved"][1][2]))
+    with pytest.raises(PackError):
+        pieces.read(laid, 0)
+
+
+def pack_of(store, said):
+    return store.get(Handle.parse(said["moved"][0][2]))
+
+
+def stranger(part):
+    return replace(part, namespaces=("b",)) if isinstance(part, Between) else part
+
+
+def test_rights_to_move_count_for_one_prompt_and_one_salt(tmp_path, remote):
+    store = PackStore(tmp_path)
+    said, ids = said_of(remote, store, handles_of(remote, store))
+    found = replace(Spliced.of(said, ids), prefix=(1, 2), cuts=(2,))
+    rights = Rights(("a",), "salt", altered=found)
+    assert Rights.read(rights.sign(KEY), "salt", KEY).altered == found
+    assert Rights.read(rights.sign(KEY), "other", KEY) is None
+    late = Rights.read(replace(rights, expires=time.time() - 1).sign(KEY), "salt", KEY)
+    assert (late.altered, late.namespaces) == (found, ())  # It fails, and computes no plain KV under this salt.
+    others = [
+        replace(found, moved=found.moved[:-1]),
+        replace(found, moved=found.moved[::-1]),
+        replace(found, prefix=(1,)),
+        replace(found, cuts=(1, 2)),
+    ]
+    assert len({salt_of(["a"], KEY, each.label) for each in (found, *others)}) == 5
+
+
+def test_the_server_compiles_and_computes_what_is_missing_once(server, remote):
+    said, ids = said_of(remote, server.store, handles_of(remote, server.store, compiled=False))
+
+    def ask(key="a"):
+        body = {"prompt": ids, "kp": said, "max_tokens": 4, "cache_salt": "mine", "kv_transfer_params": {"kp": "mine"}}
+        server.seen.clear()
+        return server.ask("POST", "/v1/completions", body, key)
+
+    assert ask("reader").status_code == 403  # It compiles nothing.
+    assert ask("b").status_code == 404
+    assert not server.seen
+    assert ask().status_code == 200
+    stops = [stop for _, stop in Spliced.of(said, ids).between]
+    assert [len(body["prompt"]) for _, body in server.seen[3:]] == [*stops, len(ids)]
+    assert server.computed == 3
+    salts = {body["cache_salt"] for _, body in server.seen[3:]}
+    assert len(salts) == 1
+    assert salts.isdisjoint({"mine", salt_of(["a"], KEY)})
+    for key in ("a", "reader"):
+        done = ask(key)
+        assert (done.status_code, done.headers["kp-computed-tokens"]) == (200, "0")
+        [(_, body)] = server.seen
+        assert "kp" not in body
+    rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
+    pieces = StoredPieces(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
+    laid = rights.altered.begins(pieces.model, rights.namespaces, ids)
+    assert pieces.read(laid, 0).tokens == laid.stop
+
+
+def test_what_cannot_be_moved_is_said(server, remote):
+    said, ids = said_of(remote, server.store, handles_of(remote, server.store))
+    (start, stop, handle), *rest = said["moved"]
+    system = str(server.store.put(remote.build_pack(f"Hear this. {TEXT}", namespace="a", compiled_for="system")))
+    other = server.store.get(Handle.parse(system)).token_ids
+    apart = [*ids[:start], *other, *ids[stop:]]
+    shifted = [[at + len(other) - stop + start, end + len(other) - stop + start, name] for at, end, name in rest]
+    for wrong, prompt, status, expected in (
+        (said | {"more": 1}, ids, 400, "Expected 'kp'"),
+        (said, "text", 400, "token ids"),
+        (said | {"moved": []}, ids, 400, "expected 1 to"),
+        (said | {"moved": [[start, start, handle]]}, ids, 400, "expected 1 to"),
+        (said | {"moved": [[start, len(ids), handle]]}, ids, 400, "expected 1 to"),
+        (said | {"moved": [[-1, stop, handle]]}, ids, 400, "expected 1 to"),
+        (said | {"moved": [[start, stop, handle]] * 2}, ids, 400, "expected 1 to"),
+        (said | {"moved": [[start, stop]]}, ids, 400, "cannot be read"),
+        (said | {"moved": 5}, ids, 400, "cannot be read"),
+        (said | {"moved": [[start, stop, "x"]]}, ids, 404, "no pack"),
+        (said | {"moved": [[start, stop, f"kp:a/{'a' * 21}"]]}, ids, 404, "no pack"),
+        (said | {"moved": [[start, stop - 1, handle]]}, ids, 409, "is not"),
+        (said | {"moved": [[start, start + len(other), system], *shifted]}, apart, 400, "one prefix"),
+    ):
+        done = server.ask("POST", "/v1/completions", {"prompt": prompt, "kp": wrong, "max_tokens": 1})
+        message = done.json()["error"]["message"]
+        assert (done.status_code, expected in message) == (status, True), message
+    server.gate.desk = replace(server.gate.desk, immovable="The keys of this model cannot be moved: longrope.")
+    done = server.ask("POST", "/v1/completions", {"prompt": ids, "kp": said, "max_tokens": 1})
+    assert (done.status_code, "longrope" in done.json()["error"]["message"]) == (400, True)
+    assert not server.seen
