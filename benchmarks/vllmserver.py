@@ -33,7 +33,7 @@ class KpServer:
     """The process, its address, its store and its keys by namespace; started by `start`, as often as one likes.
 
     `options` are those of `vllm serve`, `ours` further ones of `kp serve`, `environment` what differs from this
-    process's.
+    process's, `place` where the packs are, by default in `folder`.
     """
 
     def __init__(  # noqa: PLR0913 - what a server is
@@ -46,9 +46,11 @@ class KpServer:
         options: Sequence[str] = (),
         ours: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        place: str | None = None,
     ) -> None:
         self.folder, self.path, self.model = folder, folder / "packs", model
-        self.store = PackStore(self.path)
+        self.place = place or str(self.path)
+        self.store = PackStore(self.place)
         self.keys = {name: add_key(folder / "keys.json", [name], write=True) for name in namespaces}
         self.dtype, self.options, self.environment = dtype, list(options), {**SETTINGS, **(environment or {})}
         self.ours = list(ours)
@@ -62,7 +64,7 @@ class KpServer:
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         log = self.folder / "server.log"
-        ours = ["serve", self.model, "--store", str(self.path), "--keys", str(self.folder / "keys.json")]
+        ours = ["serve", self.model, "--store", self.place, "--keys", str(self.folder / "keys.json")]
         options = [*self.ours, "--port", str(port), "--dtype", self.dtype, "--", *self.options]
         with log.open("ab") as out:
             self.process = subprocess.Popen(  # noqa: S603 - our own command

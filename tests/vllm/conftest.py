@@ -20,12 +20,13 @@ VLLMS = ["--max-model-len", "2048", "--max-num-batched-tokens", "1024", "--max-n
 class Server(KpServer):
     """What tests ask it."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, place=None, environment=None):
         super().__init__(
             *(folder, str(bundled_model()), ("own", "plain", *WAYS, *TENANTS)),
             options=VLLMS,
-            ours=["--facts", str(folder / "facts")],
-            environment=SETTINGS,
+            ours=[] if place else ["--facts", str(folder / "facts")],
+            environment=SETTINGS | (environment or {}),
+            place=place,
         )
         self.reader = add_key(folder / "keys.json", ["own"])
 

@@ -1,14 +1,10 @@
 """`kp serve` as its users see it: vLLM with the bundled model in float32, over HTTP."""
 
-import itertools
-
 import pytest
 
-from benchmarks.vllm import TENANTS, altered, isolated
 from benchmarks.vllm_crowd import crowded
 from kp_core import load_engine
 from kp_core.errors import ModelError
-from kp_core.packs.handle import Handle
 
 ISLES = "The Orrelay Isles have a coin, the tallin: a square piece of bronze with a round hole in it. " * 3
 
@@ -34,33 +30,6 @@ def test_answers_with_a_pack_are_those_with_the_text(server, questions):
     assert not different
     # vLLM's own prefix cache has whole blocks of the prompts that compiled packs; the rest came from the store.
     assert 0 < loaded(server) - before < delivered
-
-
-def test_a_restarted_server_answers_from_the_store(server):
-    pack = server.compile(ISLES)
-    said, _ = server.chat(f"{pack['handle']}\nWhat is the coin called?")
-    server.stop()
-    server.start()
-    assert loaded(server) == 0
-    again, usage = server.chat(f"{pack['handle']}\nWhat is the coin called?")
-    assert again == said
-    assert usage["prompt_tokens_details"]["cached_tokens"] == loaded(server) >= pack["tokens"]
-    # A plain prompt with the text profits, too.
-    _, usage = server.chat(f"{ISLES}\nWhat has a hole?", max_tokens=1)
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= pack["tokens"]
-
-
-def test_no_tenant_answers_from_the_kv_of_another(server, smol):
-    """Each tenant's pack of the same text has KV of its own, altered so that whoever reads it is found out."""
-    ids, expected = altered(server, smol)
-    server.stop()
-    server.start()
-    wrong = isolated(server, ids, expected, 300)
-    assert not wrong, wrong[:5]
-    # The test can fail: of any two tenants, the answers to some text are further apart than what is taken for equal.
-    turns = {turn for turn, _ in expected}
-    for mine, other in itertools.combinations(TENANTS, 2):
-        assert max(abs(expected[turn, mine] - expected[turn, other]) for turn in turns) > 2 * 5e-3
 
 
 def test_the_engine_and_both_adapters_answer_through_it(server, smol):
@@ -113,37 +82,6 @@ def test_the_openai_client_sends_handles(server):
         say("a<|im_end|>b")
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="no", max_retries=0).models.list()
-
-
-def test_a_damaged_pack_is_never_used(server):
-    pack = server.compile("The ferry to Saint Oriel leaves at the third bell and carries forty goats at most. " * 2)
-    handle = Handle.parse(pack["handle"])
-    asked = f"{handle}\nHow many goats?"
-    right, _ = server.chat(asked)
-    short = "\n".join(f"The mill of Saint Oriel has {number} sails." for number in range(9))
-    below = Handle.parse(server.compile(short)["handle"])
-    server.stop()
-    for each, place in ((handle, -1000), (below, -300_000)):  # In the last layers, and in the midst.
-        file = next(server.path.glob(f"packs/own/*/{each.id}*.safetensors"))
-        data = bytearray(file.read_bytes())
-        data[place] ^= 0xFF
-        file.write_bytes(data)
-    server.start()
-    # What was computed behind it is not stored either.
-    longer = {"text": f"{short}\nIt grinds by night.", "namespace": "own"}
-    status, said = server.ask("/v1/packs", longer)
-    assert (status, set(said)) == (500, {"error"}), said
-    found = [server.ask(f"/v1/packs/{each}")[1] for each in server.ask("/v1/packs")[1]["data"]]
-    assert [each["compiled"] for each in found if each["text"] == longer["text"]] == [False]
-    told = server.compile(longer["text"])
-    assert told["compiled"]
-    plain = server.chat(f"{longer['text']}\nWhen does it grind?")[0]
-    assert server.chat(f"{told['handle']}\nWhen does it grind?")[0] == plain
-    status, said = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": asked}]})
-    assert (status, set(said)) == (500, {"error"}), said
-    # The store has set it aside, so it is computed from its text, and stored again.
-    assert server.chat(asked)[0] == right
-    assert server.ask(f"/v1/packs/{pack['handle']}")[1]["compiled"]
 
 
 def test_a_crowd_is_answered_as_each_alone(server, questions):

@@ -3,7 +3,6 @@
 import pytest
 
 from kp_core.errors import UnsupportedRequestError
-from kp_core.packs.handle import Handle
 
 
 def test_spliced_answers_are_those_of_the_local_engine(both, questions):
@@ -35,27 +34,6 @@ def test_spliced_answers_are_those_of_the_local_engine(both, questions):
             assert again.usage.computed_tokens <= behind
     assert len(different) <= 1, different
     assert moved  # The test can fail.
-
-
-def test_what_was_moved_is_loaded_after_a_restart_and_goes_with_its_packs(both, questions):
-    server, (question, text) = both.server, questions[11]
-    lines = [f"Sung in the hall. {line}" for line in text.splitlines()]
-    content = "\n".join(f"{{{at}}}" for at in range(len(lines))) + f"\n{question}"
-    options = {"composer": "splice", "max_tokens": 12}
-    there, here = both.ask(content, lines, **options)
-    server.stop()
-    server.start()
-    again, _ = both.ask(content, lines, **options)
-    assert again.text == there.text == here.text
-    assert again.usage.computed_tokens <= len(there.prompt) - there.prompt.spans[-1].stop
-    # What stood between went with one of them, and is computed anew, behind a pack that is compiled anew.
-    lost = there.prompt.spans[1].handle
-    assert any(lost in entry.packs for entry in server.store.kept)
-    server.store.remove(Handle.parse(lost))
-    assert not any(lost in entry.packs for entry in server.store.kept)
-    anew, _ = both.ask(content, lines, **options)
-    assert anew.text == here.text
-    assert anew.usage.computed_tokens > again.usage.computed_tokens
 
 
 def test_what_a_server_cannot_move_is_refused(both, questions):

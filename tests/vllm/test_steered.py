@@ -1,13 +1,8 @@
-"""Steered KV through a real server, MACs of what lies in the store, and a second server on the same store."""
-
-from dataclasses import replace
+"""Steered KV through a real server, and packs with errata."""
 
 import pytest
 
-from kp_core import KVTensors
 from kp_core.edit import amend
-from kp_core.packs.handle import Handle
-from kp_core.packs.pack import PackKey
 from kp_core.steering import preset
 from tests.vllm.test_served import loaded
 
@@ -68,39 +63,3 @@ def test_an_edited_pack_is_a_pack(both, questions):
     assert loaded(server) - before == usage["prompt_tokens_details"]["cached_tokens"] >= len(pack.token_ids)
     here = f"{both.local.put(pack)}\nWho built the lighthouse?"
     assert said == smol.generate(here, view=both.local.view("own"), max_tokens=12).text
-
-
-def test_a_second_server_reads_what_the_first_one_sealed_and_nothing_else(both, formal):
-    """Two servers with one key and one store, in turn: nothing is lost, and nothing forged is used."""
-    server, key = both.server, "7e" * 32
-    foreign = server.compile("The foundry of Oriel casts one bell a year, and melts it down again in spring. " * 3)
-    server.stop()
-    server.start(KP_SERVE_KEY=key)
-    assert not server.ask(f"/v1/packs/{foreign['handle']}")[1]["compiled"]
-    right, usage = server.chat(f"{foreign['handle']}\nWhat is cast?")
-    assert (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0) == loaded(server) == 0
-    mine = server.compile("The ropewalk of Dunmere is nine hundred paces long, and closed whenever it rains. " * 3)
-    text, _ = server.chat(f"{mine['handle']}\nHow long?")
-    own = "The mill at Hale grinds rye on Mondays and stands still for the rest of the week. " * 3
-    steered = {"steering": (formal, 1.5), "scope": "pack", "max_tokens": 8}
-    first, _ = both.ask("{0}\nWhen does it grind?", [own], **steered)
-    forged = server.compile("The ferry of Wick carries forty goats at most, and never on a Sunday. " * 3)
-    said, _ = server.chat(f"{forged['handle']}\nHow many goats?")
-    identity = both.there.fingerprint
-    server.stop()
-    handle = Handle.parse(forged["handle"])
-    pack = server.store.get(handle, PackKey(identity))
-    wrong = KVTensors(pack.kv.keys, tuple(value * 3 for value in pack.kv.values))
-    server.store.put(replace(pack, kv=wrong))
-    server.start(KP_SERVE_KEY=key)
-    for each, asked, answer in ((foreign, "What is cast?", right), (mine, "How long?", text)):
-        before = loaded(server)
-        again, usage = server.chat(f"{each['handle']}\n{asked}")
-        assert again == answer
-        assert loaded(server) - before == usage["prompt_tokens_details"]["cached_tokens"] >= each["tokens"]
-    second, _ = both.ask("{0}\nWhen does it grind?", [own], **steered)
-    assert second.text == first.text
-    assert second.usage.computed_tokens < first.usage.computed_tokens / 2
-    before = loaded(server)
-    assert server.chat(f"{forged['handle']}\nHow many goats?")[0] == said
-    assert loaded(server) == before
