@@ -82,6 +82,9 @@ def test_what_one_compiles_both_adapters_and_the_openai_client_ask_the_other(tea
     ours["max_tokens"] = 12
     assert ChatKnowledgePacks(**ours).invoke(asked).content == right
     assert KnowledgePackLLM(**ours).chat([ChatMessage(asked)]).message.content == right
+    # A balancer learns which of them has it at hand: this one, from which both kinds of clients were answered.
+    assert team.b.ask("/v1/packs?hot=1")[1]["data"] == [handle]
+    assert team.a.ask("/v1/packs?hot=1")[1]["data"] == []
     client = openai.OpenAI(base_url=f"{team.b.url}/v1", api_key=team.b.keys["own"], max_retries=0)
     [model] = client.models.list().data
     messages = [{"role": "user", "content": asked}]

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from kp_core.engines.vllm.wire import App, Receive, Scope, Send, call_raw
+from kp_core.packs.handle import Handle, find_handles
 
-__all__ = ["Counts"]
+__all__ = ["FIRST_PACK", "Counts", "HotPacks"]
+
+FIRST_PACK = "kp-pack"
+"""The header in which a client names the first pack of a prompt of token ids; a balancer may go by it, too."""
+
+_HOT = 4096
 
 _ABOUT = {
     "packs_delivered": "Packs that handles in chat messages brought",
@@ -52,3 +59,23 @@ class Counts:
         kept.append((b"content-length", str(len(data)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": kept})
         await send({"type": "http.response.body", "body": data})
+
+
+class HotPacks:
+    """The packs that this server answered from last: it has their KV at hand, as long as vLLM's cache lasts."""
+
+    def __init__(self) -> None:
+        self._found: dict[Handle, None] = {}
+
+    def note(self, named: str, namespaces: Collection[str]) -> None:
+        """What is named there, of these namespaces, was answered from. To be called in the thread of the event loop."""
+        for _, _, handle in find_handles(named):
+            if handle.namespace in namespaces:
+                self._found.pop(handle, None)
+                self._found[handle] = None
+        while len(self._found) > _HOT:
+            del self._found[next(iter(self._found))]
+
+    def among(self, namespaces: Collection[str]) -> list[Handle]:
+        """Those of these namespaces, the latest first."""
+        return [handle for handle in reversed(self._found) if handle.namespace in namespaces]

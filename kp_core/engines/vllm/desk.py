@@ -13,7 +13,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qs
 
 from kp_core.engines.vllm.access import Access, Keys
-from kp_core.engines.vllm.counts import Counts
+from kp_core.engines.vllm.counts import Counts, HotPacks
 from kp_core.engines.vllm.rights import Rights, salt_of, server_key
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, call, read_json, send_json
 from kp_core.errors import HandleError, PackNotFoundError
@@ -44,6 +44,7 @@ class Desk:
     immovable: str = ""
     """Why the keys of this model cannot be moved, if they cannot."""
     counts: Counts = field(default_factory=Counts)
+    hot: HotPacks = field(default_factory=HotPacks)
 
     @classmethod
     def of_environment(cls) -> Desk:
@@ -101,8 +102,7 @@ class Desk:
             refuse_unknown(body, {"text", "namespace", "compiled_for", "provenance"})
             return await send_json(send, 200, await self.compile(app, scope, access, **{"text": None} | body))
         if (method, name) == ("GET", ""):
-            names = asked_namespaces(scope, access)
-            found = await asyncio.to_thread(lambda: [str(each) for name in names for each in self.store.handles(name)])
+            found = await asyncio.to_thread(self._listed, scope, access)
             return await send_json(send, 200, {"object": "list", "data": found})
         if method not in ("GET", "DELETE"):
             raise HTTPError(405, f"/v1/packs has no {method}; it has GET, POST and DELETE.")
@@ -113,6 +113,13 @@ class Desk:
         with suppress(PackNotFoundError):  # Deleted meanwhile, by somebody else.
             await asyncio.to_thread(self.store.remove, handle)
         return await send_json(send, 200, {"handle": str(handle), "deleted": True})
+
+    def _listed(self, scope: Scope, access: Access) -> list[str]:
+        """The handles that a key reads, with `?hot=1` those alone that were answered from, the latest first."""
+        names = asked_namespaces(scope, access)
+        if b"hot=1" in scope.get("query_string", b"").split(b"&"):
+            return [str(each) for each in self.hot.among(names) if each in self.store]
+        return [str(each) for name in names for each in self.store.handles(name)]
 
     async def _about(self, app: App, scope: Scope, access: Access) -> dict[str, Any]:
         _, models = await call(app, scope, "GET", "/v1/models")

@@ -12,10 +12,12 @@ import httpx
 
 from kp_core.engines.base import TokenStream
 from kp_core.engines.vllm.altered import COMPUTED, asked
+from kp_core.engines.vllm.counts import FIRST_PACK
 from kp_core.engines.vllm.spliced import moved_packs
 from kp_core.errors import ModelError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import find_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
 
@@ -174,7 +176,9 @@ class VLLMEngine:
         waiting: list[int] = []
         ended: dict[str, Any] | None = None
         before = 0  # What the server had to compute before it could steer it.
-        for event in self._events(body, plan.limit):
+        spans = plan.prompt.spans
+        headers = {FIRST_PACK: spans[0].handle} if spans and find_handles(spans[0].handle) else {}
+        for event in self._events(body, headers, plan.limit):
             if plan.limit.is_set():
                 break
             before = event.get(COMPUTED, before)
@@ -198,7 +202,7 @@ class VLLMEngine:
                 stream.finish = "stop"
             yield token
 
-    def _events(self, body: dict[str, Any], limit: Limit) -> Iterator[dict[str, Any]]:
+    def _events(self, body: dict[str, Any], headers: Mapping[str, str], limit: Limit) -> Iterator[dict[str, Any]]:
         """The events of an answer, until the time is up."""
         # A server that is busy must not be waited for longer than the caller does.
         timeout = self._client.timeout
@@ -206,7 +210,8 @@ class VLLMEngine:
             timeout = httpx.Timeout(max(limit.timeout - limit.spent, 1e-3))
         address = f"{self.base_url}/v1/completions"
         try:
-            with self._errors(), self._client.stream("POST", address, json=body, timeout=timeout) as response:
+            sent = self._client.stream("POST", address, json=body, headers=headers, timeout=timeout)
+            with self._errors(), sent as response:
                 if response.is_error:
                     response.read()
                 self._check(response)

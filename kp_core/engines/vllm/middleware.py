@@ -11,6 +11,7 @@ from typing import Any
 from kp_core.engines.vllm.access import Access
 from kp_core.engines.vllm.altering import counted, steered
 from kp_core.engines.vllm.answers import Answer
+from kp_core.engines.vllm.counts import FIRST_PACK
 from kp_core.engines.vllm.desk import Desk
 from kp_core.engines.vllm.facts import answer_facts
 from kp_core.engines.vllm.rights import Rights, salt_of
@@ -18,7 +19,6 @@ from kp_core.engines.vllm.splicing import spliced
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
 from kp_core.errors import BankError, BankLockedError, KnowledgePackError
 from kp_core.packs.handle import find_handles
-from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef, PackView
 
 __all__ = ["PackMiddleware", "until_end"]
@@ -104,8 +104,10 @@ class PackMiddleware:
             # The store may be far away, and other requests wait for this thread.
             body["messages"], brought, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
-            tokens = sum(map(self.desk.tokens_of, brought))
+            tokens = sum(map(self.desk.tokens_of, (each.pack for each in brought)))
+            self.desk.hot.note(" ".join(each.handle for each in brought), access.namespaces)
             self.desk.counts.add(packs_delivered=len(brought), pack_tokens=tokens, handles_left=left)
+        self.desk.hot.note(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
             made = spliced if isinstance(body["kp"], dict) and "moved" in body["kp"] else steered
@@ -126,18 +128,18 @@ class PackMiddleware:
         # Nobody else has this salt, so that vLLM's own cache has nothing for it either.
         return Rights((), secrets.token_hex(16))
 
-    def _resolved(self, messages: object, access: Access) -> tuple[list[Any], list[KnowledgePack], int]:
+    def _resolved(self, messages: object, access: Access) -> tuple[list[Any], list[PackRef], int]:
         """The messages with texts in the place of handles, the packs of these, and how many handles were left."""
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
         # The connector finds packs in text by their tokens; here that would change nothing.
         view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
-        brought, left = list[KnowledgePack](), 0
+        brought, left = list[PackRef](), 0
 
         def text(said: str, role: str) -> str:
             nonlocal left
             parts = view.split(said, role)
-            brought.extend(part.pack for part in parts if isinstance(part, PackRef))
+            brought.extend(part for part in parts if isinstance(part, PackRef))
             left += sum(len(find_handles(part)) for part in parts if isinstance(part, str))
             return "".join(part.text if isinstance(part, PackRef) else part for part in parts)
 
@@ -209,7 +211,11 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
     return body
 
 
+def _header(scope: Scope, wanted: str) -> str:
+    given: bytes = next((value for name, value in scope["headers"] if name.lower() == wanted.encode()), b"")
+    return given.decode("latin-1")
+
+
 def _key_of(scope: Scope) -> str | None:
-    given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-    kind, _, key = given.decode("latin-1").partition(" ")
+    kind, _, key = _header(scope, "authorization").partition(" ")
     return key.strip() if kind.lower() == "bearer" else None

@@ -21,6 +21,7 @@ from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.engines.vllm.wire import HTTPError, send_json
 from kp_core.errors import ModelError, PackCorruptError, PackError
 from kp_core.packs.files import PackCorruptWarning
+from kp_core.packs.handle import Handle
 from tests.conftest import tiny_engine
 
 KEY = bytes(range(32))
@@ -180,10 +181,10 @@ class Gate:
         self.gate.desk = Desk(self.store, "", served(session), Keys(None, access), KEY)
         self.gate.desk.__dict__["tokenizer"] = session.tokenizer
 
-    def ask(self, method, path, body=None):
+    def ask(self, method, path, body=None, headers=None):
         async def go():
             transport = httpx.ASGITransport(self.gate)
-            async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=headers) as client:
                 return await client.request(method, path, json=body)
 
         return asyncio.run(go())
@@ -200,6 +201,25 @@ def gate(tmp_path):
 
 def put(gate, text=TEXT, namespace="a"):
     return str(gate.store.put(tiny_engine().build_pack(text, namespace=namespace, lazy=True)))
+
+
+def test_a_balancer_is_told_what_was_answered_from(gate):
+    first, second, other = put(gate), put(gate, TEXT * 2), put(gate, namespace="b")
+
+    def hot():
+        return gate.ask("GET", "/v1/packs?hot=1").json()["data"]
+
+    assert hot() == []
+    gate.chat(messages=[{"role": "user", "content": f"{first} {other}"}])
+    assert hot() == [first]
+    for named in (second, other, "nothing", "kp:a/" + "a" * 21):
+        gate.ask("POST", "/v1/completions", {"prompt": [1, 2, 3]}, {"kp-pack": named})
+    assert hot() == [second, first]
+    gate.chat(messages=[{"role": "user", "content": first}])
+    assert hot() == [first, second]
+    gate.store.remove(Handle.parse(first))
+    assert hot() == [second]
+    assert gate.ask("GET", "/v1/packs?hot=1&namespace=b").json()["data"] == []
 
 
 def test_handles_become_text_for_whom_they_resolve(gate):
