@@ -46,6 +46,7 @@ _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 _BUTTONS = {f"button_primary_background_fill{way}": "#0b6b68" for way in ("", "_dark", "_hover", "_hover_dark")}
 _QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
 _ASK_FIRST = "Ask something: the answers come side by side, and below them where each token of the prompt comes from."
+_OLD = "Fenwick Sloe"  # What the sample says, and may be told otherwise.
 # One model computes one thing at a time, whoever asks.
 _ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 _AGENT_FIRST = "Each step is one search. With packs the prompt stays as long as it is, however much has been read."
@@ -130,7 +131,7 @@ def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
         add = gr.Button("Compile", variant="primary")
     with gr.Accordion("Correct a fact", open=False):
         chosen = gr.Dropdown(label="Document", choices=[], interactive=True)
-        old, new = gr.Textbox("Fenwick Sloe", label="It says"), gr.Textbox("Ada Finch", label="It shall say")
+        old, new = gr.Textbox(_OLD, label="It says"), gr.Textbox("Ada Finch", label="It shall say")
         ways = [("a line behind it", "amend"), ("computed anew", "rebuild"), ("its KV alone", "overwrite")]
         how = gr.Radio(ways, value="amend", label="How")
         correct = gr.Button("Correct, then ask again")
@@ -248,7 +249,7 @@ def _listed(world: World, note: str = "", used: Iterable[str] = ()) -> str:
 
 def _names(world: World) -> gr.Dropdown:
     names = list(world.documents)
-    return gr.Dropdown(choices=names, value=names[0] if names else None)
+    return gr.Dropdown(choices=names, value=world.saying(_OLD) or next(iter(names), None))
 
 
 def _said(error: BaseException) -> str:

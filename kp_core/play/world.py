@@ -235,6 +235,11 @@ class World:
                     self._facts.update(replace(fact, text=fact.text.replace(old, new)))
         return pack, made
 
+    def saying(self, statement: str) -> str | None:
+        """The first document that makes a statement exactly once."""
+        found = (name for name, each in self.documents.items() if self._pack(each).text.count(statement) == 1)
+        return next(found, None)
+
     def plain_tokens(self, messages: list[dict[str, Any]], **options: Any) -> int:  # noqa: ANN401 - of `Request`
         """How many tokens a conversation has as plain text; nothing is computed."""
         rows = self.session.explain(messages, **options).rows

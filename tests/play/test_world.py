@@ -101,6 +101,14 @@ def test_pasted_text_is_named_by_its_first_words_and_leaves_no_file(world, tmp_p
     assert not list(tmp_path.glob("*Veyl.md"))
 
 
+def test_a_correction_is_of_the_document_that_says_it(world):
+    list(world.paste("The tower of Ebb has a clock. " * 3 + "Its keeper is Osk Merrel."))
+    [name] = [each for each in world.documents if each.startswith("The tower")]
+    assert world.saying("Osk Merrel") == name
+    assert world.saying("has a clock") is None  # It could be any of three.
+    assert world.saying("Nobody") is None
+
+
 def test_a_corrected_fact_is_in_both_prompts(world):
     before, after = world.edit("mill.md", "Greta Ashdown", "Ada Finch")
     assert before.text == MILL
