@@ -168,6 +168,9 @@ class StoredPieces:
         """Packs moved to where a prompt has them, and what was computed between them."""
         if self._rope is None:
             raise PackError("The keys of this server's model cannot be moved.")
+        moved = [part for part in laid.parts if isinstance(part, MovedPack)]
+        if any(part.handle.namespace not in laid.namespaces for part in moved):
+            raise PackError("The packs that are to be moved may not be read.")
         rope, layers = self._rope, len(self._rope.layers)
         readers = [
             self._moved(part, start, stop, rope) if isinstance(part, MovedPack) else self._between(part, start, stop)

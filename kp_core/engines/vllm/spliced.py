@@ -69,6 +69,8 @@ class Laid:
     """The KV of a prompt up to its last moved pack: packs, and what stands between, one behind the other."""
 
     parts: tuple[_Part, ...]
+    namespaces: tuple[str, ...]
+    """Those whose packs may be read."""
     start = 0
 
     @property
@@ -168,7 +170,7 @@ class Spliced:
             MovedPack(start, stop, Handle.parse(handle), PackKey(model, prefix), tuple(token_ids[start:stop]))
             for start, stop, handle in self.moved
         ]
-        return Laid(tuple(sorted([*between, *moved], key=lambda part: part.start))) if moved else None
+        return Laid(tuple(sorted([*between, *moved], key=lambda part: part.start)), namespaces) if moved else None
 
 
 def moved_packs(plan: Plan) -> dict[str, Any] | None:

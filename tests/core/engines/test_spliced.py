@@ -82,6 +82,12 @@ def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(
     for wrong in (pieces, StoredPieces(store, model)):
         with pytest.raises(PackError, match="moved"):
             wrong.read(replace(laid, parts=tuple(stranger(part) for part in laid.parts)), 0)
+    # Nor packs alone: rights that are over, or of an adapter's request, name no namespace.
+    alone = replace(laid, parts=tuple(part for part in laid.parts if isinstance(part, MovedPack)))
+    assert pieces.read(alone, alone.parts[0].start).tokens
+    for names in ((), ("b",)):
+        with pytest.raises(PackError, match="may not be read"):
+            pieces.read(replace(alone, namespaces=names), 0)
     store.remove(Handle.parse(said["moved"][1][2]))
     with pytest.raises(PackError):
         pieces.read(laid, 0)
