@@ -110,7 +110,7 @@ bench: setup
 	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 500 --dtype $$dtype --json $(BENCH_OUT)/equivalence-$$dtype.json || exit 1; \
 	done
 	if [ -x $(VLLM)/bin/python ]; then export KP_DATA=$(KP_DATA); \
-	  $(VLLM)/bin/python -m benchmarks.vllm --after-restart 10 --json $(BENCH_OUT)/vllm.json && \
+	  $(VLLM)/bin/python -m benchmarks.vllm --after-restart 10 --spliced 5 --json $(BENCH_OUT)/vllm.json && \
 	  $(VLLM)/bin/python -m benchmarks.vllm --dtype float32 --requests 0 --questions 100 --steered 100 --crowded 1000 --isolated 10000 \
 	    --json $(BENCH_OUT)/vllm-float32.json; \
 	else echo "Left out benchmarks.vllm: 'make setup-vllm' makes its environment."; fi

@@ -14,6 +14,8 @@ token, `tok_s` tokens of all answers over the seconds of all requests.
 
 - `--after-restart N`: N packs of 1,800 tokens, each asked once after a restart, beside their text cold and warm;
   stored as `--compress` says.
+- `--spliced N`: N questions over ten packs of 200 tokens that are moved, the first time and after a restart, beside
+  their text cold and warm.
 - `--questions N`: answers with a pack from the store against the server's own with the text, cold and warm; questions
   of HotpotQA.
 - `--steered N`: steered answers against those of the engine in this process; use --dtype float32.
@@ -40,9 +42,11 @@ import numpy as np
 
 from benchmarks import common
 from benchmarks.vllm_crowd import crowded
+from benchmarks.vllm_desk import ASKED, Desk, passages, restarted
 from benchmarks.vllm_questions import compared
+from benchmarks.vllm_restart import after_restart, spliced
 from benchmarks.vllmserver import KpServer
-from kp_core import Generation, KnowledgePack, KVTensors, Session, load_engine
+from kp_core import KnowledgePack, KVTensors, Session
 from kp_core.packs.view import PackView
 from kp_core.steering import preset
 
@@ -50,41 +54,9 @@ __all__ = ["TENANTS", "WAYS", "agents", "altered", "isolated", "main", "parser",
 
 WAYS = ("packs", "errata", "text")
 _EDITIONS = 4
-_RESTART_TOKENS = 1800
 _JOINED = 4
 TENANTS = tuple(f"tenant-{number}" for number in range(8))
 _OPTIONS = ("--max-model-len", "4096", "--max-num-batched-tokens", "2048", "--max-num-seqs", "32")
-_ASKED = "Say in one sentence what this is about."
-
-
-class Desk:
-    """One namespace of a server: a session on it, and packs in its store."""
-
-    def __init__(self, server: KpServer, namespace: str) -> None:
-        self.server, self.namespace = server, namespace
-        self.session = load_engine(engine=server.url, api_key=server.keys[namespace])
-
-    def handle(self, text: str) -> str:
-        """The handle of a pack that the server compiles at its first use."""
-        pack = self.session.build_pack(text, namespace=self.namespace, lazy=True)
-        return str(self.server.store.put(pack))
-
-    def ask(self, content: str, tokens: int, **options: Any) -> Generation:  # noqa: ANN401
-        """An answer of `tokens` tokens at most."""
-        view = self.server.store.view(self.namespace)
-        return self.session.generate(content, view=view, max_tokens=tokens, **options)
-
-
-def passages(desk: Desk, arguments: argparse.Namespace, size: int, count: int) -> list[str]:
-    """`count` passages of about `size` tokens, each cut out of the next texts of the data."""
-    texts = itertools.cycle(str(each.text) for each in common.read_passages(arguments.data, arguments.limit))
-    tokenizer, found = desk.session.tokenizer, []
-    for _ in range(count):
-        ids: list[int] = []
-        while len(ids) < size:
-            ids += tokenizer.encode(next(texts) + " ", add_special_tokens=False)
-        found.append(tokenizer.decode(ids[:size]).strip())
-    return found
 
 
 def requests(desk: Desk, way: str, bodies: Sequence[str], arguments: argparse.Namespace) -> list[list[str]]:
@@ -100,7 +72,7 @@ def requests(desk: Desk, way: str, bodies: Sequence[str], arguments: argparse.Na
             known = now if way == "text" else desk.handle(now if way == "packs" else f"{lines[0]}\n{body}")
             if way == "errata" and edition:
                 known += f"\nCorrection: the first line reads {lines[edition]!r}."
-            mine.append(f"{known}\n\n{_ASKED} (Agent {agent}, question {step}.)")
+            mine.append(f"{known}\n\n{ASKED} (Agent {agent}, question {step}.)")
         asked.append(mine)
     return asked
 
@@ -132,30 +104,10 @@ def agents(server: KpServer, arguments: argparse.Namespace) -> list[dict[str, An
     rows = []
     for state in ("cold", "warm", "restart"):
         if state == "restart":
-            _restart(server)
+            restarted(server)
             desks = {way: Desk(server, way) for way in WAYS}
         rows += [measure(desks[way], way, state, asked[way], arguments.answer) for way in WAYS]
     return rows
-
-
-def after_restart(server: KpServer, arguments: argparse.Namespace) -> dict[str, float]:
-    """Medians of seconds to the first token: a pack after a restart, its text cold, and its text once more."""
-    desk = Desk(server, "packs")
-    found = passages(desk, arguments, _RESTART_TOKENS, arguments.after_restart)
-    handles = [desk.handle(text) for text in found]
-    for handle in handles:
-        desk.ask(f"{handle}\n\n{_ASKED}", 1)
-    _restart(server)
-    desk, plain = Desk(server, "packs"), Desk(server, "text")
-    seconds: dict[str, list[float]] = {"pack_s": [], "text_s": [], "cached_s": []}
-    for handle, text in zip(handles, found, strict=True):
-        for name, own, known in (("pack_s", desk, handle), ("text_s", plain, text), ("cached_s", plain, text)):
-            said = own.ask(f"{known}\n\n{_ASKED}", 1)
-            seconds[name].append(said.usage.ttft_s)
-            if (said.usage.computed_tokens < len(said.prompt) / 2) == (name == "text_s"):
-                raise RuntimeError(f"Got {said.usage} ({name}); expected the text cold, and else its KV at hand.")
-    medians = {name: median(each) for name, each in seconds.items()}
-    return {"tokens": _RESTART_TOKENS, **medians, "sooner": medians["text_s"] / medians["pack_s"]}
 
 
 def _gold(limit: int) -> list[tuple[str, str]]:
@@ -174,7 +126,7 @@ def questions(server: KpServer, limit: int) -> dict[str, float]:
     asked = [f"{desk.handle(text)}\n{question}" for text, (_, question) in zip(texts, found, strict=False)]
     # Compiled and stored, as by a use before.
     prompts = [desk.ask(each, 1).prompt.token_ids for each in asked]
-    return compared(server, prompts, partial(_restart, server))
+    return compared(server, prompts, partial(restarted, server))
 
 
 def steered(server: KpServer, limit: int, here: Session) -> dict[str, int]:
@@ -253,12 +205,6 @@ def _first(session: Session, pack: KnowledgePack, content: str) -> float:
     return float(found.logits.float().log_softmax(-1).max())
 
 
-def _restart(server: KpServer) -> None:
-    server.stop()
-    server.start()
-    Desk(server, "text").ask("Hello.", 1)  # Kernels are set up.
-
-
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures, as the JSON file holds them."""
     figures: dict[str, Any] = {"rows": []}
@@ -274,12 +220,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         parts: dict[str, Callable[[], Any]] = {
             "rows": lambda: agents(server, arguments) if arguments.requests else [],
             "after_restart": lambda: after_restart(server, arguments),
+            "spliced": lambda: spliced(server, arguments),
             "questions": lambda: questions(server, arguments.questions),
             "steered": lambda: steered(server, arguments.steered, common.load_engine(arguments)),
             "crowded": lambda: crowded(server, WAYS[0], _gold(50), arguments.crowded),
             "isolated": lambda: _isolated(server, arguments),
         }
-        _restart(server)
+        restarted(server)
         try:
             for part, measured in parts.items():
                 if part == "rows" or getattr(arguments, part):
@@ -291,7 +238,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _isolated(server: KpServer, arguments: argparse.Namespace) -> dict[str, int]:
     made = altered(server, common.load_engine(arguments))
-    _restart(server)
+    restarted(server)
     return {"requests": arguments.isolated, "wrong": len(isolated(server, *made, arguments.isolated))}
 
 
@@ -305,6 +252,7 @@ def parser() -> argparse.ArgumentParser:
         ("tokens", 600, "of a document"),
         ("answer", 16, "most tokens of an answer"),
         ("after-restart", 0, "packs"),
+        ("spliced", 0, "questions"),
         ("questions", 0, "of HotpotQA"),
         ("steered", 0, "of HotpotQA"),
         ("crowded", 0, "requests"),
