@@ -49,6 +49,12 @@ def serve(  # noqa: PLR0913 - one parameter per option
         Literal["lossless", "none"],
         typer.Option(help="How KV is stored: lossless takes less room, none is sooner to read from a fast disk."),
     ] = "lossless",
+    packets: Annotated[
+        bool,
+        typer.Option(
+            "--packets", help="Take composer='packet': packs between trained soft tokens; costs all answers a little."
+        ),
+    ] = False,
     more: Annotated[list[str] | None, typer.Argument(metavar="-- OPTIONS", help="Options of `vllm serve`.")] = None,
 ) -> None:
     """Serve a model with its packs: vLLM's OpenAI server, whose chat messages may hold handles.
@@ -94,13 +100,14 @@ def serve(  # noqa: PLR0913 - one parameter per option
         "keys": keys and str(keys.absolute()),
         "namespaces": namespace,
         "immovable": immovable,
+        "packets": packets,
     }
     os.environ[VARIABLE] = json.dumps({**about, "identity": identity.to_dict()})
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     started = [
         "-m",
         "vllm.entrypoints.openai.api_server",
-        *arguments(model, store, identity, host, port, sealed=sealed, compress=compress, rope=rope),
+        *arguments(model, store, identity, host, port, sealed=sealed, compress=compress, rope=rope, packets=packets),
         *(more or ()),
     ]
     sys.stdout.flush()

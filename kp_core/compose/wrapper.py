@@ -22,7 +22,16 @@ from kp_core.packs.durable import replace_file
 from kp_core.packs.file import header_stop
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 
-__all__ = ["SHIPPED", "Wrapper", "load_wrapper", "read_signed", "save_wrapper", "write_signed"]
+__all__ = [
+    "SHIPPED",
+    "Wrapper",
+    "load_wrapper",
+    "read_signed",
+    "save_wrapper",
+    "wrapper_bytes",
+    "wrapper_of",
+    "write_signed",
+]
 
 SHIPPED = Path(__file__).parents[1] / "wrappers" / "smollm2-135m-instruct.safetensors"
 """The wrapper of the bundled model; the command that made it is in its training record."""
@@ -81,8 +90,30 @@ class Wrapper:
 
 def save_wrapper(wrapper: Wrapper, path: str | Path) -> Path:
     """Write `wrapper` to `path`, replacing what is there; the file is there whole or not at all."""
+    return write_signed(path, _FORMAT, *_content(wrapper))
+
+
+def wrapper_bytes(wrapper: Wrapper) -> bytes:
+    """`wrapper` as its file has it."""
+    return _signed(_FORMAT, *_content(wrapper))
+
+
+def wrapper_of(data: bytes) -> Wrapper:
+    """The inverse of `wrapper_bytes`; raises `WrapperError`."""
+    try:
+        return _wrapper(*_parse(data, _FORMAT))
+    except (PackCorruptError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+        raise WrapperError(f"Got what is no wrapper: {error}") from error
+
+
+def _content(wrapper: Wrapper) -> tuple[dict[str, Any], dict[str, Tensor]]:
     content = {"fingerprint": wrapper.fingerprint.to_dict(), "training": dict(wrapper.training)}
-    return write_signed(path, _FORMAT, content, {"header": wrapper.header, "trailer": wrapper.trailer})
+    return content, {"header": wrapper.header, "trailer": wrapper.trailer}
+
+
+def _wrapper(content: dict[str, Any], tensors: dict[str, Tensor]) -> Wrapper:
+    fingerprint = ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint"))
+    return Wrapper(tensors["header"], tensors["trailer"], fingerprint, mapping(content["training"], "training"))
 
 
 def load_wrapper(path: str | Path) -> Wrapper:
@@ -91,10 +122,9 @@ def load_wrapper(path: str | Path) -> Wrapper:
     Whether it fits a model is checked where it is used. Raises `WrapperError` for a file that is absent, damaged or of
     another kind.
     """
-    content, tensors = read_signed(path, _FORMAT)
+    found = read_signed(path, _FORMAT)
     try:
-        fingerprint = ModelFingerprint.from_dict(mapping(content["fingerprint"], "fingerprint"))
-        return Wrapper(tensors["header"], tensors["trailer"], fingerprint, mapping(content["training"], "training"))
+        return _wrapper(*found)
     except (PackCorruptError, LookupError) as error:
         raise WrapperError(f"{path} describes no wrapper: {error}. Train it anew, or load another copy.") from error
 
@@ -104,19 +134,25 @@ def write_signed(path: str | Path, kind: str, content: Mapping[str, Any], tensor
 
     Raises `WrapperError` where the medium refuses; what was there is then as it was.
     """
-    target, text = Path(path).absolute(), to_json(content, sort_keys=True)
-    found = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }
-    metadata = {"format": kind, "version": _VERSION, "digest": _digest(text, found), "content": text}
+    target = Path(path).absolute()
     try:
-        replace_file(target, [safetensors.torch.save(found, metadata)])
+        replace_file(target, [_signed(kind, content, tensors)])
     except OSError as error:
         raise WrapperError(
             f"{target} could not be written ({error.strerror or error}); what was there before is untouched. Make "
             "room, or name another place."
         ) from error
     return target
+
+
+def _signed(kind: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    text = to_json(content, sort_keys=True)
+    found = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    metadata = {"format": kind, "version": _VERSION, "digest": _digest(text, found), "content": text}
+    data: bytes = safetensors.torch.save(found, metadata)
+    return data
 
 
 def read_signed(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -24,7 +24,7 @@ class Server(KpServer):
         super().__init__(
             *(folder, str(bundled_model()), ("own", "plain", *WAYS, *TENANTS)),
             options=VLLMS,
-            ours=[] if place else ["--facts", str(folder / "facts")],
+            ours=["--packets"] if place else ["--facts", str(folder / "facts")],
             environment=SETTINGS | (environment or {}),
             place=place,
         )

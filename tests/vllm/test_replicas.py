@@ -14,14 +14,14 @@ import pytest
 from llama_index.core.llms import ChatMessage
 
 from benchmarks import s3server
-from kp_core import KVTensors, PackStore, bundled_model, load_engine
+from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.steering import preset
 from kp_langchain import ChatKnowledgePacks
 from kp_llamaindex import KnowledgePackLLM
 from tests.conftest import DEMO
-from tests.vllm.conftest import Server
+from tests.vllm.conftest import Both, Server
 from tests.vllm.test_served import ISLES, loaded
 
 PLACE = "s3://packs/team"
@@ -106,6 +106,23 @@ def test_what_one_altered_or_moved_the_other_loads(team, smol, questions):
         first, second = found
         assert second.text == first.text
         assert second.usage.computed_tokens < first.usage.computed_tokens / 2
+
+
+def test_packets_are_those_of_the_local_engine(team, smol, questions, tmp_path):
+    """Packs between soft tokens: compiled by the server from embeddings, once, and moved."""
+    both, composer, different = Both(team.a, smol, tmp_path), PacketComposer.load(), []
+    for question, text in questions[:2]:
+        lines = [f"Read aloud: {line}" for line in text.splitlines()]
+        content = "\n".join(f"{{{at}}}" for at in range(len(lines))) + f"\n{question}"
+        there, here = both.ask(content, lines, composer=composer, max_tokens=12)
+        assert there.prompt.token_ids == here.prompt.token_ids
+        assert there.usage.approximate_tokens == here.usage.approximate_tokens > 0
+        again, plain = (both.ask(content, lines, composer=each, max_tokens=12)[0] for each in (composer, "exact"))
+        assert again.text == there.text
+        assert again.usage.computed_tokens <= len(there.prompt) - there.prompt.spans[-1].stop
+        assert len(plain.prompt) < len(there.prompt)
+        different += [(question, there.text, here.text)] if there.text != here.text else []
+    assert not different
 
 
 def test_what_no_server_sealed_is_read_by_none(team, smol):

@@ -2,13 +2,14 @@
 
 import pytest
 
-from kp_core.errors import UnsupportedRequestError
+from kp_core import PacketComposer
+from kp_core.errors import ModelError, UnsupportedRequestError
 
 
 def test_spliced_answers_are_those_of_the_local_engine(both, questions):
     """Several packs, in one message and in a conversation, the first of which stands where it was compiled."""
     different, moved = [], 0
-    for number, (question, text) in enumerate(questions[:10]):
+    for number, (question, text) in enumerate(questions[:6]):
         lines = [f"Heard at the {place}. {line}" for place, line in zip("abcdef", text.splitlines(), strict=False)]
         content = "\n".join(f"{{{at}}}" for at in range(len(lines))) + f"\n{question}"
         if number % 2:
@@ -23,7 +24,7 @@ def test_spliced_answers_are_those_of_the_local_engine(both, questions):
         assert there.usage.computed_tokens <= len(there.prompt)
         if there.text != here.text:
             different.append((question, there.text, here.text))
-        if number < 4:
+        if number < 2:
             # What was moved is found by nobody who did not ask for it, and again by who does.
             plain, expected = both.ask(content, lines, max_tokens=12)
             moved += here.text != expected.text
@@ -32,7 +33,7 @@ def test_spliced_answers_are_those_of_the_local_engine(both, questions):
             assert again.text == there.text
             behind = len(there.prompt) - there.prompt.spans[-1].stop
             assert again.usage.computed_tokens <= behind
-    assert len(different) <= 1, different
+    assert not different
     assert moved  # The test can fail.
 
 
@@ -41,6 +42,8 @@ def test_what_a_server_cannot_move_is_refused(both, questions):
     content = "\n".join(f"{{{at}}}" for at in range(len(lines)))
     with pytest.raises(UnsupportedRequestError, match="composer='blend"):
         both.ask(content, lines, composer="blend", max_tokens=2)
+    with pytest.raises(ModelError, match="--packets"):
+        both.ask(content, lines, composer=PacketComposer.load(), max_tokens=2)
     ids = list(range(40))
     for said, status in (
         ({"moved": []}, 400),

@@ -7,6 +7,8 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from torch import Tensor
+
 from kp_core.engines.vllm.access import Access
 from kp_core.engines.vllm.altered import COMPUTED, Altered
 from kp_core.engines.vllm.desk import Desk
@@ -17,8 +19,8 @@ from kp_core.packs.kept import EntryKey
 
 __all__ = ["Step", "computed_before", "counted", "need_namespace", "readable", "steered"]
 
-Step: TypeAlias = tuple[EntryKey, list[int], Rights]
-"""What has to be kept, the tokens that are computed for it, and with which rights."""
+Step: TypeAlias = tuple[EntryKey, list[int] | Tensor, Rights]
+"""What has to be kept, the prompt that is computed for it, and with which rights."""
 
 
 async def steered(desk: Desk, app: App, scope: Scope, access: Access, body: dict[str, Any]) -> tuple[Rights, int]:
@@ -31,7 +33,7 @@ async def steered(desk: Desk, app: App, scope: Scope, access: Access, body: dict
     ids: Any = body.get("prompt")
     altered = Altered.of(body.pop("kp"), ids, desk.identity)
     altered = replace(altered, packs=await asyncio.to_thread(readable, altered.packs, desk, access))
-    steps = []
+    steps: list[Step] = []
     for number, (_, stop, _) in enumerate(altered.blocks):
         step = altered.until(number, ids)
         below = step.leaves(desk.identity, access.namespaces, ids[:stop])
@@ -65,8 +67,8 @@ async def computed_before(  # noqa: PLR0913 - what a request comes with, and wha
         return found[::-1]
 
     computed = 0
-    for _, ids, rights in await asyncio.to_thread(missing):
-        computed += await desk.prefill(app, scope, ids, rights, f"{what} could not be computed")
+    for _, prompt, rights in await asyncio.to_thread(missing):
+        computed += await desk.prefill(app, scope, prompt, rights, f"{what} could not be computed")
     if await asyncio.to_thread(missing):
         raise HTTPError(
             507,

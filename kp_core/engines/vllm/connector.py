@@ -28,6 +28,7 @@ from kp_core.engines.vllm.blocks import PagedKV, layer_names
 from kp_core.engines.vllm.loading import Loading, Move
 from kp_core.engines.vllm.pieces import Kept, Loaded, StoredPieces, saved_from
 from kp_core.engines.vllm.rights import Rights, server_key
+from kp_core.engines.vllm.spliced import Wrapping
 from kp_core.errors import KnowledgePackError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
@@ -96,15 +97,18 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         altered = None if rights is None else rights.altered
         ids = list(request.prompt_token_ids or ())
         # KV of an adapter, or behind pictures or embeddings, is not told by model and token ids.
-        told = bool(ids) and request.lora_request is None and not request.mm_features
+        is_known = isinstance(altered, Wrapping) if request.prompt_embeds is not None else bool(ids)
+        told = is_known and request.lora_request is None and not request.mm_features
         if rights is not None and altered is not None:
             # Plain KV under the salt of altered KV would answer wrongly, now and later: what cannot be read fails.
             names = rights.namespaces if told and digest_of(ids) == altered.tokens else ()
             if altered.keep and names and self._ranks == 1:
-                self._wanted[request.request_id] = altered.leaves(self._pieces.model, names, ids)
+                left = altered.leaves(self._pieces.model, names, ids)
+                if left.stop == request.num_prompt_tokens:
+                    self._wanted[request.request_id] = left
             if begun := altered.begins(self._pieces.model, names, ids):
                 return self._claim(request, begun, ids, num_computed_tokens), False
-        if rights is None or not told:
+        if rights is None or not told or request.prompt_embeds is not None:
             return 0, False
         try:
             return self._match(request, rights, num_computed_tokens), False

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qs
+
+import torch
+from torch import Tensor
 
 from kp_core.engines.vllm.access import Access, Keys
 from kp_core.engines.vllm.counts import Counts, HotPacks
@@ -24,6 +29,9 @@ from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.prompt.cuts import prefix_of
 from kp_core.prompt.template import ChatTemplate
+
+if TYPE_CHECKING:
+    from kp_core.engines.hf.embeddings import TokenEmbeddings
 
 __all__ = ["VARIABLE", "Desk", "asked_namespaces", "need_write", "refuse_unknown"]
 
@@ -43,6 +51,8 @@ class Desk:
     facts: FactStore | None = None
     immovable: str = ""
     """Why the keys of this model cannot be moved, if they cannot."""
+    packets: bool = False
+    """Whether it wraps packs in soft tokens."""
     counts: Counts = field(default_factory=Counts)
     hot: HotPacks = field(default_factory=HotPacks)
 
@@ -60,7 +70,8 @@ class Desk:
         key = server_key()
         store = PackStore(given["store"], seal=key if given["sealed"] else None)
         keys = Keys(given["keys"], everybody)
-        return cls(store, given["model"], identity, keys, key, facts, given.get("immovable", ""))
+        about = {name: given[name] for name in ("immovable", "packets")}
+        return cls(store, given["model"], identity, keys, key, facts, **about)
 
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
@@ -68,6 +79,13 @@ class Desk:
         from kp_core.engines.hf.loading import load_tokenizer
 
         return load_tokenizer(self.model)
+
+    @cached_property
+    def embeddings(self) -> TokenEmbeddings:
+        """The model's input embeddings; raises `UnsupportedRequestError` where they cannot be told."""
+        from kp_core.engines.hf.embeddings import TokenEmbeddings
+
+        return TokenEmbeddings(self.model)
 
     @cached_property
     def template(self) -> ChatTemplate:
@@ -172,12 +190,18 @@ class Desk:
         await self.prefill(app, scope, ids, rights, "The pack is stored as text; compiling it failed")
         self.counts.add(packs_compiled=1)
 
-    async def prefill(self, app: App, scope: Scope, ids: Sequence[int], rights: Rights, failed: str) -> int:
-        """Have the server compute what it lacks of `ids`, with these rights; how many tokens that were.
+    async def prefill(self, app: App, scope: Scope, prompt: Sequence[int] | Tensor, rights: Rights, failed: str) -> int:
+        """Have the server compute what it lacks of a prompt, with these rights; how many tokens that were.
 
-        Raises `HTTPError`, which begins with `failed`.
+        The prompt is token ids, or input embeddings `(tokens, hidden)`. Raises `HTTPError`, which begins with `failed`.
         """
-        ask = {"prompt": list(ids), "max_tokens": 1, "temperature": 0}
+        ask: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
+        if isinstance(prompt, Tensor):
+            data = io.BytesIO()
+            torch.save(prompt, data)
+            ask["prompt_embeds"] = base64.b64encode(data.getvalue()).decode()
+        else:
+            ask["prompt"] = list(prompt)
         signed = {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.key)}
         status, answer = await call(app, scope, "POST", "/v1/completions", ask | signed)
         if status != 200:

@@ -23,6 +23,8 @@ from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["VLLMEngine"]
 
+_COMPOSERS = ("splice", "packet")
+
 
 class VLLMEngine:
     """Answers plans on a server that `kp serve` started: the `Engine` protocol without a model of its own.
@@ -107,13 +109,15 @@ class VLLMEngine:
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`. What was reused is known at the end: a cancelled answer counts its prompt as computed.
 
-        Raises `UnsupportedRequestError` for composers other than `splice`.
+        Raises `UnsupportedRequestError` for composers other than `splice` and `packet`.
         """
         sampling = plan.sampling
-        if other := [name for region in plan.regions if region.composer and (name := region.composer.key) != "splice"]:
+        composers = {region.composer.key for region in plan.regions if region.composer}
+        if other := sorted(key for key in composers if key.partition(":")[0] not in _COMPOSERS):
             raise UnsupportedRequestError(
-                f"{self.base_url} does not offer composer={other[0]!r}: a server moves packs (composer='splice') or "
-                "reads exact ones. `kp_core.load_engine(model)`, which runs the model on this machine, does."
+                f"{self.base_url} does not offer composer={other[0]!r}: a server moves packs "
+                f"({' and '.join(_COMPOSERS)}) or reads exact ones. `kp_core.load_engine(model)`, which runs the model "
+                "on this machine, does."
             )
         body: dict[str, Any] = {
             "model": self.name,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kp_core.engines.local.altered import altered
 from kp_core.engines.vllm.altered import Below
-from kp_core.engines.vllm.spliced import Between, Laid, MovedPack
+from kp_core.engines.vllm.spliced import Between, Laid, MovedPack, Packet
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
@@ -168,22 +168,30 @@ class StoredPieces:
         """Packs moved to where a prompt has them, and what was computed between them."""
         if self._rope is None:
             raise PackError("The keys of this server's model cannot be moved.")
-        moved = [part for part in laid.parts if isinstance(part, MovedPack)]
+        moved = [part for part in laid.parts if not isinstance(part, Between)]
         if any(part.handle.namespace not in laid.namespaces for part in moved):
             raise PackError("The packs that are to be moved may not be read.")
         rope, layers = self._rope, len(self._rope.layers)
         readers = [
-            self._moved(part, start, stop, rope) if isinstance(part, MovedPack) else self._between(part, start, stop)
+            self._between(part, start, stop) if isinstance(part, Between) else self._moved(part, start, stop, rope)
             for part in laid.parts
             if start < part.stop and part.start < stop
         ]
         return LayeredKV(layers, lambda layer: [each(layer) for each in readers])
 
-    def _moved(self, part: MovedPack, start: int, stop: int, rope: Rope) -> _Reader:
-        pack, own = self._opened(part), slice(max(start - part.start, 0), stop - part.start)
+    def _moved(self, part: MovedPack | Packet, start: int, stop: int, rope: Rope) -> _Reader:
+        low, high = max(start, part.start), min(stop, part.stop)
+        if isinstance(part, Packet):
+            plain = self._between(part.kept, low - part.by, high - part.by)
+        else:
+            pack, own = self._opened(part), slice(low - part.start, high - part.start)
+
+            def plain(layer: int) -> tuple[Tensor, Tensor]:
+                key, value = self._tensors(part, pack, layer)
+                return key[:, own], value[:, own]
 
         def read(layer: int) -> tuple[Tensor, Tensor]:
-            key, value = (each[:, own] for each in self._tensors(part, pack, layer))
+            key, value = plain(layer)
             return (rope.turned(key, part.by) if rope.layers[layer] else key), value
 
         return read

@@ -13,7 +13,7 @@ from hashlib import blake2b, sha256
 from typing import Any
 
 from kp_core.engines.vllm.altered import Altered
-from kp_core.engines.vllm.spliced import Spliced
+from kp_core.engines.vllm.spliced import Spliced, Wrapping
 from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
 
@@ -38,7 +38,7 @@ class Rights:
     salt: str
     save: bool = False
     expires: float = 0.0
-    altered: Altered | Spliced | None = None
+    altered: Altered | Spliced | Wrapping | None = None
 
     def sign(self, key: bytes) -> dict[str, str]:
         """As `kv_transfer_params` of a request."""
@@ -57,9 +57,10 @@ class Rights:
         if not isinstance(signed, str) or not hmac.compare_digest(_mac(key, text).encode(), mac.encode()):
             return None
         claims: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
-        altered: Altered | Spliced | None = None
+        altered: Altered | Spliced | Wrapping | None = None
         if given := claims["altered"]:
-            altered = Spliced.from_dict(given) if "moved" in given else Altered.from_dict(given)
+            kind = Spliced if "moved" in given else Wrapping if "token_ids" in given else Altered
+            altered = kind.from_dict(given)
         names = tuple(map(check_namespace, claims["namespaces"]))
         found = cls(**claims | {"namespaces": names, "altered": altered})
         if found.salt != salt:

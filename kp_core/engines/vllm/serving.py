@@ -67,8 +67,12 @@ def arguments(  # noqa: PLR0913 - what one server is
     sealed: bool = False,
     compress: Compression = "lossless",
     rope: Rope | None = None,
+    packets: bool = False,
 ) -> list[str]:
-    """The options of `vllm serve` that serve a model with packs; see `transfer_config`."""
+    """The options of `vllm serve` that serve a model with packs; see `transfer_config`.
+
+    With `packets` it takes embeddings beside tokens, from its own middleware alone.
+    """
     import torch
 
     given = {
@@ -84,4 +88,5 @@ def arguments(  # noqa: PLR0913 - what one server is
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }
     flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]
+    flags += ["--enable-prompt-embeds"] if packets else []
     return ["--model", model, *(part for pair in given.items() for part in pair), *flags]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from kp_core.compose.wrapper import wrapper_bytes
 from kp_core.engines.vllm.altered import digest_of
 from kp_core.errors import PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -16,7 +18,7 @@ from kp_core.packs.kept import EntryKey
 from kp_core.packs.pack import PackKey, Prefix
 from kp_core.plan import Plan
 
-__all__ = ["Between", "Laid", "MovedPack", "Spliced", "moved_packs"]
+__all__ = ["Between", "Laid", "MovedPack", "Packet", "Spliced", "Wrapping", "moved_packs"]
 
 _BETWEEN = "between moved packs"  # How `EntryKey.before` of such entries begins.
 _MOST_PACKS = 256
@@ -61,7 +63,22 @@ class Between:
         return "what is between moved packs"
 
 
-_Part: TypeAlias = MovedPack | Between
+@dataclass(frozen=True)
+class Packet:
+    """The tokens `start:stop` of a prompt, whose KV is that of a pack between soft tokens, which is kept."""
+
+    start: int
+    stop: int
+    kept: Between
+    handle: Handle
+
+    @property
+    def by(self) -> int:
+        """Positions, from where it was compiled."""
+        return self.start - self.kept.start
+
+
+_Part: TypeAlias = MovedPack | Packet | Between
 
 
 @dataclass(frozen=True)
@@ -81,7 +98,47 @@ class Laid:
     @property
     def handle(self) -> str:
         """What logs call it."""
-        return f"{sum(isinstance(part, MovedPack) for part in self.parts)} moved packs"
+        return f"{sum(not isinstance(part, Between) for part in self.parts)} moved packs"
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """A request for the KV of one pack between soft tokens, whose prompt is embeddings: it has no token ids.
+
+    `token_ids` are those of the wrapped pack (`PacketComposer.wrap`), which stands behind the tokens `prefix`.
+    """
+
+    wrapper: str
+    handle: str
+    prefix: tuple[int, ...]
+    cuts: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    keep = True
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Wrapping:
+        """What JSON made of `dataclasses.asdict`."""
+        return cls(**{**data, **{name: tuple(data[name]) for name in ("prefix", "cuts", "token_ids")}})
+
+    @property
+    def tokens(self) -> str:
+        """`digest_of` no token ids."""
+        return digest_of(())
+
+    @property
+    def label(self) -> str:
+        """No other request has this one, as embeddings are not told by ids."""
+        return repr(self)
+
+    def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], _token_ids: Sequence[int] = ()) -> Between:
+        """What it leaves behind."""
+        about = f"packet:{self.wrapper}\0{Prefix(self.prefix, self.cuts)}".encode()
+        before = blake2b(about, digest_size=16).hexdigest()
+        key = EntryKey(model, len(self.prefix), before, self.token_ids, (self.handle,))
+        return Between(key, namespaces)
+
+    def begins(self, _model: ModelFingerprint, _namespaces: tuple[str, ...], _token_ids: Sequence[int]) -> None:
+        """Nothing that is stored."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +160,15 @@ class Spliced:
     """`digest_of` the prompt's token ids."""
     keep: bool = False
     """Whether the KV of what stands behind the last moved pack is to be kept."""
+    wrapper: str = ""
+    """The id of the soft tokens that they stand between, if they do."""
 
     @classmethod
     def of(cls, said: object, token_ids: object) -> Spliced:
         """What a client asks for, but for the prefix; raises `PromptError`, which says what is wrong with it."""
         if not isinstance(token_ids, list) or not all(type(each) is int and each >= 0 for each in token_ids):
             raise PromptError("Got 'kp' with a prompt that is not one list of token ids; packs are placed by them.")
-        if not isinstance(said, Mapping) or set(said) - {"moved", "packs"}:
+        if not isinstance(said, Mapping) or set(said) - {"moved", "packs", "wrapper"}:
             raise PromptError("Expected 'kp': {'moved': …, 'packs': …}, as `VLLMEngine` sends it.")
         try:
             moved = tuple((int(start), int(stop), str(handle)) for start, stop, handle in said["moved"])
@@ -142,7 +201,8 @@ class Spliced:
         """What is done to the prompt, and where: of two requests with one label, equal ids have equal KV."""
         if not self.moved:
             return ""
-        return "\0".join(["splice", repr((self.prefix, self.cuts)), *map(repr, self.moved)])
+        about = repr((self.wrapper, self.prefix, self.cuts))
+        return "\0".join(["splice", about, *map(repr, self.moved)])
 
     def until(self, stop: int, token_ids: Sequence[int]) -> Spliced:
         """The request that computes the text that ends at `stop`, and keeps it."""
@@ -162,15 +222,28 @@ class Spliced:
 
     def begins(self, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]) -> Laid | None:
         """What a request begins with; `None` where nothing is moved."""
-        prefix = Prefix(self.prefix, self.cuts)
         between: list[_Part] = [
             self.until(stop, token_ids).leaves(model, namespaces, token_ids[:stop]) for _, stop in self.between
         ]
-        moved = [
-            MovedPack(start, stop, Handle.parse(handle), PackKey(model, prefix), tuple(token_ids[start:stop]))
-            for start, stop, handle in self.moved
-        ]
+        moved = [self._part(model, namespaces, each, tuple(token_ids[each[0] : each[1]])) for each in self.moved]
         return Laid(tuple(sorted([*between, *moved], key=lambda part: part.start)), namespaces) if moved else None
+
+    def wrapping(self, handle: str, token_ids: tuple[int, ...]) -> Wrapping:
+        """The request that computes one of the packs between its soft tokens."""
+        return Wrapping(self.wrapper, handle, self.prefix, self.cuts, token_ids)
+
+    def _part(
+        self,
+        model: ModelFingerprint,
+        namespaces: tuple[str, ...],
+        moved: tuple[int, int, str],
+        token_ids: tuple[int, ...],
+    ) -> _Part:
+        start, stop, name = moved
+        handle = Handle.parse(name)
+        if self.wrapper:
+            return Packet(start, stop, self.wrapping(name, token_ids).leaves(model, namespaces), handle)
+        return MovedPack(start, stop, handle, PackKey(model, Prefix(self.prefix, self.cuts)), token_ids)
 
 
 def moved_packs(plan: Plan) -> dict[str, Any] | None:
@@ -179,4 +252,6 @@ def moved_packs(plan: Plan) -> dict[str, Any] | None:
     if not spans:
         return None
     packs = [[span.handle, span.start] for span in plan.prompt.spans if find_handles(span.handle)]
-    return {"moved": [[span.start, span.stop, span.handle] for span in spans], "packs": packs}
+    said = {"moved": [[span.start, span.stop, span.handle] for span in spans], "packs": packs}
+    wrapper = next((each for region in plan.regions if (each := getattr(region.composer, "wrapper", None))), None)
+    return said if wrapper is None else said | {"wrapper": base64.b64encode(wrapper_bytes(wrapper)).decode()}

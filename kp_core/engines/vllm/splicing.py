@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import secrets
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
+
+from kp_core.compose.packet import PacketComposer
+from kp_core.compose.wrapper import wrapper_of
 from kp_core.engines.vllm.access import Access
 from kp_core.engines.vllm.altering import Step, computed_before, need_namespace, readable
 from kp_core.engines.vllm.desk import Desk, need_write
 from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.spliced import Spliced
+from kp_core.engines.vllm.spliced import Spliced, Wrapping
 from kp_core.engines.vllm.wire import App, HTTPError, Scope
 from kp_core.errors import HandleError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 
 __all__ = ["spliced"]
+
+_MOST_BYTES = 8 * 2**20
 
 
 async def spliced(desk: Desk, app: App, scope: Scope, access: Access, body: dict[str, Any]) -> tuple[Rights, int]:
@@ -31,8 +39,9 @@ async def spliced(desk: Desk, app: App, scope: Scope, access: Access, body: dict
     if desk.immovable:
         raise HTTPError(400, desk.immovable)
     ids: Any = body.get("prompt")
-    asked = Spliced.of(body.pop("kp"), ids)
-    packs = [await asyncio.to_thread(_pack, desk, access, each, ids) for each in asked.moved]
+    said = body.pop("kp")
+    asked, wrapper = Spliced.of(said, ids), said.get("wrapper")
+    packs = [await asyncio.to_thread(_pack, desk, access, handle) for _, _, handle in asked.moved]
     prefix = packs[0].prefix
     if other := next((pack for pack in packs if pack.prefix != prefix), None):
         raise HTTPError(
@@ -42,9 +51,22 @@ async def spliced(desk: Desk, app: App, scope: Scope, access: Access, body: dict
         )
     named = await asyncio.to_thread(readable, asked.packs, desk, access)
     found = replace(asked, prefix=prefix.token_ids, cuts=prefix.cuts, packs=named)
+    soft = _soft(desk, wrapper)
+    if soft is not None:
+        found = replace(found, wrapper=soft.wrapper.id)
+    for (start, stop, handle), pack in zip(asked.moved, packs, strict=True):
+        if not _stands(desk, pack, ids[start:stop], soft):
+            raise HTTPError(
+                409,
+                f"{handle} is not, as this server would compile it, what stands at the tokens {start}:{stop}. Build it "
+                "with this server's engine, or use composer='exact'.",
+            )
     computed = 0
-    for (_, _, handle), pack in zip(asked.moved, packs, strict=True):
-        if not await asyncio.to_thread(desk.is_compiled, Handle.parse(handle), pack.key):
+    for (start, stop, handle), pack in zip(asked.moved, packs, strict=True):
+        if soft is not None:
+            made = found.wrapping(handle, tuple(ids[start:stop]))
+            computed += await _wrapped(desk, app, scope, access, made, soft)
+        elif not await asyncio.to_thread(desk.is_compiled, Handle.parse(handle), pack.key):
             need_write(access)
             await desk.fill(app, scope, access, pack)
             computed += len(pack.token_ids)  # Not what stands before them once more.
@@ -59,19 +81,62 @@ async def spliced(desk: Desk, app: App, scope: Scope, access: Access, body: dict
     return Rights(access.namespaces, salt, altered=found), computed
 
 
-def _pack(desk: Desk, access: Access, moved: tuple[int, int, str], ids: list[int]) -> KnowledgePack:
-    """The pack that a client names, where the key may read it and its tokens stand there."""
-    (start, stop, name), pack = moved, None
+async def _wrapped(  # noqa: PLR0913 - what a request comes with, and what it needs
+    desk: Desk, app: App, scope: Scope, access: Access, made: Wrapping, soft: PacketComposer
+) -> int:
+    """Have a pack compiled between its soft tokens, unless it is; how many tokens were computed for it."""
+    left, wrapper = made.leaves(desk.identity, access.namespaces), soft.wrapper
+    if await asyncio.to_thread(desk.store.kept.has, left.key, access.namespaces):
+        return 0
+    need_write(access)
+    inner = made.token_ids[len(wrapper.header) : len(made.token_ids) - len(wrapper.trailer)]
+    tokens = await asyncio.to_thread(desk.embeddings, [*made.prefix, *inner])
+    head = (part.to(tokens.dtype) for part in (wrapper.header, wrapper.trailer))
+    prompt = torch.cat([tokens[: len(made.prefix)], next(head), tokens[len(made.prefix) :], next(head)])
+    # Nobody else has this salt: what is computed of embeddings is found in the store alone.
+    rights = Rights(access.namespaces, secrets.token_hex(16), altered=made)
+    dtype: torch.dtype = getattr(torch, desk.identity.dtype)
+    step = (left.key, prompt.to(dtype), rights)
+    await computed_before(desk, app, scope, access, [step], "The pack between its soft tokens")
+    return len(made.token_ids)
+
+
+def _soft(desk: Desk, said: object) -> PacketComposer | None:
+    """The composer of what a client sends as its wrapper; raises `HTTPError` and `WrapperError`."""
+    if said is None:
+        return None
+    if not desk.packets:
+        raise HTTPError(400, "This server wraps no packs; start it with `kp serve --packets`.")
+    if not isinstance(said, str) or len(said) > _MOST_BYTES:
+        raise HTTPError(400, f"Expected a wrapper in base64, of at most {_MOST_BYTES} characters.")
+    try:
+        wrapper = wrapper_of(base64.b64decode(said, validate=True))
+    except ValueError as error:
+        raise HTTPError(400, f"Got a wrapper that is not in base64 ({error}).") from error
+    wrapper.check(desk.identity)
+    return PacketComposer(wrapper)
+
+
+def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketComposer | None) -> bool:
+    """Whether these are the tokens of the pack; wrapped, they go to the end of its text and the blanks behind."""
+    if pack.fingerprint != desk.identity:
+        return False
+    if soft is None:
+        return list(pack.token_ids) == ids
+    inner = soft.unwrapped(replace(pack, token_ids=tuple(ids), kv=None))
+    more = inner[len(pack.token_ids) :]
+    ends = pack.text.rstrip().endswith(desk.tokenizer.decode(more).strip())
+    is_own = ends and inner[: len(pack.token_ids)] == pack.token_ids
+    return bool(inner) and is_own and list(soft.wrap(pack, inner).token_ids) == ids
+
+
+def _pack(desk: Desk, access: Access, name: str) -> KnowledgePack:
+    """The pack of that handle, where the key may read it."""
+    pack = None
     with suppress(HandleError):
         handle = Handle.parse(name)
         if handle.namespace in access.namespaces and handle in desk.store:
             pack = desk.store.peek(handle, PackKey(desk.identity))
     if pack is None:
         raise HTTPError(404, f"There is no pack {name!r}.")
-    if pack.fingerprint != desk.identity or list(pack.token_ids) != ids[start:stop]:
-        raise HTTPError(
-            409,
-            f"{name} is not, as this server would compile it, what stands at the tokens {start}:{stop}. Build it with "
-            "this server's engine, or use composer='exact'.",
-        )
     return pack

@@ -1,5 +1,6 @@
 """Packs that servers move: named by clients, signed, compiled and laid where a prompt has them."""
 
+import base64
 import json
 import time
 from dataclasses import replace
@@ -7,19 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kp_core import KVTensors, PackStore, load_engine
+from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
+from kp_core.compose.wrapper import Wrapper, wrapper_bytes, wrapper_of
+from kp_core.engines.hf.embeddings import TokenEmbeddings
 from kp_core.engines.request import Request
 from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.spliced import Between, MovedPack, Spliced, moved_packs
-from kp_core.errors import PackError
+from kp_core.engines.vllm.spliced import Between, MovedPack, Packet, Spliced, moved_packs
+from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.rope import Rope
+from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 from tests.core.engines.gate import server
 from tests.core.engines.test_serving import KEY, TEXT, served
+from tests.parity.families import model_of
 
 __all__ = ["server"]
 
@@ -177,3 +182,72 @@ def test_what_cannot_be_moved_is_said(server, remote):
     done = server.ask("POST", "/v1/completions", {"prompt": ids, "kp": said, "max_tokens": 1})
     assert (done.status_code, "longrope" in done.json()["error"]["message"]) == (400, True)
     assert not server.seen
+
+
+def wrapped(remote, width, soft=3):
+    made = torch.Generator().manual_seed(3)
+    header, trailer = (torch.randn(count, width, generator=made) for count in (soft, soft - 1))
+    return PacketComposer(Wrapper(header, trailer, remote.fingerprint))
+
+
+def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "tiny")
+    server.gate.desk.__dict__["embeddings"] = embeddings = TokenEmbeddings(tmp_path / "tiny")
+    width = embeddings([0]).shape[1]
+    composer, handles = wrapped(remote, width), handles_of(remote, server.store, compiled=False)
+    options = {"view": server.store.view("a"), "composer": composer}
+    plan = remote._plan("{}\n{}\n{}\nWho?".format(*handles), Request.of(options))[0]
+    said, ids = moved_packs(plan), list(plan.prompt.token_ids)
+    assert wrapper_of(base64.b64decode(said["wrapper"])) == composer.wrapper
+
+    def ask(kp=said, prompt=ids, key="a"):
+        done = server.ask("POST", "/v1/completions", {"prompt": prompt, "kp": kp, "max_tokens": 1}, key)
+        return done, "" if done.status_code == 200 else done.json()["error"]["message"]
+
+    assert "--packets" in ask()[1]
+    server.gate.desk = replace(server.gate.desk, packets=True)
+    server.gate.desk.__dict__.update(embeddings=embeddings, tokenizer=remote.tokenizer)
+    other = wrapped(load_engine(tiny_model("qwen3"), tokenizer=tiny_tokenizer()), width)
+    moved = said["moved"]
+    for wrong, prompt, status, expected in (
+        (said | {"wrapper": 5}, ids, 400, "base64"),
+        (said | {"wrapper": "%"}, ids, 400, "base64"),
+        (said | {"wrapper": "aGVsbG8="}, ids, 400, "no wrapper"),
+        (said | {"wrapper": base64.b64encode(wrapper_bytes(other.wrapper)).decode()}, ids, 400, "weights"),
+        (said | {"moved": [[moved[0][0] + 1, *moved[0][1:]], *moved[1:]]}, ids, 409, "is not"),
+        (said, [*ids[: moved[0][0]], ids[moved[0][0]] + 1, *ids[moved[0][0] + 1 :]], 409, "is not"),
+    ):
+        done, message = ask(wrong, prompt)
+        assert (done.status_code, expected in message) == (status, True), message
+    assert ask(key="reader")[0].status_code == 403
+    assert not server.embedded
+    for key, computed in (("a", None), ("a", "0"), ("reader", "0")):
+        done, message = ask(key=key)
+        assert done.status_code == 200, message
+        assert computed in (None, done.headers["kp-computed-tokens"])
+    assert len(server.embedded) == len(moved) == 2
+    pack = server.store.get(Handle.parse(moved[0][2]))
+    inner = ids[moved[0][0] + 3 : moved[0][1] - 2]
+    parts = [embeddings(pack.prefix.token_ids), composer.wrapper.header, embeddings(inner), composer.wrapper.trailer]
+    assert torch.equal(server.embedded[0], torch.cat(parts))
+    rights = Rights.read(server.seen[-1][1]["kv_transfer_params"], server.seen[-1][1]["cache_salt"], KEY)
+    pieces = StoredPieces(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
+    laid = rights.altered.begins(pieces.model, rights.namespaces, ids)
+    packet = next(part for part in laid.parts if isinstance(part, Packet))
+    kept = server.store.kept.read(packet.kept.key, ["a"])
+    expected = tiny_engine().engine._filler.model.rope.move(kept, packet.start - len(pack.prefix))
+    assert pieces.read(laid, 0).slice(packet.start, packet.stop).equal(expected)
+
+
+def test_embeddings_are_those_of_the_model():
+    embeddings, model = TokenEmbeddings(bundled_model()), load_engine(bundled_model()).engine._filler.model._model
+    ids = [0, 5, 49151, 5]
+    assert torch.equal(embeddings(ids), model.get_input_embeddings()(torch.tensor(ids)))
+
+
+def test_models_that_make_more_of_a_token_are_refused(tmp_path):
+    model_of("gemma3_text").save_pretrained(tmp_path / "scaled")
+    with pytest.raises(UnsupportedRequestError, match="more of a token"):
+        TokenEmbeddings(tmp_path / "scaled")
+    with pytest.raises(UnsupportedRequestError, match="cannot be read"):
+        TokenEmbeddings(tmp_path / "nowhere")
