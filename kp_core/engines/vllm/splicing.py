@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kp_core.compose.packet import PacketComposer
 from kp_core.compose.wrapper import wrapper_of
@@ -85,20 +86,26 @@ async def _wrapped(  # noqa: PLR0913 - what a request comes with, and what it ne
     desk: Desk, app: App, scope: Scope, access: Access, made: Wrapping, soft: PacketComposer
 ) -> int:
     """Have a pack compiled between its soft tokens, unless it is; how many tokens were computed for it."""
-    left, wrapper = made.leaves(desk.identity, access.namespaces), soft.wrapper
+    left = made.leaves(desk.identity, access.namespaces)
     if await asyncio.to_thread(desk.store.kept.has, left.key, access.namespaces):
         return 0
     need_write(access)
-    inner = made.token_ids[len(wrapper.header) : len(made.token_ids) - len(wrapper.trailer)]
-    tokens = await asyncio.to_thread(desk.embeddings, [*made.prefix, *inner])
-    head = (part.to(tokens.dtype) for part in (wrapper.header, wrapper.trailer))
-    prompt = torch.cat([tokens[: len(made.prefix)], next(head), tokens[len(made.prefix) :], next(head)])
+    prompt = await asyncio.to_thread(_embedded, desk, made, soft)
     # Nobody else has this salt: what is computed of embeddings is found in the store alone.
     rights = Rights(access.namespaces, secrets.token_hex(16), altered=made)
-    dtype: torch.dtype = getattr(torch, desk.identity.dtype)
-    step = (left.key, prompt.to(dtype), rights)
-    await computed_before(desk, app, scope, access, [step], "The pack between its soft tokens")
+    steps: list[Step] = [(left.key, prompt, rights)]
+    await computed_before(desk, app, scope, access, steps, "The pack between its soft tokens")
     return len(made.token_ids)
+
+
+def _embedded(desk: Desk, made: Wrapping, soft: PacketComposer) -> Tensor:
+    """What a wrapped pack and its prefix are for the model, `(tokens, hidden)`."""
+    header, trailer = soft.wrapper.header, soft.wrapper.trailer
+    inner = made.token_ids[len(header) : len(made.token_ids) - len(trailer)]
+    tokens = desk.embeddings([*made.prefix, *inner])
+    parts = (tokens[: len(made.prefix)], header, tokens[len(made.prefix) :], trailer)
+    dtype: torch.dtype = getattr(torch, desk.identity.dtype)
+    return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
 
 
 def _soft(desk: Desk, said: object) -> PacketComposer | None:
