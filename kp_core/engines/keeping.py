@@ -137,10 +137,8 @@ class Keeper:
         for region in plan.regions:
             for span in region.spans if isinstance(region.composer, WrappingComposer) else ():
                 if region.composer and find_handles(span.handle):
-                    pack = span.pack
-                    about = f"{region.composer.key}\0{pack.prefix}".encode()
-                    before = blake2b(about, digest_size=16).hexdigest()
-                    key = EntryKey(self._identity, len(pack.prefix), before, pack.token_ids, (span.handle,))
+                    pack, composer = span.pack, region.composer.key
+                    key = EntryKey.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)
                     found[span.start, span.stop] = key
         return found
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from hashlib import blake2b
 
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
@@ -46,6 +47,14 @@ class EntryKey:
     token_ids: tuple[int, ...]
     packs: tuple[str, ...]
     words: str | None = None
+
+    @classmethod
+    def wrapped(
+        cls, model: ModelFingerprint, composer: str, prefix: Prefix, token_ids: tuple[int, ...], handle: str
+    ) -> EntryKey:
+        """Of a pack that `composer` wrapped in tokens of its own, by its key; `token_ids` are those of the whole."""
+        before = blake2b(f"{composer}\0{prefix}".encode(), digest_size=16).hexdigest()
+        return cls(model, len(prefix), before, token_ids, (handle,))
 
     @cached_property
     def namespaces(self) -> frozenset[str]:

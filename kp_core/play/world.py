@@ -237,8 +237,11 @@ class World:
 
     def saying(self, statement: str) -> str | None:
         """The first document that makes a statement exactly once."""
-        found = (name for name, each in self.documents.items() if self._pack(each).text.count(statement) == 1)
-        return next(found, None)
+        for name, each in self.documents.items():
+            pack = self.store.peek(each.handle)  # Its KV is not needed.
+            if pack is not None and pack.text.count(statement) == 1:
+                return name
+        return None
 
     def plain_tokens(self, messages: list[dict[str, Any]], **options: Any) -> int:  # noqa: ANN401 - of `Request`
         """How many tokens a conversation has as plain text; nothing is computed."""

@@ -47,6 +47,7 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     "command",
     [
         ("serve", "bank", "--store", "packs", "--facts", "other"),
+        ("serve", "bank", "--store", "packs", "--packets"),
         ("ask", "bank", "Which bird?", "--model", "bank"),
         ("edit", "bank", "bird", "--old", "heron", "--new", "gull", "--model", "bank"),
         ("build", "new", "facts.jsonl", "--compile", "--model", "bank"),

@@ -100,17 +100,17 @@ def _narrow_rope(config: Any) -> Rope:  # noqa: ANN401
     kind = kind_of(config)
     if why := kind.lacks.get("compose"):
         raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
-    config = copy.deepcopy(config)
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
-    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1 if shared else 2, "hidden_size": 2 * width}
-    sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _INNER)
-    for name, size in sizes.items():
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, size)
     try:
+        config = copy.deepcopy(config)
+        text = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1 if shared else 2, "hidden_size": 2 * width}
+        sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _INNER)
+        for name, size in sizes.items():
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, size)
         narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
         taken = inspect.signature(narrow.forward).parameters
         shape = measured_shape(

@@ -41,22 +41,12 @@ logger = logging.getLogger(__name__)
 _TRIED = 16  # Longest packs whose KV is looked for; each look is a `stat` or two.
 
 
-@dataclass(frozen=True)
-class _Save:
-    """The tokens `start:stop` of a request, in these blocks, which are to be kept."""
-
-    piece: Kept
-    start: int
-    stop: int
-    blocks: tuple[int, ...]
-
-
 @dataclass
 class _Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is no package of the checker's
     """What the worker has to do in one step."""
 
-    loads: list[Move] = field(default_factory=list)
-    saves: list[_Save] = field(default_factory=list)
+    loads: list[Move[Loaded]] = field(default_factory=list)
+    saves: list[Move[Kept]] = field(default_factory=list)
 
 
 class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
@@ -82,7 +72,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._places: dict[str, int] = {}
         self._loading: Loading | None = None
         self._found: dict[str, tuple[Loaded, int]] = {}
-        self._loads: list[Move] = []
+        self._loads: list[Move[Loaded]] = []
         self._wanted: dict[str, Kept] = {}
         self._failed: set[int] = set()
         self._unsafe: set[int] = set()
@@ -158,7 +148,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                     blocks = scheduler_output.kv_connector_block_state.get_block_ids(name)[0]
                     start, size = saved_from(piece), self._vllm_config.cache_config.block_size
                     moves.saves.append(
-                        _Save(piece, start, piece.stop, tuple(blocks[start // size : -(-piece.stop // size)]))
+                        Move(piece, start, piece.stop, tuple(blocks[start // size : -(-piece.stop // size)]))
                     )
                     del self._wanted[name]
         return moves

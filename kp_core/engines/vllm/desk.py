@@ -135,7 +135,7 @@ class Desk:
     def _listed(self, scope: Scope, access: Access) -> list[str]:
         """The handles that a key reads, with `?hot=1` those alone that were answered from, the latest first."""
         names = asked_namespaces(scope, access)
-        if b"hot=1" in scope.get("query_string", b"").split(b"&"):
+        if parse_qs(scope.get("query_string", b"").decode("latin-1")).get("hot") == ["1"]:
             return [str(each) for each in self.hot.among(names) if each in self.store]
         return [str(each) for name in names for each in self.store.handles(name)]
 

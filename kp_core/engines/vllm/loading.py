@@ -8,11 +8,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
-from kp_core.engines.vllm.pieces import LayeredKV, Loaded, StoredPieces
+from kp_core.engines.vllm.pieces import Kept, LayeredKV, Loaded, StoredPieces
 from kp_core.errors import KnowledgePackError, PackError
 
 if TYPE_CHECKING:  # It imports vLLM.
@@ -26,11 +26,14 @@ _ERRORS = (OSError, KnowledgePackError)
 _THREADS = 2  # They read from a disk, check and copy: memory is what they wait for.
 
 
+_P = TypeVar("_P", bound=Loaded | Kept)
+
+
 @dataclass(frozen=True)
-class Move:
+class Move(Generic[_P]):
     """The tokens `start:stop` of a request, in these blocks, and the pack (or other stored KV) that ends them."""
 
-    piece: Loaded
+    piece: _P
     start: int
     stop: int
     blocks: tuple[int, ...]
@@ -46,10 +49,10 @@ class Loading:
     and all before the step, as the step may be a recorded graph that waits for nothing.
     """
 
-    def __init__(self, moves: Sequence[Move], pieces: StoredPieces, cache: PagedKV) -> None:
+    def __init__(self, moves: Sequence[Move[Loaded]], pieces: StoredPieces, cache: PagedKV) -> None:
         self.failed: set[int] = set()
         self._moves, self._cache, self._lock = moves, cache, threading.Lock()
-        self._layers: list[list[tuple[Move, Future[list[tuple[Tensor, Tensor]]]]]] = [[] for _ in cache.layers]
+        self._layers: list[list[tuple[Move[Loaded], Future[list[tuple[Tensor, Tensor]]]]]] = [[] for _ in cache.layers]
         self._pool: ThreadPoolExecutor | None = None
         opened = [(move, kv) for move in moves if (kv := self._opened(move, pieces)) is not None]
         if opened:
@@ -82,7 +85,7 @@ class Loading:
             for move in filter(self._is_wanted, self._moves):
                 logger.info("Loaded %d tokens of %s.", move.stop - move.start, move.piece.handle)
 
-    def _opened(self, move: Move, pieces: StoredPieces) -> LayeredKV | None:
+    def _opened(self, move: Move[Loaded], pieces: StoredPieces) -> LayeredKV | None:
         try:
             kv = pieces.open(move.piece, move.start, move.stop)
             if kv.layers != len(self._cache.layers):
@@ -92,7 +95,7 @@ class Loading:
             return None
         return kv
 
-    def _read(self, layer: int, move: Move, kv: LayeredKV) -> list[tuple[Tensor, Tensor]]:
+    def _read(self, layer: int, move: Move[Loaded], kv: LayeredKV) -> list[tuple[Tensor, Tensor]]:
         if not self._is_wanted(move):
             return []
         parts = kv.read(layer)
@@ -101,12 +104,12 @@ class Loading:
             return []
         return parts
 
-    def _is_wanted(self, move: Move) -> bool:
+    def _is_wanted(self, move: Move[Loaded]) -> bool:
         """Not when a layer of it has failed already."""
         with self._lock:
             return self.failed.isdisjoint(move.blocks)
 
-    def _fail(self, move: Move, error: Exception) -> None:
+    def _fail(self, move: Move[Loaded], error: Exception) -> None:
         if self._is_wanted(move):
             logger.warning("%s cannot be loaded, and its request fails: %s", move.piece.handle, error)
         with self._lock:

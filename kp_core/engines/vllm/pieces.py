@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kp_core.engines.local.altered import altered
 from kp_core.engines.vllm.altered import Below
-from kp_core.engines.vllm.spliced import Between, Laid, MovedPack, Packet
+from kp_core.engines.vllm.spliced import KeptPart, Laid, MovedPack, Packet
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
@@ -68,13 +68,13 @@ class Piece:
 
 Loaded: TypeAlias = Piece | Below | Laid
 """What a prompt begins with."""
-Kept: TypeAlias = Piece | Below | Between
+Kept: TypeAlias = Piece | Below | KeptPart
 """What is kept of KV that the server computed."""
 
 
 def saved_from(piece: Kept) -> int:
     """The first token whose KV is stored: of packs their prefix, too."""
-    return piece.start if isinstance(piece, Between) else 0
+    return piece.start if isinstance(piece, KeptPart) else 0
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ class StoredPieces:
         """Packs moved to where a prompt has them, and what was computed between them."""
         if self._rope is None:
             raise PackError("The keys of this server's model cannot be moved.")
-        moved = [part for part in laid.parts if not isinstance(part, Between)]
+        moved = [part for part in laid.parts if not isinstance(part, KeptPart)]
         if any(part.handle.namespace not in laid.namespaces for part in moved):
             raise PackError("The packs that are to be moved may not be read.")
         rope, layers = self._rope, len(self._rope.layers)
         readers = [
-            self._between(part, start, stop) if isinstance(part, Between) else self._moved(part, start, stop, rope)
+            self._kept_part(part, start, stop) if isinstance(part, KeptPart) else self._moved(part, start, stop, rope)
             for part in laid.parts
             if start < part.stop and part.start < stop
         ]
@@ -182,7 +182,7 @@ class StoredPieces:
     def _moved(self, part: MovedPack | Packet, start: int, stop: int, rope: Rope) -> _Reader:
         low, high = max(start, part.start), min(stop, part.stop)
         if isinstance(part, Packet):
-            plain = self._between(part.kept, low - part.by, high - part.by)
+            plain = self._kept_part(part.kept, low - part.by, high - part.by)
         else:
             pack, own = self._opened(part), slice(low - part.start, high - part.start)
 
@@ -196,10 +196,10 @@ class StoredPieces:
 
         return read
 
-    def _between(self, part: Between, start: int, stop: int) -> _Reader:
+    def _kept_part(self, part: KeptPart, start: int, stop: int) -> _Reader:
         kv = self.store.kept.read(part.key, part.namespaces)
         if kv is None or kv.tokens != part.stop - part.start:
-            raise PackError("What was computed between moved packs is not stored (any more), or may not be read.")
+            raise PackError("What moved packs need is not stored (any more), or may not be read.")
         kv = kv.slice(max(start - part.start, 0), min(stop, part.stop) - part.start)
         return lambda layer: (kv.keys[layer], kv.values[layer])
 

@@ -18,7 +18,7 @@ from kp_core.packs.kept import EntryKey
 from kp_core.packs.pack import PackKey, Prefix
 from kp_core.plan import Plan
 
-__all__ = ["Between", "Laid", "MovedPack", "Packet", "Spliced", "Wrapping", "moved_packs"]
+__all__ = ["KeptPart", "Laid", "MovedPack", "Packet", "Spliced", "Wrapping", "moved_packs"]
 
 _BETWEEN = "between moved packs"  # How `EntryKey.before` of such entries begins.
 _MOST_PACKS = 256
@@ -41,8 +41,8 @@ class MovedPack:
 
 
 @dataclass(frozen=True)
-class Between:
-    """The tokens `start:stop` of a prompt, which are computed behind moved packs and kept under `key`."""
+class KeptPart:
+    """The tokens `start:stop` of a prompt, whose KV the server computed for moved packs and keeps under `key`."""
 
     key: EntryKey
     namespaces: tuple[str, ...]
@@ -60,7 +60,7 @@ class Between:
     @property
     def handle(self) -> str:
         """What logs call it."""
-        return "what is between moved packs"
+        return "what moved packs need"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Packet:
 
     start: int
     stop: int
-    kept: Between
+    kept: KeptPart
     handle: Handle
 
     @property
@@ -78,7 +78,7 @@ class Packet:
         return self.start - self.kept.start
 
 
-_Part: TypeAlias = MovedPack | Packet | Between
+_Part: TypeAlias = MovedPack | Packet | KeptPart
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Laid:
     @property
     def handle(self) -> str:
         """What logs call it."""
-        return f"{sum(not isinstance(part, Between) for part in self.parts)} moved packs"
+        return f"{sum(not isinstance(part, KeptPart) for part in self.parts)} moved packs"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Wrapping:
     `token_ids` are those of the wrapped pack (`PacketComposer.wrap`), which stands behind the tokens `prefix`.
     """
 
-    wrapper: str
+    composer: str
     handle: str
     prefix: tuple[int, ...]
     cuts: tuple[int, ...]
@@ -130,12 +130,11 @@ class Wrapping:
         """No other request has this one, as embeddings are not told by ids."""
         return repr(self)
 
-    def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], _token_ids: Sequence[int] = ()) -> Between:
+    def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], _token_ids: Sequence[int] = ()) -> KeptPart:
         """What it leaves behind."""
-        about = f"packet:{self.wrapper}\0{Prefix(self.prefix, self.cuts)}".encode()
-        before = blake2b(about, digest_size=16).hexdigest()
-        key = EntryKey(model, len(self.prefix), before, self.token_ids, (self.handle,))
-        return Between(key, namespaces)
+        prefix = Prefix(self.prefix, self.cuts)
+        key = EntryKey.wrapped(model, self.composer, prefix, self.token_ids, self.handle)
+        return KeptPart(key, namespaces)
 
     def begins(self, _model: ModelFingerprint, _namespaces: tuple[str, ...], _token_ids: Sequence[int]) -> None:
         """Nothing that is stored."""
@@ -147,7 +146,7 @@ class Spliced:
 
     What stands before, between and behind them is computed, over all that stands before it. A server computes what
     follows what is loaded, and so it takes one request for each stretch of text before a moved pack, whose KV is kept
-    (`Between`).
+    (`KeptPart`).
     """
 
     moved: tuple[tuple[int, int, str], ...]
@@ -160,8 +159,8 @@ class Spliced:
     """`digest_of` the prompt's token ids."""
     keep: bool = False
     """Whether the KV of what stands behind the last moved pack is to be kept."""
-    wrapper: str = ""
-    """The id of the soft tokens that they stand between, if they do."""
+    wrapped: str = ""
+    """The key of the composer whose soft tokens they stand between, if they do."""
 
     @classmethod
     def of(cls, said: object, token_ids: object) -> Spliced:
@@ -201,7 +200,7 @@ class Spliced:
         """What is done to the prompt, and where: of two requests with one label, equal ids have equal KV."""
         if not self.moved:
             return ""
-        about = repr((self.wrapper, self.prefix, self.cuts))
+        about = repr((self.wrapped, self.prefix, self.cuts))
         return "\0".join(["splice", about, *map(repr, self.moved)])
 
     def until(self, stop: int, token_ids: Sequence[int]) -> Spliced:
@@ -210,7 +209,7 @@ class Spliced:
         packs = tuple(each for each in self.packs if each[1] < stop)
         return replace(self, moved=moved, packs=packs, tokens=digest_of(token_ids[:stop]), keep=True)
 
-    def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]) -> Between:
+    def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]) -> KeptPart:
         """What a request with `keep` leaves behind."""
         start = self.moved[-1][1] if self.moved else 0
         # Who reads other namespaces has entries of their own, so that time says nothing about what others ask.
@@ -218,7 +217,7 @@ class Spliced:
         before = f"{_BETWEEN} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
         packs = tuple(handle for handle, at in self.packs if at < len(token_ids))
         home = min(namespaces, default="default")
-        return Between(EntryKey(model, start, before, tuple(token_ids[start:]), packs, home), namespaces)
+        return KeptPart(EntryKey(model, start, before, tuple(token_ids[start:]), packs, home), namespaces)
 
     def begins(self, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]) -> Laid | None:
         """What a request begins with; `None` where nothing is moved."""
@@ -230,7 +229,7 @@ class Spliced:
 
     def wrapping(self, handle: str, token_ids: tuple[int, ...]) -> Wrapping:
         """The request that computes one of the packs between its soft tokens."""
-        return Wrapping(self.wrapper, handle, self.prefix, self.cuts, token_ids)
+        return Wrapping(self.wrapped, handle, self.prefix, self.cuts, token_ids)
 
     def _part(
         self,
@@ -241,7 +240,7 @@ class Spliced:
     ) -> _Part:
         start, stop, name = moved
         handle = Handle.parse(name)
-        if self.wrapper:
+        if self.wrapped:
             return Packet(start, stop, self.wrapping(name, token_ids).leaves(model, namespaces), handle)
         return MovedPack(start, stop, handle, PackKey(model, Prefix(self.prefix, self.cuts)), token_ids)
 

@@ -54,7 +54,7 @@ async def spliced(desk: Desk, app: App, scope: Scope, access: Access, body: dict
     found = replace(asked, prefix=prefix.token_ids, cuts=prefix.cuts, packs=named)
     soft = _soft(desk, wrapper)
     if soft is not None:
-        found = replace(found, wrapper=soft.wrapper.id)
+        found = replace(found, wrapped=soft.key)
     for (start, stop, handle), pack in zip(asked.moved, packs, strict=True):
         if not _stands(desk, pack, ids[start:stop], soft):
             raise HTTPError(

@@ -14,8 +14,9 @@ import pytest
 import torch
 import uvicorn
 
-from kp_core import KVTensors, MemoryFactStore, Prefix
+from kp_core import KVTensors, MemoryFactStore, Prefix, load_engine
 from kp_core.engines.vllm.access import Keys, add_key
+from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.engines.vllm.pieces import StoredPieces, saved_from
 from kp_core.engines.vllm.rights import Rights
 from kp_core.engines.vllm.wire import send_json
@@ -119,6 +120,16 @@ def events_of(data):
     lines = [line.removeprefix("data: ") for line in data.decode().split("\n\n") if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.fixture(scope="module")
+def remote():
+    """A session over a server that nobody asks: plans need its words alone."""
+    session = tiny_engine()
+    engine = VLLMEngine("http://127.0.0.1:9", tokenizer=session.tokenizer)
+    about = {"model": "tiny", "root": "", "max_positions": session.max_positions}
+    engine.__dict__["_about"] = about | {"identity": served(session).to_dict()}
+    return load_engine(engine)
 
 
 @pytest.fixture

@@ -6,18 +6,20 @@ from types import SimpleNamespace
 
 import pytest
 
-from kp_core import BlendComposer, KVTensors, PackStore, Prefix, load_engine
+from kp_core import BlendComposer, KVTensors, PackStore, Prefix
 from kp_core.engines.local.altered import altered as alter
 from kp_core.engines.request import Request
 from kp_core.engines.vllm.access import Access
 from kp_core.engines.vllm.altered import Altered, asked, digest_of
-from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.steering import preset
 from tests.conftest import tiny_engine
+from tests.core.engines.gate import remote
 from tests.core.engines.test_serving import KEY, TEXT, Gate, served
+
+__all__ = ["remote"]
 
 OTHER = "The lighthouse of Vint Harbour was built by Osk Merrel in the year 214 and painted yellow by his sister."
 
@@ -25,16 +27,6 @@ OTHER = "The lighthouse of Vint Harbour was built by Osk Merrel in the year 214 
 @pytest.fixture(scope="module")
 def formal():
     return tiny_engine().make_steering(preset("formal")[:2], progress=False)
-
-
-@pytest.fixture(scope="module")
-def remote():
-    """A session over a server that nobody asks: plans need its words alone."""
-    session = tiny_engine()
-    engine = VLLMEngine("http://127.0.0.1:9", tokenizer=session.tokenizer)
-    about = {"model": "tiny", "root": "", "max_positions": session.max_positions}
-    engine.__dict__["_about"] = about | {"identity": served(session).to_dict()}
-    return load_engine(engine)
 
 
 def planned(remote, messages, **options):

@@ -12,33 +12,22 @@ from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_en
 from kp_core.compose.wrapper import Wrapper, wrapper_bytes, wrapper_of
 from kp_core.engines.hf.embeddings import TokenEmbeddings
 from kp_core.engines.request import Request
-from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.spliced import Between, MovedPack, Packet, Spliced, moved_packs
+from kp_core.engines.vllm.spliced import KeptPart, MovedPack, Packet, Spliced, moved_packs
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.rope import Rope
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
-from tests.core.engines.gate import server
+from tests.core.engines.gate import remote, server
 from tests.core.engines.test_serving import KEY, TEXT, served
 from tests.parity.families import model_of
 
-__all__ = ["server"]
+__all__ = ["remote", "server"]
 
 TEXTS = [TEXT, TEXT.replace("bell", "horn"), TEXT.replace("Oda", "Ada"), TEXT.replace("noon", "dusk")]
-
-
-@pytest.fixture(scope="module")
-def remote():
-    """A session over a server that nobody asks: plans need its words alone."""
-    session = tiny_engine()
-    engine = VLLMEngine("http://127.0.0.1:9", tokenizer=session.tokenizer)
-    about = {"model": "tiny", "root": "", "max_positions": session.max_positions}
-    engine.__dict__["_about"] = about | {"identity": served(session).to_dict()}
-    return load_engine(engine)
 
 
 def handles_of(remote, store, *, compiled=True):
@@ -66,7 +55,7 @@ def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(
     laid = found.begins(model, ("a",), ids)
     assert [part.start for part in laid.parts[1:]] == [part.stop for part in laid.parts[:-1]]
     assert (laid.parts[0].start, laid.stop) == (0, found.moved[-1][1])
-    with pytest.raises(PackError, match="between moved packs"):
+    with pytest.raises(PackError, match="moved packs need"):
         pieces.read(laid, 0)
     made, expected = torch.Generator().manual_seed(1), []
     for part in laid.parts:
@@ -103,7 +92,7 @@ def pack_of(store, said):
 
 
 def stranger(part):
-    return replace(part, namespaces=("b",)) if isinstance(part, Between) else part
+    return replace(part, namespaces=("b",)) if isinstance(part, KeptPart) else part
 
 
 def test_rights_to_move_count_for_one_prompt_and_one_salt(tmp_path, remote):
