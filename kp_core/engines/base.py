@@ -108,6 +108,10 @@ class CachingEngine(Engine, Protocol):
     def state_bytes(self) -> int:
         """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
 
+    @property
+    def joins(self) -> bool:
+        """Whether passes that follow one another run as one, at no price: prompts are then cut at more packs."""
+
     def found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, the prefix tree has now."""
 

@@ -63,8 +63,11 @@ class Planner:
         identity: ModelFingerprint,
         max_positions: int,
         found: Callable[[Plan], int],
+        *,
+        joins: bool = False,
     ) -> None:
-        """`found` tells how many tokens of a prompt, from the first on, are in memory."""
+        """`found` tells how many tokens of a prompt, from the first on, are in memory; `joins` as in `cut`."""
+        self._joins = joins
         self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._chunk_tokens = int(identity.chunk_tokens)
@@ -198,7 +201,7 @@ class Planner:
                 sourced.composed[span] = NaiveComposer("accept")
             return home or span in sourced.composed
 
-        cuts = cut(prompt, self._chunk_tokens, stands)
+        cuts = cut(prompt, self._chunk_tokens, stands, joins=self._joins)
         return _with_entries(cuts, sourced, entries), sourced
 
     def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: WrappingComposer) -> Prompt:

@@ -84,7 +84,8 @@ class Session(OfEngine):
 
     @cached_property
     def _planner(self) -> Planner:
-        return Planner(self.template, self.engine.identity, self.max_positions, self._found)
+        joins = "cache" in self.engine.supports and self._cache("joins").joins
+        return Planner(self.template, self.engine.identity, self.max_positions, self._found, joins=joins)
 
     @cached_property
     def _together(self) -> Together:

@@ -38,7 +38,7 @@ def is_home(span: Span, prefix: Callable[[], Prefix]) -> bool:
     return len(made) == span.start and made == prefix()
 
 
-def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
+def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home, *, joins: bool = False) -> Cuts:
     """The chunks of `prompt`: cut at every message, at packs, and every `chunk_tokens` between.
 
     There is a cut on both sides of a pack that brings KV of its own (`stands`), and of the first pack of a message
@@ -46,6 +46,8 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
     only where `_Credit` can pay. Packs in memory that came at different times are cut apart, as the messages that
     brought them would be. Where a cut falls depends on the prompt before it, and on whether its message holds another
     pack, and on nothing that is cached. A pack with errata is cut before each of them wherever its end is cut.
+
+    Where an engine `joins` passes at no price, there is a cut behind every pack that is `_LEAD_TOKENS` from the last.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}
@@ -78,7 +80,8 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home) -> Cuts:
         is_last = following is None or any(span.stop <= at <= following.start for at in breaks)
         ends = is_last or following is None or following.reference.batch != span.reference.batch
         # What comes to memory later stands behind this, so the end of what came together is where the two prompts part.
-        if leads or (ends and span.reference.memory) or credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS):
+        is_free = leads or (joins and span.stop - cuts[-1] >= _LEAD_TOKENS) or (ends and span.reference.memory)
+        if is_free or credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS):
             _extend(cuts, span.edges, chunk_tokens)
     _extend(cuts, (*(at for at in breaks if at >= before), len(prompt)), chunk_tokens)
     whole = prompt if len(kept) == len(prompt.spans) else replace(prompt, spans=tuple(kept))

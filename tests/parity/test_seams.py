@@ -22,7 +22,7 @@ either = pytest.mark.parametrize("adapter", ADAPTERS)
 class FixedEngine:
     """An engine that always gives the same answer."""
 
-    answer, max_positions = "Forty-two.", 512
+    answer, max_positions, joins = "Forty-two.", 512, False
 
     def __init__(self, supports=(), like=None):
         self.supports = frozenset(supports)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,7 +36,8 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     `(batch, new, heads, head_dim)`. Sequences here carry no padding, so causality is all the mask there is, unless
     `attention_mask`, `(batch, 1, new, tokens)`, is added: tokens then stand at any positions, or see a window (then it
     says yes or no). With it, a list `kp_weights` takes how much the queries look at each key, `(tokens,)`, summed over
-    queries and heads. Rows may be sequences of their own: then `kp_rows` (see `Rows`) attends.
+    queries and heads. Rows may be sequences of their own: then `kp_rows` (see `Rows`) attends. With `kp_parts`, numbers
+    of tokens, the new tokens are that many passes in one: each part attends as it would in a pass of its own.
 
     Raises `ValueError` when a model asks for what this does not do (softcap, sinks, windows, position bias).
     """
@@ -45,6 +48,11 @@ def split_attention(  # noqa: PLR0913 - the signature is that of transformers' A
         output = rows(module.layer_idx, query, key, value, scaling)
     elif attention_mask is not None and attention_mask.ndim == 4:
         output = _placed(query, key, value, attention_mask, scaling, extra.get("kp_weights"))
+    elif isinstance(parts := extra.get("kp_parts"), Sequence):
+        stops = list(accumulate(parts, initial=key.shape[2] - query.shape[2]))[1:]
+        passes = zip(query.split_with_sizes(list(parts), 2), stops, strict=True)
+        found = [causal_attention(each, key[:, :, :stop], value[:, :, :stop], scaling) for each, stop in passes]
+        output = torch.cat(found, dim=2)
     else:
         output = causal_attention(query, key, value, scaling)
     return output.transpose(1, 2).contiguous(), None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import logging
@@ -18,8 +17,9 @@ from transformers import PreTrainedModel
 
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.cache import cache_of, measured_shape
+from kp_core.engines.hf.joining import passes_join
 from kp_core.engines.hf.kinds import kind_of, narrowed, rope_parameters
-from kp_core.engines.hf.packed import pack_weights
+from kp_core.engines.hf.packed import own_view, pack_weights
 from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import Sampler
@@ -58,8 +58,8 @@ class CausalModel:
         """What its layers keep."""
         self.lacks = self.kind.lacks
         """See `PlacedModel.lacks`."""
-        self._model = _own_view(model).eval()
-        pack_weights(self._model, self._model.get_output_embeddings())
+        self._model = own_view(model).eval()
+        self._packed = pack_weights(self._model, self._model.get_output_embeddings())
         if self.kind.is_recurrent:
             scan_from_states(self._model)
         self.config: Any = self._model.config
@@ -112,15 +112,19 @@ class CausalModel:
         return frozenset(found)
 
     @torch.inference_mode()
-    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+    def forward(
+        self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True, parts: Sequence[int] = ()
+    ) -> Tensor | None:
         """Run `ids` of shape `(batch, new)` behind what `buffer` holds, and write their KV there.
 
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
+        `parts` are the tokens of several passes, which run as one with the bits of each; only where it `joins`.
         """
+        keep: dict[str, Any] = {"kp_parts": parts} if len(parts) > 1 else {}
         if not logits:
-            self._run(self._model.base_model, ids, buffer)
+            self._run(self._model.base_model, ids, buffer, **keep)
             return None
-        keep = {"logits_to_keep": 1} if self.keeps_logits else {}
+        keep |= {"logits_to_keep": 1} if self.keeps_logits else {}
         last: Tensor = self._run(self._model, ids, buffer, **keep).logits[:, -1]
         return last.clone()
 
@@ -130,7 +134,7 @@ class CausalModel:
         every: Tensor = self._run(self._model, ids, buffer).logits[0]
         return every.clone()
 
-    def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: int) -> Any:  # noqa: ANN401 - as transformers
+    def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
         """A forward pass of the model, or of its base, behind what `buffer` holds."""
         start, stop = buffer.length, buffer.length + ids.shape[1]
         about: dict[str, Any] = {self._takes_cache: cache_of(buffer, self.kind.windows), **options}
@@ -143,13 +147,15 @@ class CausalModel:
     @cached_property
     def batches(self) -> bool:
         """Whether several sequences decode in one pass here: the model lets attention know of its rows, and agrees."""
-        # What attention is given must be what the buffers hold.
-        name = self.config._attn_implementation  # noqa: SLF001 - transformers keeps it there alone
-        is_ours = name in (attention.NAME, attention.WINDOWS) and self.kind.name in ("plain", "windows")
-        if not is_ours or self.shape.devices:
+        if not self._is_ours("plain", "windows") or self.shape.devices:
             return False
         with self._narrowed():
             return self._rows_agree()
+
+    def _is_ours(self, *kinds: str) -> bool:
+        """Whether attention is ours, and given what the buffers hold."""
+        name = self.config._attn_implementation  # noqa: SLF001 - transformers keeps it there alone
+        return name in (attention.NAME, attention.WINDOWS) and self.kind.name in kinds
 
     def _rows_agree(self) -> bool:
         buffers = [KVBuffer(self.shape, 2 * _PROBE) for _ in range(2)]
@@ -169,6 +175,11 @@ class CausalModel:
             pairs = zip(ids, buffers, strict=True)
             expected += [self.forward(torch.tensor([each], device=self.device), buffer) for each, buffer in pairs]
         return self._agree(torch.cat(steps).float(), torch.cat([each for each in expected if each is not None]).float())
+
+    @cached_property
+    def joins(self) -> bool:
+        """See `LocalModel.joins`; it is tried when it is first asked."""
+        return self._is_ours("plain") and not self.shape.devices and passes_join(self, self._packed)
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Rows:
         """One token of each of these sequences at a time."""
@@ -303,13 +314,3 @@ class CausalModel:
         buffer = KVBuffer(self.shape, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
         return torch.cat([step for step in steps if step is not None]).float()
-
-
-def _own_view(model: PreTrainedModel) -> PreTrainedModel:
-    """A structural copy that shares its tensors: the caller's model keeps its own attention setting.
-
-    Frequencies of RoPE it has for itself, as `longrope` writes them at every pass.
-    """
-    shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
-    tensors = itertools.chain(model.parameters(), shared)
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -1,20 +1,25 @@
-"""Weights in the layout that the processor multiplies in, made once instead of at every forward pass."""
+"""The engine's own view of a model, with weights in the layout that the processor multiplies in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-__all__ = ["pack_weights"]
+__all__ = ["own_view", "pack_weights", "rows_stand_alone"]
 
 _MOST_BYTES = 2 * 2**30
 """Of packed weights, which are a second copy: what they spare is the more the smaller the model is."""
+_MOST_ROWS, _ROWS = 1024, (1, 2, 7, 16, 18, 31, 32, 33, 48, 64, 65, 100, 128, 140, 200, 256, 300, 512, 700)
+"""Of the batch, and of the parts that are tried."""
 
 
-def pack_weights(model: nn.Module, head: nn.Module | None = None) -> int:
-    """Let the linear layers of `model`, all but `head`, multiply with packed weights; gives how many do.
+def pack_weights(model: nn.Module, head: nn.Module | None = None) -> list[nn.Linear]:
+    """Let the linear layers of `model`, all but `head`, multiply with packed weights; gives those that do.
 
     For bfloat16 on a CPU that oneDNN knows. There a plain linear layer brings its weights into oneDNN's own layout
     anew at each call, which takes as long as 20 to 40 tokens do. Weights that change later are not followed: an engine
@@ -25,10 +30,38 @@ def pack_weights(model: nn.Module, head: nn.Module | None = None) -> int:
     layers = [each for each in layers if type(each.weight) is nn.Parameter and each.weight.dtype == torch.bfloat16]
     layers = [each for each in layers if each.weight.device.type == "cpu"]
     if not _is_known() or sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
-        return 0
+        return []
     for layer in layers:
         vars(layer)["forward"] = _packed(layer)
-    return len(layers)
+    return layers
+
+
+@torch.inference_mode()
+def rows_stand_alone(layers: Sequence[nn.Linear]) -> bool:
+    """Whether each row of a product of `layers` has the same bits, whatever rows are multiplied with it.
+
+    Tried on one layer of each shape, with parts of many lengths out of one batch.
+    """
+    chance = torch.Generator().manual_seed(0)
+    shapes = {(layer.in_features, layer.out_features, layer.bias is None): layer for layer in layers}
+    for layer in shapes.values():
+        rows = torch.randn(1, _MOST_ROWS, layer.in_features, generator=chance).to(layer.weight.dtype)
+        whole = layer(rows)
+        for count in _ROWS:
+            start = int(torch.randint(_MOST_ROWS - count + 1, (), generator=chance))
+            if not torch.equal(layer(rows[:, start : start + count]), whole[:, start : start + count]):
+                return False
+    return True
+
+
+def own_view(model: PreTrainedModel) -> PreTrainedModel:
+    """A structural copy that shares its tensors: the caller's model keeps its own attention setting.
+
+    Frequencies of RoPE it has for itself, as `longrope` writes them at every pass.
+    """
+    shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
+    tensors = itertools.chain(model.parameters(), shared)
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:

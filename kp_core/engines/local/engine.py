@@ -8,8 +8,9 @@ from typing import Any
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.build import Builder
-from kp_core.engines.local.fill import Filled, Filler, LocalModel, Sampler
+from kp_core.engines.local.fill import Filled, Filler
 from kp_core.engines.local.grammar import Grammars
+from kp_core.engines.local.model import LocalModel, Sampler
 from kp_core.engines.local.pool import Cancelled
 from kp_core.engines.local.scheduler import Decoding
 from kp_core.engines.local.tree import Node
@@ -91,6 +92,11 @@ class LocalEngine:
     def state_bytes(self) -> int:
         """See `CachingEngine.state_bytes`."""
         return self._filler.model.shape.state_bytes
+
+    @property
+    def joins(self) -> bool:
+        """See `CachingEngine.joins`."""
+        return self._filler.model.joins
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.

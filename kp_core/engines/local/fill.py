@@ -5,61 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.altered import altered
-from kp_core.engines.local.buffer import CacheShape, KVBuffer
-from kp_core.engines.local.computing import PlacedModel
-from kp_core.engines.local.grammar import Constraint
+from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.openmp import let_go
 from kp_core.engines.local.packs import PackKV
 from kp_core.engines.local.pool import BufferPool, Cancelled
-from kp_core.engines.local.scheduler import BatchingModel, Decoding, Scheduler
+from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.kv import KVTensors
-from kp_core.plan import Limit, Plan, Region, Sampling
+from kp_core.plan import Limit, Plan, Region
 from kp_core.prompt.prompt import Prompt
 
-__all__ = ["Filled", "Filler", "LocalModel"]
-
-
-class LocalModel(PlacedModel, BatchingModel, Protocol):
-    """A causal language model on this machine: one chunk in, KV and logits out."""
-
-    @property
-    def shape(self) -> CacheShape:
-        """What it caches."""
-
-    @property
-    def max_positions(self) -> int:
-        """Most tokens a sequence may have."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Length of the logits."""
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn."""
-
-    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids`, `(batch, new)`, behind what `buffer` holds; the logits behind the last, `(batch, vocabulary)`."""
-
-    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
-
-    def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
-        """How the next token is chosen."""
-
-
-class Sampler(Protocol):
-    """Chooses tokens."""
-
-    def __call__(self, logits: Tensor, left: int) -> int:
-        """The next token, from logits of shape `(vocabulary,)`; `left` may still come, this one included."""
+__all__ = ["Filled", "Filler"]
 
 
 @dataclass
@@ -91,15 +53,19 @@ class Filler:
     def _tree(self, cache_bytes: int) -> PrefixTree:
         return PrefixTree(cache_bytes, has_states=bool(self.model.shape.states))
 
-    def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+    def forward(
+        self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True, parts: Sequence[int] = ()
+    ) -> Tensor | None:
         """Logits `(vocabulary,)` behind `ids`, or `None` without `logits`; threads take turns."""
-        found = self.forward_batch(torch.tensor([ids], device=self.model.device), buffer, logits=logits)
+        with self.scheduler.prefill(len(ids)):
+            tokens = torch.tensor([ids], device=self.model.device)
+            found = self.model.forward(tokens, buffer, logits=logits, parts=parts)
         return None if found is None else found[0]
 
-    def forward_batch(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = False) -> Tensor | None:
-        """Logits `(batch, vocabulary)` behind `ids` of shape `(batch, new)`, or `None` without `logits`."""
+    def forward_batch(self, ids: Tensor, buffer: KVBuffer) -> None:
+        """Write the KV of `ids`, of shape `(batch, new)`."""
         with self.scheduler.prefill(ids.shape[1]):
-            return self.model.forward(ids, buffer, logits=logits)
+            self.model.forward(ids, buffer, logits=False)
 
     def losses(self, run: Filled, tokens: Sequence[int]) -> list[float]:
         """Minus the logarithm of the probability of each of `tokens` behind `run`; leaves their KV in the buffer."""
@@ -229,7 +195,7 @@ class Filler:
         self, run: Filled, plan: Plan, region: Region, ready: KVTensors | None, *, logits: bool, asks: bool
     ) -> None:
         """Bring the chunks of a region in: from the KV that is `ready` for all of it, or by forward passes."""
-        ends = plan.ends
+        waiting: list[tuple[int, int]] = []
         for begin, stop in region.chunks:
             start = max(begin, run.buffer.length)
             if stop > start:
@@ -239,6 +205,7 @@ class Filler:
                 is_last = logits and stop == len(plan.prompt)
                 is_wanted = plan.kept is not None and (begin, stop) in plan.kept.wanted
                 if asks and is_last and not is_wanted and run.late is None and self.scheduler.may_join(len(ids)):
+                    self._compute(run, plan, waiting, logits=False)
                     run.question = ids
                     return
                 kv = None
@@ -249,21 +216,47 @@ class Filler:
                         plan.kept is not None and (read := plan.kept.read(start, stop)) and self.model.shape.fits(read)
                     ):
                         kv = self._packs.placed(read)
+                if kv is not None or (waiting and stop - waiting[0][0] > self.chunk_tokens):
+                    self._compute(run, plan, waiting, logits=False)
+                    waiting = []
                 if kv is not None:
                     run.buffer.append(kv)
+                    self._extend(run, plan, start, stop, kv)
                 else:
-                    run.logits = self._pass(run, plan.prompt, ids, logits=is_last)
-                    run.computed += stop - start
-                if run.path.is_open and run.path.tokens == start:
-                    kv = run.buffer.read(start, stop) if kv is None else kv
-                    # A state may take more room than the KV of a chunk: inside a long text it is not kept.
-                    run.path.extend(ids, kv if stop in ends else replace(kv, states=()), run.logits)
+                    waiting.append((start, stop))
+                    if is_last or not self.model.joins or run.late is not None:
+                        self._compute(run, plan, waiting, logits=is_last)
+                        waiting = []
             _check(plan.limit)
+        self._compute(run, plan, waiting, logits=False)
+        _check(plan.limit)
 
-    def _pass(self, run: Filled, prompt: Prompt, ids: Sequence[int], *, logits: bool) -> Tensor | None:
+    def _compute(self, run: Filled, plan: Plan, chunks: Sequence[tuple[int, int]], *, logits: bool) -> None:
+        """Compute chunks that follow one another in one pass, in which each has the bits of a pass of its own."""
+        if not chunks:
+            return
+        begin, end = chunks[0][0], chunks[-1][1]
+        parts = [stop - start for start, stop in chunks]
+        run.logits = self._pass(run, plan.prompt, plan.prompt.token_ids[begin:end], parts, logits=logits)
+        run.computed += end - begin
+        for start, stop in chunks:
+            self._extend(run, plan, start, stop, None)
+
+    def _extend(self, run: Filled, plan: Plan, start: int, stop: int, kv: KVTensors | None) -> None:
+        """Give a chunk that stands in the buffer to the tree."""
+        if run.path.is_open and run.path.tokens == start:
+            kv = run.buffer.read(start, stop) if kv is None else kv
+            # A state may take more room than the KV of a chunk: inside a long text it is not kept.
+            kv = kv if stop in plan.ends else replace(kv, states=())
+            is_end = stop == run.buffer.length
+            run.path.extend(plan.prompt.token_ids[start:stop], kv, run.logits if is_end else None)
+
+    def _pass(
+        self, run: Filled, prompt: Prompt, ids: Sequence[int], parts: Sequence[int], *, logits: bool
+    ) -> Tensor | None:
         """As `forward`, together with what a composer left to this pass; its region is then whole."""
         if run.late is None:
-            return self.forward(ids, run.buffer, logits=logits)
+            return self.forward(ids, run.buffer, logits=logits, parts=parts)
         (region, places, late), run.late = run.late, None
         stop = run.buffer.length + len(ids)
         places = [*places, *range(run.buffer.length, stop)]

@@ -19,7 +19,8 @@ from kp_core.plan import Plan, Region
 from kp_core.prompt.prompt import Span
 
 if TYPE_CHECKING:
-    from kp_core.engines.local.fill import Filled, LocalModel
+    from kp_core.engines.local.fill import Filled
+    from kp_core.engines.local.model import LocalModel
 
 __all__ = ["PackKV"]
 

@@ -29,9 +29,9 @@ def message(sizes, *, home=True, question=QUESTION, lead=0, batches=None):
     return Prompt((*ids, *[3] * question), tuple(spans), (HEAD,))
 
 
-def computed(prompt, longest=1024):
+def computed(prompt, longest=1024, **options):
     """The chunks behind the head that have to be computed: those of no pack that brings its KV."""
-    found = cut(prompt, longest)
+    found = cut(prompt, longest, **options)
     own = {(span.start, span.stop) for span in found.own}
     inside = [(a, b) for a, b in found.chunks if a >= HEAD and not any(s <= a and b <= e for s, e in own)]
     return [b - a for a, b in inside]
@@ -53,6 +53,14 @@ def test_longer_packs_are_found_again_one_by_one():
     assert computed(message([500] * 4)) == [502, 502, 502, QUESTION]
 
 
+def test_where_passes_are_joined_each_pack_is_found_again():
+    assert computed(message([140] * 4), joins=True) == [142, 142, 142, QUESTION]
+    assert computed(message([140] * 4, home=False), joins=True) == [140, 142, 142, 142, QUESTION]
+    # Each chunk has attention of its own, so short facts share one.
+    facts = message([25] * 7, home=False)
+    assert computed(facts, joins=True) == [3 * 25 + 2 * GAP, 3 * (25 + GAP), GAP + 25 + QUESTION]
+
+
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=24), st.integers(0, 400))
 def test_the_first_use_costs_no_more_than_text(sizes, question):
     prompt = message(sizes, question=question)
@@ -65,11 +73,12 @@ def test_the_first_use_costs_no_more_than_text(sizes, question):
     assert len(computed(prompt)) <= len(text) + 1 + len(sizes)
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(1, 200), st.integers(1, 200))
-def test_cuts_do_not_depend_on_the_question(sizes, one, other):
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(1, 200), st.integers(1, 200), st.booleans())
+def test_cuts_do_not_depend_on_the_question(sizes, one, other, joins):
     first, second = (message(sizes, question=question) for question in (one, other))
     stop = first.spans[-1].stop
-    assert [c for c in cut(first, 1024).chunks if c[1] <= stop] == [c for c in cut(second, 1024).chunks if c[1] <= stop]
+    one_way, other_way = (cut(each, 1024, joins=joins).chunks for each in (first, second))
+    assert [c for c in one_way if c[1] <= stop] == [c for c in other_way if c[1] <= stop]
 
 
 def test_a_first_pack_that_is_not_at_home_is_cut_off_where_it_is_worth_a_pass():
