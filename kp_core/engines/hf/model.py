@@ -59,7 +59,7 @@ class CausalModel:
         self.lacks = self.kind.lacks
         """See `PlacedModel.lacks`."""
         self._model = own_view(model).eval()
-        self._packed = pack_weights(self._model, self._model.get_output_embeddings())
+        self.pack()
         if self.kind.is_recurrent:
             scan_from_states(self._model)
         self.config: Any = self._model.config
@@ -89,6 +89,10 @@ class CausalModel:
         if "batch" not in self.lacks and not self.batches:
             self.lacks = {"batch": _NO_ROWS, **self.lacks}
         let_go()  # Requests may come in other threads.
+
+    def pack(self) -> None:
+        """Take the weights as they are now."""
+        self._packed = pack_weights(self._model, self._model.get_output_embeddings())
 
     @property
     def max_positions(self) -> int:

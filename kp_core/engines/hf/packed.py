@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,8 @@ def pack_weights(model: nn.Module, head: nn.Module | None = None) -> list[nn.Lin
     """Let the linear layers of `model`, all but `head`, multiply with packed weights; gives those that do.
 
     For bfloat16 on a CPU that oneDNN knows. There a plain linear layer brings its weights into oneDNN's own layout
-    anew at each call, which takes as long as 20 to 40 tokens do. Weights that change later are not followed: an engine
-    refuses a model that changed. With gradients the layers compute as before.
+    anew at each call, which takes as long as 20 to 40 tokens do. Weights that change later are not followed until this
+    is called again: an engine refuses a model that changed. With gradients the layers compute as before.
     """
     layers = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
     # Quantised weights are of other types, whatever dtype they say they have.
@@ -65,7 +66,7 @@ def own_view(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    plain = layer.forward
+    plain = partial(nn.Linear.forward, layer)
     with torch.inference_mode():
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight, None)  # noqa: SLF001 - as torch's compiler does
 

@@ -24,9 +24,11 @@ def change(model, *, silently):
             weight[0, :4] += 1
 
 
+# In bfloat16 weights stand in another layout, beside the model's own.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("silently", [False, True])
-def test_after_a_refresh_everything_is_of_the_model_as_it_is(silently, tmp_path):
-    model = tiny_model("llama")
+def test_after_a_refresh_everything_is_of_the_model_as_it_is(silently, dtype, tmp_path):
+    model = tiny_model("llama", dtype)
     engine, store = engine_of(model), PackStore(tmp_path)
     handle = store.put(engine.build_pack(TEXT, namespace="a"))
     asked, before = f"{handle}\n\nWho?", engine.fingerprint
