@@ -47,6 +47,8 @@ class LocalEngine:
     ) -> None:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self._filler = Filler(model, cache_bytes, chunk_tokens)
+        self.joins = model.joins
+        """See `CachingEngine.joins`; tried here, so that no request waits for it."""
         # Kept, as it remembers which shapes of batch are exact.
         self._builder = Builder(self._filler)
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -92,11 +94,6 @@ class LocalEngine:
     def state_bytes(self) -> int:
         """See `CachingEngine.state_bytes`."""
         return self._filler.model.shape.state_bytes
-
-    @property
-    def joins(self) -> bool:
-        """See `CachingEngine.joins`."""
-        return self._filler.model.joins
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.
