@@ -47,7 +47,8 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home, *, joins: b
     brought them would be. Where a cut falls depends on the prompt before it, and on whether its message holds another
     pack, and on nothing that is cached. A pack with errata is cut before each of them wherever its end is cut.
 
-    Where an engine `joins` passes at no price, there is a cut behind every pack that is `_LEAD_TOKENS` from the last.
+    Where an engine `joins` passes at no price, there is a cut behind every pack whose end is `_LEAD_TOKENS` from the
+    last cut, and behind the last pack of a message.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}
@@ -80,7 +81,9 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home, *, joins: b
         is_last = following is None or any(span.stop <= at <= following.start for at in breaks)
         ends = is_last or following is None or following.reference.batch != span.reference.batch
         # What comes to memory later stands behind this, so the end of what came together is where the two prompts part.
-        is_free = leads or (joins and span.stop - cuts[-1] >= _LEAD_TOKENS) or (ends and span.reference.memory)
+        is_free = (
+            leads or (ends and span.reference.memory) or (joins and (is_last or span.stop - cuts[-1] >= _LEAD_TOKENS))
+        )
         if is_free or credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS):
             _extend(cuts, span.edges, chunk_tokens)
     _extend(cuts, (*(at for at in breaks if at >= before), len(prompt)), chunk_tokens)

@@ -104,3 +104,17 @@ def test_several_packs_are_one_pass_with_the_question_and_the_bits_of_each(tmp_p
         assert torch.equal(apart.first_logits, found.first_logits)
     again = first(handles, order=order, seen=["\n\n".join((*handles, "Why?"))])
     assert again.usage.computed_tokens < 64
+
+
+def test_short_facts_that_were_seen_together_are_not_computed_again(tmp_path, model):
+    engine, store = tiny_engine(dtype=torch.bfloat16, chunk_tokens=1024), PackStore(tmp_path)
+    packs = engine.build_packs(
+        [f"{town} is {colour}." for town, colour in zip(TOWNS, "abcd", strict=True)], progress=False
+    )
+    handles, view = "\n\n".join(str(store.put(pack)) for pack in packs), store.view("default")
+    cold = engine.generate(f"{handles}\n\nWhat is red?", view=view, max_tokens=1)
+    assert cold.usage.reused_tokens < cold.usage.pack_tokens < 64
+    warm = engine.generate(f"{handles}\n\nWhy?", view=view, max_tokens=1)
+    assert warm.usage.reused_tokens >= warm.usage.pack_tokens
+    alone = engine.generate(f"{handles}\n\nWhy?", view=view, max_tokens=1, reuse=False)
+    assert torch.equal(warm.first_logits, alone.first_logits)
