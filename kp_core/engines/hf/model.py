@@ -124,12 +124,12 @@ class CausalModel:
         Gives the logits behind the last token, `(batch, vocabulary)`; `None` without `logits`, which spares the head.
         `parts` are the tokens of several passes, which run as one with the bits of each; only where it `joins`.
         """
-        keep: dict[str, Any] = {"kp_parts": parts} if len(parts) > 1 else {}
+        options: dict[str, Any] = {"kp_parts": parts} if len(parts) > 1 else {}
         if not logits:
-            self._run(self._model.base_model, ids, buffer, **keep)
+            self._run(self._model.base_model, ids, buffer, **options)
             return None
-        keep |= {"logits_to_keep": 1} if self.keeps_logits else {}
-        last: Tensor = self._run(self._model, ids, buffer, **keep).logits[:, -1]
+        options |= {"logits_to_keep": 1} if self.keeps_logits else {}
+        last: Tensor = self._run(self._model, ids, buffer, **options).logits[:, -1]
         return last.clone()
 
     @torch.inference_mode()
