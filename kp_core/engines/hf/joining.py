@@ -36,7 +36,7 @@ def passes_join(model: _Model, packed: Sequence[nn.Linear]) -> bool:
     """Whether `model`, whose layers `packed` multiply with packed weights, gives each part of a pass the same bits.
 
     So it is where all its weights are packed and oneDNN multiplies each row by itself: attention is computed part by
-    part, and the rest looks at each token alone. Both is tried, products on one layer of each shape, and then a pass.
+    part, and the rest looks at each token alone. Both are tried: products on one layer of each shape, and then a pass.
     """
     network = model.network
     layers = [network.get_input_embeddings(), network.get_output_embeddings(), *packed]
