@@ -104,7 +104,7 @@ def speed(engine: Session, texts: list[str], arguments: argparse.Namespace) -> l
 def _speed_of(
     engine: Session, texts: list[str], size: int, count: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    every = variants(arguments.shares)
+    every = [each for each in variants(arguments.shares) if each.name in (arguments.variants or [each.name])]
     times: dict[str, list[tuple[float, float]]] = {variant.name: [] for variant in every}
     about: dict[str, list[tuple[int, float, bool]]] = {variant.name: [] for variant in every}
     pool = iter(random.Random(size * count).sample(texts, len(texts)))  # noqa: S311
@@ -176,6 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--packs", type=int, nargs="+", default=[2, 5, 10, 20])
     parser.add_argument("--sizes", type=int, nargs="+", default=[25, 140, 500])
     parser.add_argument("--shares", type=float, nargs="*", default=_SHARES, help="of blend; default: %(default)s")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="of those above, for speed; default: all")
     parser.add_argument("--pairs", type=int, default=20, help="questions for speed; 0: none; default: %(default)s")
     parser.add_argument("--sets", nargs="*", default=SETS, choices=SETS, help="of questions; default: all")
     parser.add_argument("--distractor", type=Path, default=common.data_folder() / "hotpotqa_distractor.jsonl")
@@ -184,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw quality over the share, as PNG and as SVG")
     arguments = parser.parse_args(argv)
+    known = [each.name for each in variants(arguments.shares)]
+    if unknown := set(arguments.variants or ()).difference(known):
+        parser.error(f"got the variants {sorted(unknown)}; expected some of {known}")
     figures = run(arguments)
     timed = [row for row in figures["rows"] if row["ttft_s"] is not None]
     columns = ("packs", "tokens", "ttft_s", "text_s", "ratio", "computed", "kl", "agree")

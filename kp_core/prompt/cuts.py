@@ -16,6 +16,10 @@ _LEAD_TOKENS = 64
 """The fewest tokens of a first pack that is cut off always: its own entries may then be read wherever it leads."""
 _PASS_TOKENS = 96
 """What a further forward pass costs, in tokens of a long one: 45 on one machine with 2 cores, 90 on another."""
+_SHORT_PAST = 256
+_SPARSE = 1 / 2
+"""Where passes join, packs are cut apart where this share of what stands before the last cut has come since, less
+`_SHORT_PAST` tokens of that: attention over a long past is slower in small parts."""
 _INVESTED = 1 / 32
 """Share of the tokens of a first use that may be spent on passes that only the next use gains by."""
 
@@ -48,7 +52,7 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home, *, joins: b
     pack, and on nothing that is cached. A pack with errata is cut before each of them wherever its end is cut.
 
     Where an engine `joins` passes at no price, there is a cut behind every pack whose end is `_LEAD_TOKENS` from the
-    last cut, and behind the last pack of a message.
+    last cut, or more the more stands before that (`_SPARSE`), and behind the last pack of a message.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}
@@ -81,10 +85,11 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home, *, joins: b
         is_last = following is None or any(span.stop <= at <= following.start for at in breaks)
         ends = is_last or following is None or following.reference.batch != span.reference.batch
         # What comes to memory later stands behind this, so the end of what came together is where the two prompts part.
-        is_free = (
-            leads or (ends and span.reference.memory) or (joins and (is_last or span.stop - cuts[-1] >= _LEAD_TOKENS))
-        )
-        if is_free or credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS):
+        if joins:
+            pays = is_last or span.stop - cuts[-1] >= max(_LEAD_TOKENS, (cuts[-1] - _SHORT_PAST) * _SPARSE)
+        else:
+            pays = credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS)
+        if pays or leads or (ends and span.reference.memory):
             _extend(cuts, span.edges, chunk_tokens)
     _extend(cuts, (*(at for at in breaks if at >= before), len(prompt)), chunk_tokens)
     whole = prompt if len(kept) == len(prompt.spans) else replace(prompt, spans=tuple(kept))

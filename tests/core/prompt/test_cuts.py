@@ -61,6 +61,19 @@ def test_where_passes_are_joined_each_pack_is_found_again():
     assert computed(facts, joins=True) == [3 * 25 + 2 * GAP, 3 * (25 + GAP), GAP + 25, QUESTION]
 
 
+@given(st.lists(st.integers(1, 600), min_size=2, max_size=24), st.integers(0, 5000))
+def test_the_longer_the_past_the_longer_the_joined_parts(sizes, lead):
+    prompt = message(sizes, home=False, lead=lead)
+    cuts = [0, *(stop for _, stop in cut(prompt, 10**6, joins=True).chunks)]
+    for span in prompt.spans[1:-1]:
+        last = max(at for at in cuts if at < span.stop)
+        came = span.stop - last
+        assert (span.stop in cuts) == (came >= 64 and came >= (last - 256) / 2)
+    # So of a combination that begins like another one, at most a third of what they share is computed again.
+    assert all(span.stop - max(at for at in cuts if at <= span.stop) <= max(64, span.stop / 3) for span in prompt.spans)
+    assert prompt.spans[-1].stop in cuts
+
+
 @given(st.lists(st.integers(1, 600), min_size=1, max_size=24), st.integers(0, 400))
 def test_the_first_use_costs_no_more_than_text(sizes, question):
     prompt = message(sizes, question=question)
