@@ -17,9 +17,10 @@ _LEAD_TOKENS = 64
 _PASS_TOKENS = 96
 """What a further forward pass costs, in tokens of a long one: 45 on one machine with 2 cores, 90 on another."""
 _SHORT_PAST = 256
+"""Tokens before a chunk over which attention is as fast in small parts."""
 _SPARSE = 1 / 2
-"""Where passes join, packs are cut apart where this share of what stands before the last cut has come since, less
-`_SHORT_PAST` tokens of that: attention over a long past is slower in small parts."""
+"""Where passes join, the tokens since the last cut for which packs are cut apart, as a share of those before it but for
+`_SHORT_PAST`: attention over a long past is slower in small parts."""
 _INVESTED = 1 / 32
 """Share of the tokens of a first use that may be spent on passes that only the next use gains by."""
 
@@ -51,8 +52,8 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home, *, joins: b
     brought them would be. Where a cut falls depends on the prompt before it, and on whether its message holds another
     pack, and on nothing that is cached. A pack with errata is cut before each of them wherever its end is cut.
 
-    Where an engine `joins` passes at no price, there is a cut behind every pack whose end is `_LEAD_TOKENS` from the
-    last cut, or more the more stands before that (`_SPARSE`), and behind the last pack of a message.
+    Where an engine `joins` passes, a cut costs none: there is one behind every pack whose end is `_LEAD_TOKENS` from
+    the last cut, or more the more stands before that (`_SPARSE`), and behind the last pack of a message.
     """
     # A pack is cut from its own beginning on, as it was when it was built, wherever a message may begin in it.
     within = {at for span in prompt.spans for at in range(span.start + 1, span.stop)}
@@ -84,12 +85,12 @@ def cut(prompt: Prompt, chunk_tokens: int, stands: Stands = is_home, *, joins: b
         credit.computes(span.stop, cuts[-1])
         is_last = following is None or any(span.stop <= at <= following.start for at in breaks)
         ends = is_last or following is None or following.reference.batch != span.reference.batch
-        # What comes to memory later stands behind this, so the end of what came together is where the two prompts part.
         if joins:
-            pays = is_last or span.stop - cuts[-1] >= max(_LEAD_TOKENS, (cuts[-1] - _SHORT_PAST) * _SPARSE)
+            is_worth = is_last or span.stop - cuts[-1] >= max(_LEAD_TOKENS, (cuts[-1] - _SHORT_PAST) * _SPARSE)
         else:
-            pays = credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS)
-        if pays or leads or (ends and span.reference.memory):
+            is_worth = credit.pays(_PASS_TOKENS if is_last else 2 * _PASS_TOKENS)
+        # What comes to memory later stands behind this, so the end of what came together is where the two prompts part.
+        if is_worth or leads or (ends and span.reference.memory):
             _extend(cuts, span.edges, chunk_tokens)
     _extend(cuts, (*(at for at in breaks if at >= before), len(prompt)), chunk_tokens)
     whole = prompt if len(kept) == len(prompt.spans) else replace(prompt, spans=tuple(kept))
