@@ -56,9 +56,14 @@ def ask(page, question="Who is the harbour master?"):
 
 
 def slide(page, name, value):
-    page.get_by_label(f"number input for {name}").fill(value)
-    # What the page will send, not what the field shows.
-    until(lambda: page.get_by_label(f"range slider for {name}").input_value() == value)
+    field, sent = (page.get_by_label(f"{part} for {name}") for part in ("number input", "range slider"))
+
+    def moved():
+        field.fill(value)
+        page.wait_for_timeout(100)  # A control that has just come into view may be given its first value once more.
+        return sent.input_value() == value
+
+    until(moved)
 
 
 def choose(page, name):
