@@ -39,6 +39,7 @@ __all__ = [
     "normalise",
     "read_examples",
     "read_passages",
+    "same_bits",
     "scratch",
     "show_table",
     "write_json",
@@ -213,6 +214,11 @@ class Twin:
     def without_end(self, ids: Sequence[int]) -> tuple[int, ...]:
         """`ids` up to the first end-of-turn token."""
         return tuple(ids[: next((at for at, token in enumerate(ids) if token in self.end_tokens), len(ids))])
+
+
+def same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Whether both are there and equal in value and shape."""
+    return left is not None and right is not None and torch.equal(left, right)
 
 
 def show_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], notes: Sequence[str] = ()) -> None:

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.progress import track
 
 from benchmarks import common
@@ -85,7 +84,7 @@ def compare(engine: Session, twin: common.Twin, store: PackStore, example: commo
         {"text": text.text, "pack": pack.text},
         pack_is_text=packed == twin.without_end(text.token_ids),
         pack_is_hf=packed == plain,
-        same_logits=_same_bits(pack.first_logits, text.first_logits),
+        same_logits=common.same_bits(pack.first_logits, text.first_logits),
     )
 
 
@@ -171,10 +170,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     common.write_json(arguments.json, figures)
     return figures
-
-
-def _same_bits(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    return left is not None and right is not None and torch.equal(left, right)
 
 
 def _facts(example: common.Example) -> str:

@@ -24,6 +24,7 @@ from benchmarks import (
     recognition,
     routing,
     scale,
+    several,
     side_by_side,
     ttft,
     windows,
@@ -127,6 +128,16 @@ def test_equivalence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert scores["text"] == scores["pack"]
         assert all(0 <= score <= 1 for score in scores.values())
     assert "bit-identical: 2 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--data", data("hotpotqa_gold.jsonl"), "--limit", "2", "--tokens", "6")
+    figures = run(several, tmp_path, *arguments)
+    assert list(figures["rows"]) == ["given", "shuffled", "free"]
+    for row in figures["rows"].values():
+        assert row["cold"] == row["warm"] == row["logits"] == 0
+    assert "Several packs: 2 questions" in capsys.readouterr().out
 
 
 @pytest.mark.slow
