@@ -99,13 +99,14 @@ docs: setup
 # The tables of docs/results.md, those that take minutes first; hours on two cores. KP_DATA names the folder of the data.
 KP_DATA ?= ../shared/data
 BENCH_OUT ?= bench-results
-BENCHMARKS := ttft windows size several composition packets concurrency chains agent conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
+BENCHMARKS := ttft windows size composition packets concurrency chains agent conformance routing accumulation steering programs grammar llamaindex kills scale dual editing objects
 bench: setup
 	mkdir -p $(BENCH_OUT)
 	for name in $(BENCHMARKS); do \
 	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.$$name --json $(BENCH_OUT)/$$name.json || exit 1; \
 	done
 	$(BIN)/python -m benchmarks.figures --results $(BENCH_OUT) --out $(BENCH_OUT)/figures
+	KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.several --limit 40 --json $(BENCH_OUT)/several.json
 	for dtype in float32 bfloat16; do \
 	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 500 --dtype $$dtype --json $(BENCH_OUT)/equivalence-$$dtype.json || exit 1; \
 	done
