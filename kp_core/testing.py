@@ -34,27 +34,28 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 268,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "hidden_size": 64,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 2048,
     "bos_token_id": 259,
     "eos_token_id": 258,
     "pad_token_id": 256,
+    "initializer_range": 0.05,
 }
 _GROUPED = {"num_key_value_heads": 2}
 
 ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON, **_GROUPED),
     "qwen2": lambda: Qwen2Config(**_COMMON, **_GROUPED),
-    "qwen3": lambda: Qwen3Config(**_COMMON, **_GROUPED, head_dim=8),
+    "qwen3": lambda: Qwen3Config(**_COMMON, **_GROUPED, head_dim=16),
     "mistral": lambda: MistralConfig(**_COMMON, **_GROUPED, sliding_window=None),
     "phi3": lambda: Phi3Config(**_COMMON, **_GROUPED, sliding_window=None),
-    "gemma": lambda: GemmaConfig(**_COMMON, num_key_value_heads=1, head_dim=8),
+    "gemma": lambda: GemmaConfig(**_COMMON, num_key_value_heads=1, head_dim=16),
     "gpt_neox": lambda: GPTNeoXConfig(**_COMMON),
     "qwen3_moe": lambda: Qwen3MoeConfig(
-        **_COMMON, **_GROUPED, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        **_COMMON, **_GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
 }
 """Configurations by name; add an architecture here and it joins every test matrix."""

@@ -1,144 +1,303 @@
-"""Attention of new tokens over a long past, without a mask and without repeating keys and values."""
+"""Attention whose result for a token depends on the tokens before it, and not on how a prompt was cut into passes.
+
+Positions are divided into tiles of `TILE`. A token attends to each tile before its own without a mask, to its own tile
+with a mask, and the results are joined by their log-sum-exp, tile by tile, in one fixed order. So which numbers are
+multiplied, and in what order they are added, is decided by the position of the token alone: keys of a tile that are not
+there yet are masked and never cut off, and query rows are padded to a multiple of `_ROWS`, since the kernel computes
+the last one to three rows of a block in another way. On processors whose matrix products do not depend on the number of
+rows, prefill, a short question, decoding and several answers at once then give the same bits (`hf.bitwise` tries it).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import Any
+from functools import lru_cache
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface
 
-__all__ = ["NAME", "WINDOWS", "causal_attention"]
+from kp_core.engines.local.buffer import TILE
 
-NAME = "kp_split"
-WINDOWS = "kp_split_windows"
-"""The same for models with windows: what lies outside a window is in the mask, which transformers makes."""
+__all__ = ["NAME", "Sees", "attend", "grouped_rows", "joined", "past_tiles", "tile_of_each", "tiled_attention"]
 
-_FEW_TOKENS = 64
-"""Up to which it is worth a larger mask that keys are not repeated."""
+NAME = "kp_tiles"
+
+_ROWS = 4
+_TOGETHER = 16
+"""Tiles whose results are added one after the other; more are added in groups of so many."""
+_SMALL = 1 << 16
+"""Numbers of a result up to which one call adds all tiles; of more, the sum would leave the processor's cache."""
+
+_sdpa = nn.functional.scaled_dot_product_attention
 
 
-def split_attention(  # noqa: PLR0913 - the signature is that of transformers' AttentionInterface
+class Sees(NamedTuple):
+    """Which tokens before it a token of a layer sees: all, a window of so many with itself, or those of its chunk."""
+
+    window: int = 0
+    is_chunked: bool = False
+
+    def first(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        if not self.window:
+            return 0
+        return position // self.window * self.window if self.is_chunked else max(0, position - self.window + 1)
+
+
+def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' AttentionInterface
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **extra: object,
+    **extra: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Causal attention of the last `query` tokens of a sequence over all of it.
+    """Attention of the new tokens of one sequence, or of several, over all before them and themselves.
 
-    `query` is `(batch, heads, new, head_dim)`, `key` and `value` are `(batch, kv_heads, tokens, head_dim)`; returns
-    `(batch, new, heads, head_dim)`. Sequences here carry no padding, so causality is all the mask there is, unless
-    `attention_mask`, `(batch, 1, new, tokens)`, is added: tokens then stand at any positions, or see a window (then it
-    says yes or no). With it, a list `kp_weights` takes how much the queries look at each key, `(tokens,)`, summed over
-    queries and heads. Rows may be sequences of their own: then `kp_rows` (see `Rows`) attends. With `kp_parts`, numbers
-    of tokens, the new tokens are that many passes in one: each part attends as it would in a pass of its own.
+    `query` is `(1, heads, new, head_dim)`, `key` and `value` are `(1, kv_heads, tokens, head_dim)`; returns
+    `(1, new, heads, head_dim)`. A pass of an engine says as `kp_attend` how its tokens attend: it is called with the
+    layer, query, key, value, scale and sinks. Without it the tokens are the last of a sequence. With `attention_mask`,
+    `(batch, 1, new, tokens)`, which is added, tokens stand at any positions; a list `kp_weights` then takes how much
+    the queries look at each key, `(tokens,)`, summed over queries and heads.
 
-    Raises `ValueError` when a model asks for what this does not do (softcap, sinks, windows, position bias).
+    Raises `ValueError` when a model asks for what this does not do (softcap, position bias).
     """
-    asked = [name for name in ("softcap", "s_aux", "sliding_window", "position_bias") if extra.get(name) is not None]
+    asked = [name for name in ("softcap", "position_bias") if extra.get(name) is not None]
     if asked:
-        raise ValueError(f"Split attention does not do {', '.join(asked)}.")
-    if callable(rows := extra.get("kp_rows")):
-        output = rows(module.layer_idx, query, key, value, scaling)
+        raise ValueError(f"Tiled attention does not do {', '.join(asked)}.")
+    sinks = extra.get("s_aux")
+    if callable(pass_ := extra.get("kp_attend")):
+        output = pass_(module.layer_idx, query, key, value, scaling, sinks)
+    elif sinks is not None:
+        raise ValueError("Tiled attention does sinks only in the passes of an engine.")
     elif attention_mask is not None and attention_mask.ndim == 4:
         output = _placed(query, key, value, attention_mask, scaling, extra.get("kp_weights"))
-    elif isinstance(parts := extra.get("kp_parts"), Sequence):
-        stops = list(accumulate(parts, initial=key.shape[2] - query.shape[2]))[1:]
-        passes = zip(query.split_with_sizes(list(parts), 2), stops, strict=True)
-        found = [causal_attention(each, key[:, :, :stop], value[:, :, :stop], scaling) for each, stop in passes]
-        output = torch.cat(found, dim=2)
     else:
-        output = causal_attention(query, key, value, scaling)
+        output = _causal(query, key, value, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last tokens of a sequence over all of it; shapes as in `split_attention`, but heads first."""
-    new, tokens = query.shape[2], key.shape[2]
-    if 1 < new < tokens:
-        splits = query.device.type == "cpu" and key.shape[3] == value.shape[3]
-        attend = _past_and_present if splits else _masked
-        return attend(query, key, value, scale)
-    if new == 1 and query.device.type == "cpu":
-        return _of_one(query, key, value, scale)
-    return _attention(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
+def attend(  # noqa: PLR0913 - what attention is made of
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Sequence[int],
+    scale: float | None = None,
+    sees: Sees = Sees(),  # noqa: B008 - frozen
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention of the tokens at `positions`, which ascend, over the keys up to each; shapes as in `tiled_attention`.
 
-
-def windowed_attention(*states: Any, **extra: Any) -> tuple[Tensor, None]:  # noqa: ANN401
-    """`split_attention` of a model whose masks say what its windows hide."""
-    extra.pop("sliding_window", None)
-    return split_attention(*states, **extra)
-
-
-def _mask_of_windows(
-    kv_length: int,
-    kv_offset: int = 0,
-    local_size: int | None = None,
-    *,
-    allow_is_causal_skip: bool = True,
-    **about: Any,  # noqa: ANN401
-) -> Tensor | None:
-    """The mask of a pass of which some tokens are outside a window of `local_size`; others need none."""
-    if allow_is_causal_skip and (local_size is None or kv_offset + kv_length <= local_size):
-        return None
-    mask: Tensor | None = sdpa_mask(
-        kv_length=kv_length,
-        kv_offset=kv_offset,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip,
-        **about,
-    )
-    return mask
-
-
-_attention = nn.functional.scaled_dot_product_attention
-
-
-def _of_one(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """Of one token: query heads that share a key head are rows of one matrix, and keys are neither repeated nor reread.
-
-    With 1,800 keys in bfloat16 the library's own takes four times as long on processors without matrix units.
+    Keys stand at their positions. Behind the last they may hold any finite numbers; missing ones are padded.
     """
-    rows, heads, _, dim = query.shape
-    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], dim)
-    found = _attention(grouped, key, value, attn_mask=mask, scale=scale)
-    return found.reshape(rows, heads, 1, value.shape[3])
+    if query.device.type != "cpu" or torch.is_grad_enabled():
+        return _by_mask(query, key, value, positions, scale, sees, sinks)
+    dim = value.shape[3]
+    key, value = _whole_tiles(key, value, positions[-1] + 1)
+    found, start = [], 0
+    for tile, places in _by_tile(tuple(positions) if isinstance(positions, list) else positions):
+        stop = start + len(places)
+        found.append(_of_tile(query[:, :, start:stop], key, value, tile, places, scale, sees, sinks))
+        start = stop
+    return (found[0] if len(found) == 1 else torch.cat(found, dim=2))[..., :dim]
 
 
-def _past_and_present(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """All of the past without a mask, the new tokens causally, joined by the log-sum-exp of each.
+def past_tiles(grouped: Tensor, key: Tensor, value: Tensor, tiles: range, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Attention of rows `(1, kv_heads, rows, dim)` over each of `tiles` without a mask.
 
-    A mask costs the kernel a third of its speed, and most of it would say yes.
+    Gives results `(tiles, kv_heads, rows, dim)` and their log-sum-exps, `(tiles, kv_heads, rows)`.
+    """
+    rows = grouped.expand(len(tiles), -1, -1, -1)
+    return _flash(rows, _tiles(key, tiles), _tiles(value, tiles), scale, None)
+
+
+def tile_of_each(
+    grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows `(batch, kv_heads, rows, dim)` over a tile `(batch, kv_heads, TILE, dim)` each."""
+    return _flash(grouped, key, value, scale, mask)
+
+
+def _tiles(side: Tensor, tiles: range) -> Tensor:
+    """Tiles of keys or values `(1, kv_heads, tokens, dim)`, as views: `(tiles, kv_heads, TILE, dim)`."""
+    some = side[0, :, tiles.start * TILE : tiles.stop * TILE]
+    return some.view(len(some), len(tiles), TILE, side.shape[3]).transpose(0, 1)
+
+
+def _some_tiles(side: Tensor, tiles: Sequence[int]) -> Tensor:
+    """Any tiles of keys or values; a view where it is one tile."""
+    found = [_tiles(side, range(at, at + 1)) for at in tiles]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
+    """One result `(..., rows, dim)` of those over all tiles, the own one first, then by position.
+
+    `outputs` are `(tiles, ..., rows, dim)` each, `weights` their log-sum-exps, `(tiles, ..., rows)`.
+    `sinks` are log-sum-exps of keys without values, of the shape of a result without its last dimension.
+    """
+    count = sum(len(each) for each in outputs)
+    if count == 1 and sinks is None:
+        return outputs[0][0]
+    precise = torch.promote_types(dtype, torch.float32)
+    shares = torch.cat(weights).movedim(0, -1)
+    if sinks is not None:
+        shares = torch.cat([shares, sinks[..., None].to(shares.dtype)], dim=-1)
+    # Along the last dimension, so that each row is a sum of its own, whatever rows are beside it.
+    shares = shares.contiguous().softmax(dim=-1)[..., :count].movedim(-1, 0)[..., None]
+    total = _summed(outputs, shares, range(min(_TOGETHER, count)), precise)
+    for start in range(_TOGETHER, count, _TOGETHER):
+        total.add_(_summed(outputs, shares, range(start, min(start + _TOGETHER, count)), precise))
+    return total.to(dtype)
+
+
+def _summed(outputs: list[Tensor], shares: Tensor, tiles: range, precise: torch.dtype) -> Tensor:
+    """The weighted sum over some tiles, one after the other."""
+    if outputs[0][0].numel() <= _SMALL:  # The same additions in the same order, in fewer calls.
+        every = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        some = every[tiles.start : tiles.stop].to(precise) * shares[tiles.start : tiles.stop]
+        return some.sum(dim=0)
+    each = [part for output in outputs for part in output]
+    total: Tensor = each[tiles.start].to(precise) * shares[tiles.start]
+    for at in tiles[1:]:
+        total.add_(each[at] * shares[at])
+    return total
+
+
+def _of_tile(  # noqa: PLR0913
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tile: int,
+    places: tuple[int, ...],
+    scale: float | None,
+    sees: Sees,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of tokens at some `places` of one tile."""
+    heads, new = query.shape[1:3]
+    kv_heads, start = key.shape[1], tile * TILE
+    share = heads // kv_heads
+    grouped, extra = grouped_rows(query, kv_heads)
+    # Of the tiles before its own, a token sees all from `whole` on, and one before these in part, if it has a window.
+    whole = min(tile, -(-sees.first(start + TILE - 1) // TILE))
+    masked = (tile, *range(sees.first(start) // TILE, whole))
+    mask, blind = _mask(places, share, extra, masked, sees, query.dtype)
+    keys, values = (_some_tiles(side, masked) for side in (key, value))
+    output, weight = _flash(grouped.expand(len(masked), -1, -1, -1), keys, values, scale, mask)
+    outputs, weights = [output], [weight if blind is None else weight.masked_fill(blind, -torch.inf)]
+    if whole < tile:
+        output, weight = past_tiles(grouped, key, value, range(whole, tile), scale)
+        outputs.append(output)
+        weights.append(weight)
+    if sinks is not None:
+        sinks = sinks.reshape(kv_heads, share, 1).expand(-1, -1, new).reshape(kv_heads, -1)
+        sinks = nn.functional.pad(sinks, (0, extra))
+    found = joined(outputs, weights, query.dtype, sinks)
+    return found[:, : share * new].reshape(1, heads, new, found.shape[2])
+
+
+def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:
+    """Queries `(batch, heads, new, dim)` as rows for each key head, `(batch, kv_heads, rows, dim)`.
+
+    Query heads that share a key head are rows of one matrix, so that keys are read once; and how many rows were added
+    at the end to make a multiple of `_ROWS`.
     """
     batch, heads, new, dim = query.shape
-    kv_heads, past = key.shape[1], key.shape[2] - new
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - the one that gives log-sum-exp
-    # Query heads that share a key head are rows of one matrix.
-    rows = query.reshape(batch, kv_heads, heads // kv_heads * new, dim)
-    before, weight_before = flash(rows, key[:, :, :past], value[:, :, :past], 0.0, False, scale=scale)  # noqa: FBT003
-    fresh_key, fresh_value = (
-        tensor[:, :, past:].repeat_interleave(heads // kv_heads, dim=1) for tensor in (key, value)
-    )
-    among, weight_among = flash(query, fresh_key, fresh_value, 0.0, True, scale=scale)  # noqa: FBT003
-    share = torch.sigmoid(weight_before.reshape(batch, heads, new) - weight_among.reshape(batch, heads, new))
-    precise = torch.promote_types(query.dtype, torch.float32)
-    before = before.reshape(batch, heads, new, dim)
-    joined: Tensor = torch.lerp(among.to(precise), before.to(precise), share[..., None].to(precise))
-    return joined.to(query.dtype)
+    rows = heads // kv_heads * new
+    grouped, extra = query.reshape(batch, kv_heads, rows, dim), -rows % _ROWS
+    return (nn.functional.pad(grouped, (0, 0, 0, extra)) if extra else grouped), extra
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """The same with a mask; on accelerators a mask together with `enable_gqa` falls back to the slow kernel."""
-    heads, new, tokens = query.shape[1], query.shape[2], key.shape[2]
-    key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
+@lru_cache(32)
+def _mask(  # noqa: PLR0913
+    places: tuple[int, ...], share: int, extra: int, tiles: tuple[int, ...], sees: Sees, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """What is added to the scores of some `tiles`, the first of which is the tokens' own: `(tiles, 1, rows, TILE)`.
+
+    And which rows see nothing of a tile, `(tiles, 1, rows)`, where there are such. Tokens stand at `places` of their
+    tile, each is one row for each of `share` query heads, and `extra` rows are at the end.
+    """
+    rows = nn.functional.pad(torch.tensor(places).repeat(share), (0, extra), value=TILE - 1) + tiles[0] * TILE
+    keys = torch.tensor(tiles)[:, None] * TILE + torch.arange(TILE)
+    seen = keys[:, None] <= rows[:, None]
+    if sees.window:
+        seen &= keys[:, None] >= torch.tensor([sees.first(row) for row in rows.tolist()])[:, None]
+    blind = ~seen.any(dim=-1)[:, None]
+    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]
+    return mask, blind if bool(blind.any()) else None
+
+
+@lru_cache(64)
+def _by_tile(positions: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Which tiles positions are in, and their places there."""
+    return [(tile, tuple(at % TILE for at in inside)) for tile, inside in groupby(positions, lambda at: at // TILE)]
+
+
+def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+    """Keys and values for all tiles up to `stop`, of one size; those of a buffer are as they should be."""
+    missing = -(-stop // TILE) * TILE - key.shape[2]
+    wider = key.shape[3] - value.shape[3]
+    if missing > 0 or wider > 0:
+        key = nn.functional.pad(key, (0, 0, 0, max(missing, 0)))
+        value = nn.functional.pad(value, (0, max(wider, 0), 0, max(missing, 0)))
+    return key, value
+
+
+def _flash(
+    grouped: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The processor's kernel, which gives the log-sum-exp beside the result."""
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no other gives it
+    output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
+    return output, weight
+
+
+def _by_mask(  # noqa: PLR0913
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Sequence[int],
+    scale: float | None,
+    sees: Sees,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The same on an accelerator, by its own kernel; rounds as the shapes of the pass have it."""
+    stop, new = positions[-1] + 1, query.shape[2]
+    key, value = key[:, :, :stop], value[:, :, :stop]
+    first = sees.first(positions[-1])
+    is_tail = positions[0] + new == stop
+    if sinks is None and is_tail and (new in (1, stop)) and sees.first(positions[0]) == 0 == first:
+        return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
+    at = torch.arange(stop, device=query.device)
+    rows = torch.tensor(list(positions), device=query.device)
+    seen = at <= rows[:, None]
+    if sees.window:
+        seen &= at >= torch.tensor([sees.first(each) for each in positions], device=query.device)[:, None]
+    heads = query.shape[1]
+    # A mask together with `enable_gqa` falls back to a slow kernel.
+    key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
+    if sinks is None:
+        return _sdpa(query, key, value, attn_mask=seen, scale=scale)
+    # A key that scores as the sink says, with a value of nothing.
+    scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~seen, -torch.inf)
+    scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], dim=-1)
+    return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """The last tokens of a sequence over all of it."""
+    new, tokens = query.shape[2], key.shape[2]
+    if new in (1, tokens):
+        return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
+    heads = query.shape[1]
+    key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
     mask = torch.ones(new, tokens, dtype=torch.bool, device=query.device).tril(tokens - new)
-    return _attention(query, key, value, attn_mask=mask, scale=scale)
+    return _sdpa(query, key, value, attn_mask=mask, scale=scale)
 
 
 def _placed(  # noqa: PLR0913
@@ -146,8 +305,6 @@ def _placed(  # noqa: PLR0913
 ) -> Tensor:
     """As the mask says; `weights` is a list to add to, or nothing."""
     rows, heads, new, dim = query.shape
-    if new == mask.shape[1] == 1 and mask.dtype == torch.bool:
-        return _of_one(query, key, value, scale, mask)
     if isinstance(weights, list):
         factor = dim**-0.5 if scale is None else scale
         grouped = query.reshape(rows, key.shape[1], -1, dim).float()
@@ -156,16 +313,9 @@ def _placed(  # noqa: PLR0913
         weights.append(share.sum(dim=(0, 1, 2, 3)))
         found = share.to(value.dtype).flatten(2, 3) @ value
         return found.reshape(rows, heads, new, value.shape[3])
-    if query.device.type == "cpu" and mask.dtype != torch.bool and new <= _FEW_TOKENS and mask.shape[1] == 1:
-        grouped = query.reshape(rows, key.shape[1], -1, dim)
-        spread = mask.repeat(1, 1, heads // key.shape[1], 1)
-        found = _attention(grouped, key, value, attn_mask=spread, scale=scale)
-        return found.reshape(rows, heads, new, value.shape[3])
-    if query.device.type != "cpu":  # See `_masked`.
+    if query.device.type != "cpu":  # See `_by_mask`.
         key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
-    return _attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])
+    return _sdpa(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])
 
 
-AttentionInterface.register(NAME, split_attention)
-AttentionInterface.register(WINDOWS, windowed_attention)
-AttentionMaskInterface.register(WINDOWS, _mask_of_windows)
+AttentionInterface.register(NAME, tiled_attention)

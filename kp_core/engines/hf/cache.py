@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kp_core.engines.local.buffer import BufferLayer, CacheShape, KVBuffer, StateShape
+from kp_core.engines.local.buffer import TILE, BufferLayer, CacheShape, KVBuffer, StateShape
 from kp_core.errors import UnsupportedModelError
 
 __all__ = ["LayersDone", "cache_of", "measured_shape", "placed_cache_of", "states_of"]
@@ -32,9 +32,9 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     is_sliding = False
 
-    def __init__(self, layer: BufferLayer, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
+    def __init__(self, layer: BufferLayer, *, in_tiles: bool = False, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
         super().__init__(**more)
-        self._layer = layer
+        self._layer, self._in_tiles = layer, in_tiles
         self.keys, self.values = layer.keys, layer.values
         self.is_initialized = True
 
@@ -42,8 +42,13 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
         """Nothing to do: a buffer is allocated whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `BufferLayer.update`."""
-        return self._layer.update(key_states, value_states)
+        """See `BufferLayer.update`; `in_tiles` up to the end of the last tile, as tiled attention reads it."""
+        found = self._layer.update(key_states, value_states)
+        return self._whole(self._layer.length) if self._in_tiles else found
+
+    def _whole(self, stop: int) -> tuple[Tensor, Tensor]:
+        """All tiles of the first `stop` tokens."""
+        return self._layer.until(-(-stop // TILE) * TILE)
 
     def get_seq_length(self) -> int:
         """Tokens filled."""
@@ -61,8 +66,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 class _Placed(_Layer):
     """One layer whose new tokens are written to `places` of the buffer, and see its first `stop` tokens."""
 
-    def __init__(self, layer: BufferLayer, places: Tensor, stop: int, *, is_last: bool) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: BufferLayer, places: Tensor, stop: int, *, is_last: bool, in_tiles: bool) -> None:
+        super().__init__(layer, in_tiles=in_tiles)
         self._places, self._stop, self._is_last = places, stop, is_last
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
@@ -70,7 +75,7 @@ class _Placed(_Layer):
         found = self._layer.put(key_states, value_states, self._places, self._stop)
         if self._is_last:
             raise LayersDone
-        return found
+        return self._whole(self._stop) if self._in_tiles else found
 
 
 class _Window(_Layer):
@@ -119,26 +124,36 @@ def states_of(cache: Cache) -> tuple[StateShape, ...]:
     )
 
 
-def placed_cache_of(buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False) -> Cache:
-    """The cache that writes new tokens to `places` of `buffer`, and shows its first `stop` tokens.
+def placed_cache_of(
+    buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False, in_tiles: bool = False
+) -> Cache:
+    """The cache that writes new tokens to `places` of `buffer`, and shows its first `stop` tokens or their whole tiles.
 
     Raises `LayersDone` when the last layer of the buffer has its keys and values, unless the pass `goes_on`.
     """
     last, layers = len(buffer.layers) - 1, enumerate(buffer.layers)
-    return Cache(layers=[_Placed(layer, places, stop, is_last=at == last and not goes_on) for at, layer in layers])
+    return Cache(
+        layers=[
+            _Placed(layer, places, stop, is_last=at == last and not goes_on, in_tiles=in_tiles) for at, layer in layers
+        ]
+    )
 
 
-def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = ()) -> Cache:
+def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: bool = False) -> Cache:
     """The cache that reads and writes `buffer`.
 
-    `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it.
+    `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it. `in_tiles` layers
+    give whole tiles, as tiled attention reads them, which knows windows by itself.
     """
     view = buffer.view
     if not isinstance(view, Cache):
         stored = iter(buffer.layers)
         view = buffer.view = Cache(
-            layers=[_cached(stored, window, _states(buffer, at)) for at, window in enumerate(windows)]
-            or [_Layer(layer) for layer in buffer.layers]
+            layers=[
+                _cached(stored, window if window is None or not in_tiles else 0, _states(buffer, at), in_tiles=in_tiles)
+                for at, window in enumerate(windows)
+            ]
+            or [_Layer(layer, in_tiles=in_tiles) for layer in buffer.layers]
         )
     if not buffer.has_states:
         raise AssertionError("a model with states goes on from where they are known")
@@ -157,13 +172,13 @@ def _states(buffer: KVBuffer, layer: int) -> _States:
     return [(shape, state) for shape, state in pairs if shape.layer == layer]
 
 
-def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States) -> object:
+def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, *, in_tiles: bool) -> object:
     if not states:
         if window is None:
             from transformers.cache_utils import DummyLayer  # Before 5.20 there is none, and no model that needs it.
 
             return DummyLayer()
-        return _Window(next(stored), window) if window else _Layer(next(stored))
+        return _Window(next(stored), window) if window else _Layer(next(stored), in_tiles=in_tiles)
     count = 1 + max(shape.index for shape, _ in states)
     made: Any
     if window is None:
@@ -171,7 +186,7 @@ def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States) 
     elif window:
         made = _WindowAndStates(next(stored), window, sliding_window=window, number_of_states=count)
     else:
-        made = _LayerAndStates(next(stored), number_of_states=count)
+        made = _LayerAndStates(next(stored), in_tiles=in_tiles, number_of_states=count)
     made.device, made.dtype = states[0][1].device, states[0][1].dtype
     for shape, state in states:
         # Forward passes write to it in place, as to a cache of their own.

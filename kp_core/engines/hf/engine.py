@@ -42,8 +42,8 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); without it, the bundled
     SmolLM2-135M-Instruct. `device` is by default the best there is (CUDA, MPS, CPU), `dtype` bfloat16 where the machine
     has it (`"auto"`: as the checkpoint is stored). `cache_bytes` is the budget of all KV in memory, of requests and of
-    what is kept for later ones: by default a quarter of the memory where it lives. `chunk_tokens` is the longest
-    canonical prefill chunk; it is part of the fingerprint. `template_options` go to the chat template.
+    what is kept for later ones: by default a quarter of the memory where it lives. `chunk_tokens` is the most tokens of
+    one forward pass, for which other requests wait. `template_options` go to the chat template.
     Code that comes with a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`:
     `device_map`, `quantization_config`, `attn_implementation` (which is then kept, and part of the numerics),
     `revision`, `token`, `torch_dtype`.
@@ -76,11 +76,11 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     @cache
     def identity() -> ModelFingerprint:
         check()
-        return take_fingerprint(causal, found, template, chunk_tokens, source)
+        return take_fingerprint(causal, found, template, source)
 
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
     engine = LocalEngine(
-        causal, found, identity=identity, check=check, cache_bytes=cache_bytes, chunk_tokens=chunk_tokens, renew=renew
+        causal, found, identity=identity, check=check, cache_bytes=cache_bytes, pass_tokens=chunk_tokens, renew=renew
     )
     return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)

@@ -23,7 +23,7 @@ from kp_core.engines.hf.loading import causal_lm, load_tokenizer, unreadable
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.watch import adapter_state
 from kp_core.errors import ModelChangedError
-from kp_core.packs.fingerprint import CUT_RULE, NUMERICS, ModelFingerprint
+from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["identity_of", "take_fingerprint", "tokenizer_identity"]
@@ -45,7 +45,6 @@ def take_fingerprint(
     model: CausalModel,
     tokenizer: Any,  # noqa: ANN401
     template: ChatTemplate,
-    chunk_tokens: int,
     source: str | Path | PreTrainedModel,
 ) -> ModelFingerprint:
     """Identity and numerics of a loaded model, where `source` is what `load` was given.
@@ -57,7 +56,7 @@ def take_fingerprint(
     if isinstance(source, str | Path) and stamp_files(Path(source)) != model.config.checkpoint_stamp:
         raise ModelChangedError(f"The files of {str(source)!r} changed after they were loaded. Make a new engine.")
     revision = getattr(model.config, "checkpoint_commit", None)
-    numerics = (str(model.shape.dtype).removeprefix("torch."), str(chunk_tokens), CUT_RULE, model.engine)
+    numerics = (str(model.shape.dtype).removeprefix("torch."), model.engine, model.passes)
     return ModelFingerprint(
         **_identity(source, tokenizer, template, revision), **dict(zip(NUMERICS, numerics, strict=True))
     )

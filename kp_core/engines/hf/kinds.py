@@ -40,13 +40,14 @@ class CacheKind:
     before it, `None` where the layer keeps nothing, as it reads the KV of another layer or has no attention.
     `is_recurrent` where layers keep a state of all tokens, beside KV or instead, which is known at some tokens alone.
     `is_latent` where the cache holds latents of multi-head latent attention, `is_biased` where attention is by distance
-    in the cache (ALiBi).
+    in the cache (ALiBi), `is_chunked` where windows are chunks of the positions, that begin anew.
     """
 
     windows: tuple[int | None, ...]
     is_latent: bool = False
     is_biased: bool = False
     is_recurrent: bool = False
+    is_chunked: bool = False
 
     @property
     def name(self) -> str:
@@ -125,7 +126,8 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
     is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
     is_biased = any(getattr(part, "alibi", False) for part in (text, getattr(text, "attn_config", None)))
     is_latent = getattr(text, _LATENT, None) is not None
-    return CacheKind(tuple(windows), is_latent, is_biased or name in _ALIBI, is_recurrent)
+    is_chunked = getattr(text, "attention_chunk_size", None) is not None
+    return CacheKind(tuple(windows), is_latent, is_biased or name in _ALIBI, is_recurrent, is_chunked)
 
 
 @contextmanager

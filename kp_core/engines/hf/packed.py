@@ -11,46 +11,78 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["own_view", "pack_weights", "rows_stand_alone"]
+__all__ = ["own_view", "pack_weights", "rows_agree", "rows_needed"]
 
 _MOST_BYTES = 2 * 2**30
 """Of packed weights, which are a second copy: what they spare is the more the smaller the model is."""
-_MOST_ROWS, _ROWS = 1024, (1, 2, 7, 16, 18, 31, 32, 33, 48, 64, 65, 100, 128, 140, 200, 256, 300, 512, 700)
-"""Of the batch, and of the parts that are tried."""
+_LEAST_ROWS = (1, 2, 4, 8, 16, 32)
+"""To how many rows products may have to be padded, so that a row's bits do not depend on the other rows."""
+_ROWS, _COUNTS = 320, (1, 2, 3, 5, 8, 15, 17, 32, 33, 64, 100, 256)
+"""Of the batch, and of the parts of it that are tried."""
+_TRIES = 64
+"""Rows that are tried of each number, in parts of so many: what goes wrong does so for some rows alone."""
+_SPREAD = 1.5
 
 
-def pack_weights(model: nn.Module, head: nn.Module | None = None) -> list[nn.Linear]:
-    """Let the linear layers of `model`, all but `head`, multiply with packed weights; gives those that do.
+def pack_weights(model: nn.Module, least: int = 2) -> list[nn.Linear]:
+    """Let the linear layers of `model` multiply with packed weights, of at least so many rows; gives those that do.
 
-    For bfloat16 on a CPU that oneDNN knows. There a plain linear layer brings its weights into oneDNN's own layout
-    anew at each call, which takes as long as 20 to 40 tokens do. Weights that change later are not followed until this
-    is called again: an engine refuses a model that changed. With gradients the layers compute as before.
+    For bfloat16 and float32 on a CPU that oneDNN knows. There a plain linear layer in bfloat16 brings its weights into
+    oneDNN's own layout anew at each call, which takes as long as 20 to 40 tokens do; and a row of a product has the
+    same bits whatever rows are beside it, which in float32 the plain one does not give. Weights that change later are
+    not followed until this is called again: an engine refuses a model that changed. With gradients the layers compute
+    as before.
     """
-    layers = [each for each in model.modules() if type(each) is nn.Linear and each is not head]
+    layers = [each for each in model.modules() if type(each) is nn.Linear]
     # Quantised weights are of other types, whatever dtype they say they have.
-    layers = [each for each in layers if type(each.weight) is nn.Parameter and each.weight.dtype == torch.bfloat16]
-    layers = [each for each in layers if each.weight.device.type == "cpu"]
-    if not _is_known() or sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
+    layers = [each for each in layers if type(each.weight) is nn.Parameter and _is_known(each.weight)]
+    if sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
         return []
     for layer in layers:
-        vars(layer)["forward"] = _packed(layer)
+        vars(layer)["forward"] = _packed(layer, least)
     return layers
 
 
 @torch.inference_mode()
-def rows_stand_alone(layers: Sequence[nn.Linear]) -> bool:
-    """Whether each row of a product of `layers` has the same bits, whatever rows are multiplied with it.
+def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[nn.Linear]) -> int | None:
+    """The fewest rows to which products of `packed` layers are padded so that each row has the same bits in any batch.
 
-    Tried on one layer of each shape, with parts of many lengths out of one batch.
+    `None` where no number does, or one of `layers` that are not packed needs more than one row. Tried on one layer of
+    each shape, with parts of many lengths out of one batch. The packed layers pad by themselves from then on.
+    """
+    padding = {id(layer) for layer in packed}
+    shapes = {(layer.in_features, layer.out_features, id(layer) in padding): layer for layer in layers}
+    unlike = list(shapes.values())
+    for least in _LEAST_ROWS:
+        for layer in packed:
+            vars(layer)["forward"].keywords["least"] = least
+        unlike = [each for each in unlike if not rows_agree(_product_of(each), each.in_features, each.weight.dtype)]
+        if not unlike:
+            return least
+        if any(id(layer) not in padding for layer in unlike):
+            break
+    return None
+
+
+def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """What a layer multiplies, whatever else a kind of layer of its own does."""
+    is_plain = type(layer).forward is nn.Linear.forward
+    return layer if is_plain else partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
+
+
+@torch.inference_mode()
+def rows_agree(multiply: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> bool:
+    """Whether a product of rows of so many elements gives each row the same bits, whatever rows are beside it.
+
+    The elements are very unlike in size: where a few large ones are added to many small ones, the order of a sum shows.
     """
     chance = torch.Generator().manual_seed(0)
-    shapes = {(layer.in_features, layer.out_features, layer.bias is None): layer for layer in layers}
-    for layer in shapes.values():
-        rows = torch.randn(1, _MOST_ROWS, layer.in_features, generator=chance).to(layer.weight.dtype)
-        whole = layer(rows)
-        for count in _ROWS:
-            start = int(torch.randint(_MOST_ROWS - count + 1, (), generator=chance))
-            if not torch.equal(layer(rows[:, start : start + count]), whole[:, start : start + count]):
+    rows = torch.randn(1, _ROWS, width, generator=chance)
+    rows = (rows * torch.exp(_SPREAD * torch.randn(rows.shape, generator=chance))).to(dtype)
+    whole = multiply(rows)
+    for count in _COUNTS:
+        for start in torch.randint(_ROWS - count + 1, (max(_TRIES // count, 2),), generator=chance).tolist():
+            if not torch.equal(multiply(rows[:, start : start + count]), whole[:, start : start + count]):
                 return False
     return True
 
@@ -65,22 +97,40 @@ def own_view(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def _packed(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    plain = partial(nn.Linear.forward, layer)
+def _packed(layer: nn.Linear, least: int) -> Callable[[Tensor], Tensor]:
     with torch.inference_mode():
         weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight, None)  # noqa: SLF001 - as torch's compiler does
-
-    def forward(input: Tensor) -> Tensor:  # noqa: A002 - as `nn.Linear` calls it
-        if torch.is_grad_enabled():
-            return plain(input)
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(input, weight, layer.bias, "none", [], "")  # noqa: SLF001
-        return made
-
-    return forward
+    return partial(_multiplied, layer, partial(nn.Linear.forward, layer), weight, least=least)
 
 
-def _is_known() -> bool:
+def _multiplied(
+    layer: nn.Linear,
+    plain: Callable[[Tensor], Tensor],
+    weight: Tensor,
+    input: Tensor,  # noqa: A002 - as `nn.Linear` calls it
+    *,
+    least: int,
+) -> Tensor:
+    """The product of `input` with packed weights, of at least so many rows."""
+    if torch.is_grad_enabled():
+        return plain(input)
+    rows = input.numel() // layer.in_features
+    if rows >= least:
+        return _product(input, weight, layer.bias)
+    padded = input.reshape(rows, -1).repeat(-(-least // max(rows, 1)), 1)[:least]
+    return _product(padded, weight, layer.bias)[:rows].reshape(*input.shape[:-1], layer.out_features)
+
+
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # noqa: SLF001
+    return made
+
+
+def _is_known(weight: Tensor) -> bool:
+    """Whether oneDNN packs weights like these here."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
+        return False
     try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001 - as torch's compiler does
+        return weight.dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
     except (AttributeError, RuntimeError):  # A torch without oneDNN.
         return False

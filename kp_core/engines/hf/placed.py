@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from kp_core.kv import KVTensors
 from kp_core.rope import Rope
 
 __all__ = ["forward_among", "forward_at", "forward_soft", "rope_of"]
+
+Attention: TypeAlias = Callable[[Sequence[int], KVBuffer], dict[str, Any]]
+"""What a model is told of how tokens at ascending positions attend, over what a buffer holds."""
 
 _GROWING = ("dynamic", "longrope")
 _TOLERANCE = {torch.float32: 1e-3}
@@ -32,6 +36,7 @@ def forward_at(  # noqa: PLR0913
     positions: Sequence[int],
     past: KVTensors | None,
     past_positions: Sequence[int],
+    attention: Attention,
     *,
     layers: int | None = None,
 ) -> KVTensors:
@@ -44,7 +49,7 @@ def forward_at(  # noqa: PLR0913
     if past is not None:
         buffer.append(KVTensors(past.keys[:layers], past.values[:layers]))
     places = range(count, count + len(ids))
-    forward_among(base, buffer, ids, positions, places, held=past_positions)
+    forward_among(base, buffer, ids, positions, places, attention, held=past_positions)
     return buffer.read(count, count + len(ids))
 
 
@@ -55,6 +60,7 @@ def forward_among(  # noqa: PLR0913
     ids: Sequence[int],
     positions: Sequence[int],
     places: Sequence[int],
+    attention: Attention,
     *,
     held: Sequence[int] | None = None,
     unseen: Sequence[int] = (),
@@ -64,8 +70,9 @@ def forward_among(  # noqa: PLR0913
 ) -> Any:  # noqa: ANN401 - as transformers
     """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `PlacedModel.forward_among`.
 
-    `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone. Gives
-    what the model gives if the pass `goes_on` behind the last keys, as it does for `weights` too; else `None`.
+    `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone. Where
+    all stands at its position, tokens attend as `attention` says. Gives what the model gives if the pass `goes_on`
+    behind the last keys, as it does for `weights` too; else `None`.
     """
     device, dtype, output = model.device, buffer.shape.dtype, None
     own, into = (torch.tensor(list(each), device=device) for each in (positions, places))
@@ -80,24 +87,33 @@ def forward_among(  # noqa: PLR0913
             layer.keys[:, :, hidden] = 0
             layer.values[:, :, hidden] = 0
     stand[into] = own
-    mask = None
-    # What stands in order behind all else needs none, which is the sooner the longer it is.
-    if (
+    mask, options_of_pass = None, dict[str, Any]()
+    ascends = all(one < other for one, other in pairwise(places))
+    if weights is None and ascends and torch.equal(stand, torch.arange(stop, device=device)):
+        options_of_pass = attention(list(places), buffer)
+    # What stands in order behind all else needs no mask, which is the sooner the longer it is.
+    elif (
         weights is not None
         or not torch.equal(own, stand[buffer.length :])
         or not torch.equal(stand, stand.sort().values)
     ):
         mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
         mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
-    watching = {} if weights is None else {"kp_weights": weights}
+        options_of_pass = {} if weights is None else {"kp_weights": weights}
     with suppress(LayersDone):
         output = model(
             input_ids=torch.tensor([list(ids)], device=device),
             position_ids=own[None],
             attention_mask=mask,
-            past_key_values=placed_cache_of(buffer, into, stop, goes_on=goes_on or weights is not None),
+            past_key_values=placed_cache_of(
+                buffer,
+                into,
+                stop,
+                goes_on=goes_on or weights is not None,
+                in_tiles="kp_attend" in options_of_pass,
+            ),
             use_cache=True,
-            **watching,
+            **options_of_pass,
             **options,
         )
     if weights is not None and not weights:
@@ -115,6 +131,7 @@ def forward_soft(  # noqa: PLR0913
     header: Tensor,
     ids: Sequence[int],
     trailer: Tensor,
+    attention: Attention,
 ) -> KVTensors:
     """KV of `header`, `ids` and `trailer` behind the tokens `before`; see `kp_core.compose.Forward.soft`."""
     embed = base.get_input_embeddings()
@@ -123,11 +140,17 @@ def forward_soft(  # noqa: PLR0913
     parts = [tokens[: len(before)], next(soft), tokens[len(before) :], next(soft)]
     inputs = torch.cat(parts)
     buffer = KVBuffer(shape, len(inputs))
-    base(inputs_embeds=inputs[None], past_key_values=cache_of(buffer), use_cache=True)
+    how = attention(range(len(inputs)), buffer)
+    base(inputs_embeds=inputs[None], past_key_values=cache_of(buffer, in_tiles=bool(how)), use_cache=True, **how)
     return buffer.read(len(before), buffer.length)
 
 
-def rope_of(base: Any, shape: CacheShape, parameters: Mapping[str, Any]) -> Rope:  # noqa: ANN401
+def rope_of(
+    base: Any,  # noqa: ANN401
+    shape: CacheShape,
+    parameters: Mapping[str, Any],
+    attention: Attention = lambda *_: {},
+) -> Rope:
     """How the keys of this model turn, found out by computing some at two positions.
 
     A token that stands alone sees nothing but itself, so its keys at two positions differ by the rotation alone, in
@@ -144,7 +167,7 @@ def rope_of(base: Any, shape: CacheShape, parameters: Mapping[str, Any]) -> Rope
     frequencies = getattr(rotary, "inv_freq", None)
     if frequencies is None:
         raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
-    near, far = (_alone(base, shape, at) for at in (1, 1 + _APART))
+    near, far = (_alone(base, shape, at, attention) for at in (1, 1 + _APART))
     none = tuple(False for _ in near.keys)
     found: list[bool] = []
     for interleaved in (False, True):
@@ -163,12 +186,12 @@ def rope_of(base: Any, shape: CacheShape, parameters: Mapping[str, Any]) -> Rope
     )
 
 
-def _alone(base: Any, shape: CacheShape, position: int) -> KVTensors:  # noqa: ANN401
+def _alone(base: Any, shape: CacheShape, position: int, attention: Attention) -> KVTensors:  # noqa: ANN401
     """KV of some tokens, each alone, at a position."""
     vocabulary = base.config.get_text_config(decoder=True).vocab_size
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (4,), generator=draw).tolist()
-    return KVTensors.concat(forward_at(base, shape, [token], [position], None, ()) for token in ids)
+    return KVTensors.concat(forward_at(base, shape, [token], [position], None, (), attention) for token in ids)
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

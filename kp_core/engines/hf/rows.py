@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
@@ -11,25 +10,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kp_core.engines.hf.attention import causal_attention
-from kp_core.engines.local.buffer import BufferLayer, KVBuffer
+from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, past_tiles, tile_of_each
+from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
+from kp_core.engines.local.tree import common_tokens
 
 __all__ = ["Rows", "run_ragged"]
 
-_SHARED = 128
-"""Tokens that rows must have in common before they are read once for all: joining two parts takes as long."""
-_ROOM = 64
-
-_attention = torch.nn.functional.scaled_dot_product_attention
-
 
 class Rows:
-    """Decodes one token of each of `buffers` in one forward pass; keeps `local.scheduler.DecodedRows`.
+    """Decodes one token of each of `buffers` in one forward pass; implements `local.scheduler.DecodedRows`.
 
-    Rows whose buffers begin with the same runs of KV attend over these together: their queries are rows of one matrix,
-    and the keys are read once; what each has of its own is attended over beside it, and both are joined by the
-    log-sum-exp of each, as in `attention.split_attention`. Other rows attend one by one, as they would alone; so do all
-    in layers with a window (`windows`, as in `CacheKind`), over as much as it lets them see.
+    Rows whose buffers begin with the same tiles of KV attend to these together: their queries are rows of one matrix,
+    and the keys are read once. What each has of its own is attended to beside it, and joined as in `attention`, so
+    every row has the bits that it has alone. Other rows attend one by one; so do all in layers that see a window.
     """
 
     @torch.inference_mode()
@@ -37,20 +30,22 @@ class Rows:
         self,
         model: Any,  # noqa: ANN401
         buffers: Sequence[KVBuffer],
-        windows: Sequence[int | None],
+        sees: Sequence[Sees],
         **options: Any,  # noqa: ANN401
     ) -> None:
-        self._model, self._options, self._buffers, self._windows = model, options, tuple(buffers), windows
-        whole = [at for at, window in enumerate(windows) if not window]
-        self._groups = [
-            _Group([buffers[row] for row in rows], rows, shared, whole) for rows, shared in _grouped(buffers)
-        ]
+        self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
+        layers = [at for at, each in enumerate(sees) if not each.window]
+        self._groups = [_Group(buffers, rows, tiles, layers) for rows, tiles in _grouped(buffers)]
+        grouped = {row for group in self._groups for row in group.rows}
+        self._alone = [row for row in range(len(buffers)) if row not in grouped]
         self._cache = _cache_of(buffers)
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Run a token behind each buffer, and write its KV there; the logits, `(rows, vocabulary)`."""
         device = self._buffers[0].layers[0].keys.device
+        for buffer in self._buffers:
+            buffer.blank(buffer.length + 1)
         for group in self._groups:
             group.begin()
         output = self._model(
@@ -58,23 +53,25 @@ class Rows:
             position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
             past_key_values=self._cache,
             use_cache=True,
-            kp_rows=self.attend,
+            kp_attend=self.attend,
             **self._options,
         )
         last: Tensor = output.logits[:, -1]
         return last.clone()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(  # noqa: PLR0913
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attention of `query`, `(rows, heads, 1, head_dim)`, whose keys and values the buffers hold already."""
-        if window := self._windows[layer]:
-            asked = zip(query.chunk(len(self._buffers)), self._buffers, strict=True)
-            return torch.cat([_seen(each, buffer.layers[layer], window, scale) for each, buffer in asked])
-        if len(self._groups) == 1:
-            return self._groups[0].attend(layer, query, key, value, scale)
         found = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
-        for group in self._groups:
-            rows = group.index
-            found[rows] = group.attend(layer, query[rows], key[rows], value[rows], scale)
+        alone = range(len(self._buffers)) if self._sees[layer].window else self._alone
+        for row in alone:
+            held = self._buffers[row].layers[layer]
+            at = range(held.length - 1, held.length)
+            found[row] = attend(query[row : row + 1], held.keys, held.values, at, scale, self._sees[layer], sinks)[0]
+        if not self._sees[layer].window:
+            for group in self._groups:
+                group.attend(layer, query, key, value, scale, sinks, found)
         return found
 
 
@@ -83,7 +80,7 @@ def run_ragged(
     model: Any,  # noqa: ANN401
     buffers: Sequence[KVBuffer],
     tokens: Sequence[Sequence[int]],
-    windows: Sequence[int | None],
+    sees: Sequence[Sees],
     *,
     keeps_logits: bool,
 ) -> Tensor:
@@ -94,132 +91,127 @@ def run_ragged(
     counts, device = [len(each) for each in tokens], buffers[0].layers[0].keys.device
     last = torch.tensor(list(accumulate(counts)), device=device) - 1
     positions = [range(each.length, each.length + count) for each, count in zip(buffers, counts, strict=True)]
+    for buffer, at in zip(buffers, positions, strict=True):
+        buffer.blank(at.stop)
 
-    def attend(layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None) -> Tensor:
-        rows = zip(query.split_with_sizes(counts, 2), buffers, strict=True)
-        return torch.cat([_seen(asked, each.layers[layer], windows[layer] or 0, scale) for asked, each in rows], dim=2)
+    def attend_each(
+        layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        found = []
+        for asked, buffer, at in zip(query.split_with_sizes(counts, 2), buffers, positions, strict=True):
+            held = buffer.layers[layer]
+            found.append(attend(asked, held.keys, held.values, at, scale, sees[layer], sinks))
+        return torch.cat(found, dim=2)
 
     output = model(
         input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
         position_ids=torch.tensor(list(chain(*positions)), device=device)[None],
         past_key_values=_cache_of(buffers, counts),
         use_cache=True,
-        kp_rows=attend,
+        kp_attend=attend_each,
         **({"logits_to_keep": last} if keeps_logits else {}),
     )
     logits: Tensor = output.logits[0]
     return logits.clone() if keeps_logits else logits[last]
 
 
-def _seen(query: Tensor, held: BufferLayer, window: int, scale: float | None) -> Tensor:
-    """Attention of the last tokens of one row, each over the last `window` tokens of its buffer; 0 is all of them."""
-    new = query.shape[2]
-    start = max(held.length - window - new + 1, 0) if window else 0
-    keys, values = (side[:, :, start : held.length] for side in (held.keys, held.values))
-    if new == 1 or not 0 < window < held.length:
-        return causal_attention(query, keys, values, scale)
-    at = torch.arange(keys.shape[2], device=query.device)
-    behind = at[-new:, None] - at
-    mask = (behind >= 0) & (behind < window)
-    return _attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-
-
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
-    """The rows that begin alike, and with how many tokens; 0 for a row that is alone."""
-    groups, found = defaultdict[object, list[int]](list), []
-    splits = buffers[0].layers[0].keys.device.type == "cpu"
+    """The rows that begin with the same tiles, and how many tiles these are; rows that share none are left out."""
+    groups: list[tuple[list[int], int]] = []
+    if buffers[0].layers[0].keys.device.type != "cpu":
+        return groups
     for row, buffer in enumerate(buffers):
-        groups[_start(buffer) if splits else row].append(row)
-    for rows in groups.values():
-        runs = [buffers[row].runs for row in rows]
-        shared = 0
-        for same in zip(*runs, strict=False):
-            if len(set(same)) > 1:
+        for at, (rows, tiles) in enumerate(groups):
+            shared = min(tiles, common_tokens(buffers[rows[0]].runs, buffer.runs) // TILE)
+            if shared:
+                groups[at] = ([*rows, row], shared)
                 break
-            shared += same[0][1]
-        if len(rows) > 1 and shared >= _SHARED:
-            found.append((rows, shared))
         else:
-            found += [([row], 0) for row in rows]
-    return found
-
-
-def _start(buffer: KVBuffer) -> object:
-    """The runs that make the first `_SHARED` tokens of a buffer."""
-    tokens = 0
-    for at, (_, count) in enumerate(buffer.runs):
-        tokens += count
-        if tokens >= _SHARED:
-            return tuple(buffer.runs[: at + 1])
-    return id(buffer)
+            groups.append(([row], buffer.length // TILE))
+    return [(rows, tiles) for rows, tiles in groups if len(rows) > 1]
 
 
 class _Group:
-    """Rows that share their first tokens, with a copy of what each has behind them, padded to one length.
+    """Some `rows` of `buffers` that share their first `tiles`, with a copy of what each has behind these.
 
-    Only in `layers`, the others have windows.
+    Only in `layers`; the others see windows.
     """
 
-    def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], shared: int, layers: Sequence[int]) -> None:
-        self._buffers, self._shared, self._layers, self._room = buffers, shared, layers, 0
-        self.index = torch.tensor(rows, device=buffers[0].layers[0].keys.device)
-        self._rows = torch.arange(len(rows))
-        self._tails: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], tiles: int, layers: Sequence[int]) -> None:
+        self.rows, self._layers, self._tiles = rows, layers, tiles
+        self._buffers = [buffers[row] for row in rows]
+        self._index = torch.tensor(rows)
+        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self._room = 0
+        self._parts: list[tuple[int, Tensor | None, Tensor]] = []
 
     def begin(self) -> None:
-        """Before each step: where its tokens go, and what each row sees."""
-        if not self._shared:
-            return
-        lengths = [buffer.length - self._shared for buffer in self._buffers]
-        if max(lengths) >= self._room:
-            self._room = max(lengths) + _ROOM
-            self._tails = {at: self._copied(at, lengths) for at in self._layers}
-        self._ends = torch.tensor(lengths)
-        self._longest = max(lengths) + 1
-        seen = torch.arange(self._longest) <= self._ends[:, None]
-        self._mask = torch.where(seen, 0.0, -torch.inf).to(self._buffers[0].layers[0].keys.dtype)[:, None, None]
+        """Before each step: where its tokens go, and which tiles of its own each row sees."""
+        lengths = torch.tensor([buffer.length - self._tiles * TILE for buffer in self._buffers])
+        if (longest := int(lengths.max())) >= self._room:
+            self._room = (longest // TILE + 1) * TILE
+            self._own = {layer: self._copied(layer, lengths.tolist()) for layer in self._layers}
+        self._ends, before = lengths, lengths // TILE
+        dtype = self._buffers[0].layers[0].keys.dtype
+        self._parts = []
+        for count in sorted(set(before.tolist())):
+            among = (before == count).nonzero()[:, 0]
+            seen = torch.arange(TILE) <= (lengths[among] % TILE)[:, None]
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None, None]
+            self._parts.append((count, None if len(among) == len(lengths) else among, mask))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-        """Attention of these rows."""
-        held = self._buffers[0].layers[layer]
-        if not self._shared:
-            return _seen(query, held, 0, scale)
-        own_keys, own_values = self._tails[layer]
-        own_keys[self._rows, :, self._ends], own_values[self._rows, :, self._ends] = key[:, :, 0], value[:, :, 0]
-        shared = held.keys[:, :, : self._shared], held.values[:, :, : self._shared]
-        own = own_keys[:, :, : self._longest], own_values[:, :, : self._longest]
-        return _joined(query, shared, own, self._mask, scale)
+    def attend(  # noqa: PLR0913
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        sinks: Tensor | None,
+        found: Tensor,
+    ) -> None:
+        """Attention of these rows of `query`, `(all rows, heads, 1, head_dim)`, written to their rows of `found`."""
+        query, (own_keys, own_values) = query[self._index], self._own[layer]
+        each, held = torch.arange(len(self.rows)), self._buffers[0].layers[layer]
+        own_keys[each, :, self._ends] = key[self._index, :, 0]
+        own_values[each, :, self._ends] = value[self._index, :, 0]
+        count, heads, _, dim = query.shape
+        kv_heads = own_keys.shape[1]
+        share = heads // kv_heads
+        together = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
+        padded, _ = grouped_rows(together, kv_heads)
+        shared, weight = past_tiles(padded, held.keys, held.values, range(self._tiles), scale)
+        shape = (self._tiles, kv_heads, count, share)
+        shared = shared[:, :, : count * share].reshape(*shape, -1).transpose(1, 2)
+        weight = weight[:, :, : count * share].reshape(shape).transpose(1, 2)
+        grouped, _ = grouped_rows(query, kv_heads)
+        for before, among, mask in self._parts:
+            rows, keys, values = grouped, own_keys, own_values
+            outputs, weights = [shared], [weight]
+            if among is not None:
+                rows, keys, values = grouped[among], own_keys[among], own_values[among]
+                outputs, weights = [shared[:, among]], [weight[:, among]]
+            spread = mask.expand(-1, 1, rows.shape[2], -1)
+            for at in (before, *range(before)):
+                tile = slice(at * TILE, (at + 1) * TILE)
+                asked = spread if at == before else None
+                output, lse = tile_of_each(rows, keys[:, :, tile], values[:, :, tile], asked, scale)
+                place = 0 if at == before else len(outputs)  # The own tile is the first, as in `attention`.
+                outputs.insert(place, output[None, :, :, :share])
+                weights.insert(place, lse[None, :, :, :share])
+            behind = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(len(rows), -1, -1)
+            result = joined(outputs, weights, query.dtype, behind).reshape(len(rows), heads, 1, -1)
+            found[self._index if among is None else self._index[among]] = result
 
     def _copied(self, layer: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        held = [buffer.layers[layer] for buffer in self._buffers]
-        sides = [(each.keys, each.values) for each in held]
-        made = [side.new_zeros(len(held), side.shape[1], self._room, side.shape[3]) for side in sides[0]]
-        for row, (own, tokens) in enumerate(zip(sides, lengths, strict=True)):
-            for side, tail in zip(own, made, strict=True):
-                tail[row, :, :tokens] = side[0, :, self._shared : self._shared + tokens]
+        held, start = [buffer.layers[layer] for buffer in self._buffers], self._tiles * TILE
+        made = []
+        for sides in ([each.keys for each in held], [each.values for each in held]):
+            own = sides[0].new_zeros(len(held), sides[0].shape[1], self._room, sides[0].shape[3])
+            for row, (side, tokens) in enumerate(zip(sides, lengths, strict=True)):
+                own[row, :, :tokens] = side[0, :, start : start + tokens]
+            made.append(own)
         return made[0], made[1]
-
-
-def _joined(
-    query: Tensor, shared: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], mask: Tensor, scale: float | None
-) -> Tensor:
-    """Attention of `query`, `(rows, heads, 1, head_dim)`, over `shared` keys and each row's own."""
-    rows, heads, _, dim = query.shape
-    kv_heads = shared[0].shape[1]
-    share = heads // kv_heads
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - the one that gives log-sum-exp
-    # Query heads that share a key head are rows of one matrix, and so are the sequences.
-    grouped = query.reshape(rows, kv_heads, share, dim)
-    asked = grouped.transpose(0, 1).reshape(1, kv_heads, rows * share, dim)
-    before, weight_before = flash(asked, *shared, 0.0, False, scale=scale)  # noqa: FBT003
-    bias = mask.expand(rows, 1, share, mask.shape[3])
-    among, weight_among = flash(grouped, *own, 0.0, False, attn_mask=bias, scale=scale)  # noqa: FBT003
-    before = before.reshape(kv_heads, rows, share, dim).transpose(0, 1)
-    weight = weight_before.reshape(kv_heads, rows, share).transpose(0, 1) - weight_among.reshape(rows, kv_heads, share)
-    precise = torch.promote_types(query.dtype, torch.float32)
-    part = torch.sigmoid(weight)[..., None].to(precise)
-    joined: Tensor = torch.lerp(among.to(precise), before.to(precise), part)
-    return joined.to(query.dtype).reshape(rows, heads, 1, dim)
 
 
 def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = ()) -> Cache:

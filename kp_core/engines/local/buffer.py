@@ -9,10 +9,13 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kp_core.engines.local.tree import Run
+from kp_core.engines.local.tree import Run, common_tokens
 from kp_core.kv import KVTensors
 
-__all__ = ["BufferLayer", "CacheShape", "KVBuffer", "StateShape"]
+__all__ = ["TILE", "BufferLayer", "CacheShape", "KVBuffer", "StateShape"]
+
+TILE = 256
+"""Positions that attention reads at once, with or without all their tokens (`hf.attention`)."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class CacheShape:
 
 
 class BufferLayer:
-    """One layer: `(batch, kv_heads, capacity, head_dim)`, of which the first `length` tokens are filled."""
+    """One layer: `(1, kv_heads, capacity, head_dim)`, of which the first `length` tokens are filled."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values, self.length = keys, values, 0
@@ -78,42 +81,53 @@ class BufferLayer:
         start, self.length = self.length, self.length + keys.shape[2]
         self.keys[:, :, start : self.length] = keys
         self.values[:, :, start : self.length] = values
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return self.until(self.length)
 
     def put(self, keys: Tensor, values: Tensor, places: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """Write tokens at `places`, whatever is filled; gives views of the first `stop` tokens."""
         self.keys.index_copy_(2, places, keys)
         self.values.index_copy_(2, places, values)
+        return self.until(stop)
+
+    def until(self, stop: int) -> tuple[Tensor, Tensor]:
+        """Views of the first `stop` tokens."""
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
 
 class KVBuffer:
-    """The cache of one forward pass: room for `capacity` tokens of `batch` sequences of one length.
+    """The cache of one sequence: room for at least `capacity` tokens, in whole tiles.
 
-    `runs` names the runs of KV that the buffer holds from position 0 on, so that a later request which begins alike
-    finds them in place. `states` are those of recurrent layers, `(batch, ...)` each, which a forward pass writes in
-    place; they belong to the end of the tokens or, as `has_states` then tells, to nothing.
+    `runs` names the KV that the buffer holds from position 0 on, so that a later request which begins alike finds it in
+    place. `states` are those of recurrent layers, `(1, ...)` each, which a forward pass writes in place; they belong to
+    the end of the tokens or, as `has_states` then tells, to nothing.
     """
 
-    def __init__(self, shape: CacheShape, capacity: int, batch: int = 1) -> None:
-        def empty(heads: int, dim: int, device: torch.device) -> Tensor:
-            return torch.empty(batch, heads, capacity, dim, dtype=shape.dtype, device=device)
-
-        self.capacity = capacity
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        self.capacity = capacity = -(-capacity // TILE) * TILE
         places = zip(shape.layers, shape.devices or [shape.device] * len(shape.layers), strict=True)
+
+        def empty(heads: int, dim: int, device: torch.device) -> Tensor:
+            return torch.empty(1, heads, capacity, dim, dtype=shape.dtype, device=device)
+
         self.layers = [
             BufferLayer(empty(heads, key, device), empty(heads, value, device))
             for (heads, key, value), device in places
         ]
         self.view: object = None
         """The buffer as the library that runs the model wants it; made by that library's side, once."""
-        self.nbytes = (shape.bytes_per_token * capacity + shape.state_bytes) * batch
-        self.runs: list[tuple[int, int]] = []
+        self.nbytes = self.bytes_for(shape, capacity)
+        self.runs: list[tuple[int, int, int]] = []
         self.shape = shape
         self.states = tuple(
-            torch.empty(batch, *state.shape, dtype=state.dtype, device=shape.device) for state in shape.states
+            torch.empty(1, *state.shape, dtype=state.dtype, device=shape.device) for state in shape.states
         )
         self._states_at = 0
+        self._blank = range(0)
+
+    @staticmethod
+    def bytes_for(shape: CacheShape, capacity: int) -> int:
+        """Bytes of a buffer for so many tokens."""
+        return shape.bytes_per_token * -(-capacity // TILE) * TILE + shape.state_bytes
 
     @property
     def length(self) -> int:
@@ -126,6 +140,20 @@ class KVBuffer:
             layer.length = length
         if length != self._states_at:
             self._states_at = 0 if length == 0 else -1
+        if length < self._blank.start:
+            self._blank = range(0)
+
+    def blank(self, stop: int) -> None:
+        """Before tokens up to `stop` are written: let the rest of their last tile be zeros.
+
+        Attention reads whole tiles, and a weight of nothing times what was left there could be no number.
+        """
+        end = -(-stop // TILE) * TILE
+        if not (self._blank.start <= stop and end == self._blank.stop):
+            for layer in self.layers:
+                layer.keys[:, :, stop:end] = 0
+                layer.values[:, :, stop:end] = 0
+        self._blank = range(stop, end)
 
     @property
     def has_states(self) -> bool:
@@ -139,12 +167,13 @@ class KVBuffer:
         self._states_at = length
 
     def append(self, kv: KVTensors) -> None:
-        """Write `kv` behind the filled tokens, in every sequence of the batch."""
+        """Write `kv` behind the filled tokens."""
         if self.holds(kv):
             self.passed(self.length + kv.tokens)
         else:
             for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
-                layer.update(key.expand(len(layer.keys), -1, -1, -1), value.expand(len(layer.values), -1, -1, -1))
+                layer.update(key[None], value[None])
+        self._blank = range(self.length, max(self.length, self._blank.stop))
         self._restore(kv.states)
 
     def holds(self, kv: KVTensors) -> bool:
@@ -159,44 +188,40 @@ class KVBuffer:
         self._states_at = self.length if states else -1
 
     @torch.inference_mode()
-    def read(self, start: int, stop: int, row: int = 0) -> KVTensors:
-        """The tokens `start:stop` of one sequence, as a compact copy; torch refuses to write to its tensors.
+    def read(self, start: int, stop: int) -> KVTensors:
+        """The tokens `start:stop`, as a compact copy; torch refuses to write to its tensors.
 
         With the states if `stop` is the end.
         """
-        return KVTensors(
-            tuple(layer.keys[row, :, start:stop] for layer in self.layers),
-            tuple(layer.values[row, :, start:stop] for layer in self.layers),
-            tuple(state[row] for state in self.states) if stop == self.length and self.has_states else (),
-        ).clone()
+        states = tuple(state[0] for state in self.states) if stop == self.length and self.has_states else ()
+        kv = self.view_of(start, stop)
+        return KVTensors(kv.keys, kv.values, states).clone()
 
     def view_of(self, start: int, stop: int) -> KVTensors:
-        """The tokens `start:stop` of the first sequence, as views that are right until the buffer is written there."""
+        """The tokens `start:stop`, as views that are right until the buffer is written there."""
+        if stop > self.length:  # What is not filled yet may be written through them.
+            self._blank = range(0)
         return KVTensors(
             tuple(layer.keys[0, :, start:stop] for layer in self.layers),
             tuple(layer.values[0, :, start:stop] for layer in self.layers),
         )
 
     def shared(self, runs: Sequence[Run]) -> int:
-        """How many of `runs` this buffer holds already, from the first on."""
-        count = 0
-        for held, wanted in zip(self.runs, runs, strict=False):
-            if held[0] != wanted.serial:
-                break
-            count += 1
-        return count
+        """How many tokens of `runs` this buffer holds already, from the first on."""
+        return common_tokens(self.runs, [run.name for run in runs])
 
     def load(self, runs: Sequence[Run]) -> None:
         """Make the buffer hold `runs` and nothing else, copying only what it does not hold yet."""
-        count = self.shared(runs)
-        self.runs = self.runs[:count]
-        self.truncate(sum(tokens for _, tokens in self.runs))
-        for run in runs[count:]:
-            self.append(run.kv)
+        held = self.shared(runs)
+        self.truncate(held)
+        for run in runs:
+            if held < run.kv.tokens:
+                self.append(run.kv.slice(held, run.kv.tokens))
+            held = max(0, held - run.kv.tokens)
         if self.states and runs:  # Those that were here belong to what was behind these runs.
             self._restore(runs[-1].kv.states)
         self.note(runs)
 
     def note(self, runs: Sequence[Run]) -> None:
         """Record that the buffer holds `runs` from position 0 on."""
-        self.runs = [(run.serial, run.kv.tokens) for run in runs]
+        self.runs = [run.name for run in runs]

@@ -1,12 +1,9 @@
-"""KV of many short texts, several at once where that changes no bit."""
+"""KV of many short texts, several in one forward pass."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-
-import torch
 
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.fill import Filler
@@ -15,77 +12,78 @@ from kp_core.plan import Plan
 
 __all__ = ["Builder"]
 
-_BATCH = 8
 _WINDOW = 256
-"""Plans looked at together: enough to find batches of one length, few enough to hold in memory."""
+"""Plans looked at together: enough to find some with one prefix, few enough to hold in memory."""
+_MOST_TEXTS, _MOST_TOKENS = 16, 512
+"""Of one pass."""
 
 
 class Builder:
-    """Computes the KV that plans want, behind the prefixes they share.
-
-    Batches hold texts of one length behind one prefix. How a sum is rounded depends on the shapes of the matrices and
-    not on their content, so each shape of batch is first computed both ways and compared bit for bit; only shapes that
-    passed are batched from then on.
-    """
+    """Computes the KV that plans want, behind the prefixes they share; texts behind one prefix share passes."""
 
     def __init__(self, filler: Filler) -> None:
         self._filler = filler
-        self._exact_shapes: dict[tuple[int, int], bool] = {}
 
     def build(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """The KV of `plan.wanted` for each plan, in order."""
         source = iter(plans)
         while window := list(itertools.islice(source, _WINDOW)):
-            groups: defaultdict[tuple[tuple[int, ...], object, int], list[int]] = defaultdict(list)
-            for index, plan in enumerate(window):
-                start, stop = plan.wanted
-                groups[plan.prompt.token_ids[:start], plan.edges, stop - start].append(index)
-            batches = [
-                indices[at : at + _BATCH] for indices in groups.values() for at in range(0, len(indices), _BATCH)
-            ]
             # In order of their first plan, so that the first results come soon.
             done: dict[int, KVTensors] = {}
             upcoming = 0
-            for batch in sorted(batches, key=min):
-                done.update(zip(batch, self._compute([window[index] for index in batch]), strict=True))
+            for batch in sorted(self._batches(window), key=min):
+                found = self._together([window[index] for index in batch]) if len(batch) > 1 else []
+                found = found or [self._alone(window[index]) for index in batch]
+                done.update(zip(batch, found, strict=True))
                 while upcoming in done:
                     yield done.pop(upcoming)
                     upcoming += 1
 
-    def _compute(self, plans: list[Plan]) -> list[KVTensors]:
-        shape = plans[0].wanted
-        ends = plans[0].edges[-1][1] if plans[0].edges else 0
-        alike = len(plans) == _BATCH and ends <= shape[0] and self._exact_shapes.get(shape) is not False
-        if not alike or not (together := self._together(plans)):
-            return self._alone(plans)
-        if shape not in self._exact_shapes:
-            alone = self._alone(plans)
-            self._exact_shapes[shape] = all(one.equal(other) for one, other in zip(together, alone, strict=True))
-            return alone
-        return together
+    def _batches(self, plans: list[Plan]) -> list[list[int]]:
+        """Indices of plans that are computed in one pass: texts behind one prefix of plain tokens."""
+        batches: list[list[int]] = []
+        latest: dict[tuple[int, ...], list[int]] = {}
+        for index, plan in enumerate(plans):
+            start, stop = plan.wanted
+            is_plain = all(region.source == "computed" and region.stop <= start for region in plan.regions)
+            batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and self._filler.model.batches else []
+            tokens = sum(plans[each].wanted[1] - start for each in batch)
+            if not batch or len(batch) == _MOST_TEXTS or tokens + stop - start > _MOST_TOKENS:
+                batch = []
+                batches.append(batch)
+                if is_plain:
+                    latest[plan.prompt.token_ids[:start]] = batch
+            batch.append(index)
+        return batches
 
-    def _alone(self, plans: list[Plan]) -> list[KVTensors]:
-        return [kv for plan in plans for kv in self._together([plan])]
+    def _alone(self, plan: Plan) -> KVTensors:
+        filler, (start, stop) = self._filler, plan.wanted
+        run = filler.start(plan, stop, logits=False)
+        try:
+            for at in range(run.buffer.length, stop, filler.pass_tokens):
+                ids = plan.prompt.token_ids[at : min(stop, at + filler.pass_tokens)]
+                filler.forward(ids, run.buffer, logits=False)
+            return run.buffer.read(start, stop)
+        finally:
+            filler.finish(run)
 
     def _together(self, plans: list[Plan]) -> list[KVTensors]:
         """The KV of several plans in one go, or nothing where there is no room for that now."""
-        filler, (start, stop) = self._filler, plans[0].wanted
-        run, reserved = filler.start(plans[0], stop, logits=False), 0
+        filler, start = self._filler, plans[0].wanted[0]
+        shape, stops = filler.model.shape, [plan.wanted[1] for plan in plans]
+        run, reserved = filler.start(plans[0], start, logits=False), 0
         try:
-            buffer, done = run.buffer, run.buffer.length
-            if len(plans) > 1:
-                shape = filler.model.shape
-                size = (shape.bytes_per_token * stop + shape.state_bytes) * len(plans)
-                if not filler.pool.reserve(size):
-                    return []
-                reserved = size
-                buffer = KVBuffer(filler.model.shape, stop, len(plans))
-                if start:
-                    buffer.append(run.buffer.read(0, start))
-            ids = torch.tensor([plan.prompt.token_ids[done:stop] for plan in plans], device=filler.model.device)
-            for at in range(0, stop - done, filler.chunk_tokens):
-                filler.forward_batch(ids[:, at : at + filler.chunk_tokens], buffer)
-            return [buffer.read(start, stop, row) for row in range(len(plans))]
+            size = sum(KVBuffer.bytes_for(shape, stop) for stop in stops)
+            if not filler.pool.reserve(size):
+                return []
+            reserved = size
+            buffers = [KVBuffer(shape, stop) for stop in stops]
+            done = min(run.buffer.length, start)
+            for buffer in buffers:
+                buffer.append(run.buffer.view_of(0, done))
+            ids = [plan.prompt.token_ids[done:stop] for plan, stop in zip(plans, stops, strict=True)]
+            filler.forward_several(buffers, ids)
+            return [buffer.read(start, stop) for buffer, stop in zip(buffers, stops, strict=True)]
         finally:
             filler.pool.free(reserved)
             filler.finish(run)

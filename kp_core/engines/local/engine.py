@@ -27,8 +27,8 @@ class LocalEngine:
 
     `identity` and `check` are called when the identity is asked for and before each request: the first may take
     seconds, the second raises when the model is no longer what it was; after `renew` both go by what it is then.
-    `cache_bytes` is the budget of all KV in memory, of requests and in the prefix tree, `chunk_tokens` the longest
-    canonical chunk.
+    `cache_bytes` is the budget of all KV in memory, of requests and in the prefix tree, `pass_tokens` the most tokens
+    of one forward pass.
 
     Several threads may call it: prompts are prefilled one after the other, first come, first served, and answers are
     decoded together or in turns. What does not fit into the budget beside the answers under way waits for them.
@@ -42,14 +42,11 @@ class LocalEngine:
         identity: Callable[[], ModelFingerprint],
         check: Callable[[], None],
         cache_bytes: int,
-        chunk_tokens: int,
+        pass_tokens: int,
         renew: Callable[[], None] = lambda: None,
     ) -> None:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
-        self._filler = Filler(model, cache_bytes, chunk_tokens)
-        self.joins = model.joins
-        """See `CachingEngine.joins`; tried here, so that no request waits for it."""
-        # Kept, as it remembers which shapes of batch are exact.
+        self._filler = Filler(model, cache_bytes, pass_tokens)
         self._builder = Builder(self._filler)
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
@@ -150,7 +147,6 @@ class LocalEngine:
                 "Answers are under way, or packs are pinned. End them, `unpin` the packs, and refresh then."
             )
         self._renew()
-        self._builder = Builder(self._filler)
 
     def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Filled | None:
         """The prompt, prefilled; `None` when the request was cancelled meanwhile."""
@@ -167,10 +163,10 @@ class LocalEngine:
         tokens: list[int] = []
         # Answers that began alike are decoded over the same keys.
         run.buffer.note(run.path.runs)
-        decoding = Decoding(run.buffer, plan.alone)
+        decoding = Decoding(run.buffer)
         try:
             if run.question:
-                self._filler.ask(run, decoding)
+                self._filler.ask(run, plan, decoding)
                 if plan.limit.is_set():
                     stream.finish = "cancelled"
                     return
@@ -211,7 +207,7 @@ class LocalEngine:
         decoded = run.buffer.length - prompt
         if decoded > 0 and run.path.is_open and run.path.tokens == prompt:
             kv = run.buffer.read(prompt, run.buffer.length)
-            run.path.extend(tuple(tokens[:decoded]), kv, is_decoded=True)
+            run.path.extend(tuple(tokens[:decoded]), kv)
         self._filler.finish(run)
 
 

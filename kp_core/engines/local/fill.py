@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.kv import KVTensors
 from kp_core.plan import Limit, Plan, Region
-from kp_core.prompt.prompt import Prompt
 
 __all__ = ["Filled", "Filler"]
 
@@ -41,10 +40,13 @@ class Filled:
 
 
 class Filler:
-    """Brings prompts into buffers, computing only what is neither in the tree nor in a pack."""
+    """Brings prompts into buffers, computing only what is neither in the tree nor in a pack.
 
-    def __init__(self, model: LocalModel, cache_bytes: int, chunk_tokens: int) -> None:
-        self.model, self.chunk_tokens = model, chunk_tokens
+    Forward passes have at most `pass_tokens` tokens, so that others wait for no longer than that.
+    """
+
+    def __init__(self, model: LocalModel, cache_bytes: int, pass_tokens: int) -> None:
+        self.model, self.pass_tokens = model, pass_tokens
         self.tree = self._tree(cache_bytes)
         self.pool = BufferPool(model.shape, self.tree, cache_bytes)
         self.scheduler = Scheduler(model)
@@ -53,19 +55,17 @@ class Filler:
     def _tree(self, cache_bytes: int) -> PrefixTree:
         return PrefixTree(cache_bytes, has_states=bool(self.model.shape.states))
 
-    def forward(
-        self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True, parts: Sequence[int] = ()
-    ) -> Tensor | None:
+    def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
         """Logits `(vocabulary,)` behind `ids`, or `None` without `logits`; threads take turns."""
         with self.scheduler.prefill(len(ids)):
             tokens = torch.tensor([ids], device=self.model.device)
-            found = self.model.forward(tokens, buffer, logits=logits, parts=parts)
+            found = self.model.forward(tokens, buffer, logits=logits)
         return None if found is None else found[0]
 
-    def forward_batch(self, ids: Tensor, buffer: KVBuffer) -> None:
-        """Write the KV of `ids`, of shape `(batch, new)`."""
-        with self.scheduler.prefill(ids.shape[1]):
-            self.model.forward(ids, buffer, logits=False)
+    def forward_several(self, buffers: Sequence[KVBuffer], ids: Sequence[Sequence[int]]) -> None:
+        """Write the KV of some tokens behind each of `buffers`, in one pass."""
+        with self.scheduler.prefill(sum(map(len, ids))):
+            self.model.ragged(buffers, ids)
 
     def losses(self, run: Filled, tokens: Sequence[int]) -> list[float]:
         """Minus the logarithm of the probability of each of `tokens` behind `run`; leaves their KV in the buffer."""
@@ -89,17 +89,14 @@ class Filler:
         with self.scheduler.coming(), self.pool.turn(plan.limit):
             tree = self.tree if plan.reuse else self._tree(0)
             fill = self._steered if plan.below else self._plain
-            return fill(plan, capacity, tree, logits=logits, asks=asks and plan.reuse and not plan.alone)
+            return fill(plan, capacity, tree, logits=logits, asks=asks and plan.reuse)
 
-    def ask(self, run: Filled, decoding: Decoding) -> None:
+    def ask(self, run: Filled, plan: Plan, decoding: Decoding) -> None:
         """Compute the question that `start` has left, in one pass with what others compute."""
         start, ids, run.question = run.buffer.length, run.question, ()
         run.logits = self.scheduler.step(decoding, *ids)
         run.computed += len(ids)
-        if run.path.is_open and run.path.tokens == start:
-            kv, is_shared = run.buffer.read(start, start + len(ids)), decoding.is_shared
-            # A pass with others rounds as decoding does, and is found as that is.
-            run.path.extend(ids, kv, None if is_shared else run.logits, is_decoded=is_shared)
+        self._extend(run, plan, start)
 
     def finish(self, run: Filled) -> None:
         """Give buffer and path back; the buffer keeps what it holds for the next prompt that begins alike."""
@@ -110,36 +107,81 @@ class Filler:
 
     def match(self, plan: Plan, tree: PrefixTree | None = None, *, logits: bool = True) -> Path:
         """What the tree has of a prompt; must be released."""
-        decoded = not plan.deterministic
-        ids = plan.prompt.token_ids
         found = self.tree if tree is None else tree
-        return found.match(ids, plan.edges, decoded=decoded, logits=logits, labels=plan.labels)
+        return found.match(plan.prompt.token_ids, owners=plan.owners, labels=plan.labels, logits=logits)
 
     def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool = False) -> Filled:
         run = self._at(plan, capacity, tree, logits=logits)
         try:
             self._packs.prefetch(plan, run.buffer.length)
             for region in plan.regions:
-                is_composed, is_there = region.composer is not None, region.stop <= run.buffer.length
-                kv = None if is_there else self._packs.load(region, plan, run)
-                if region.composer is not None and (kv is not None or is_there):
-                    run.approximate += 0 if region.composer.exact else sum(map(len, region.spans))
-                if is_composed and kv is not None:
-                    self._keep(run, plan.prompt, region, kv)
-                self._chunks(run, plan, region, kv, logits=logits, asks=asks)
+                if region.composer is not None:
+                    self._compose(run, plan, region)
+                else:
+                    self._bring(run, plan, region, logits=logits)
+            # A plan for the KV of some tokens ends before them.
+            self._compute(run, plan, plan.regions[-1].stop if plan.regions else 0, logits=logits, asks=asks)
             self._leave(run, plan)
         except BaseException:
             self.finish(run)
             raise
         return run
 
+    def _bring(self, run: Filled, plan: Plan, region: Region, *, logits: bool) -> None:
+        """Bring in what a pack or the store has of a region, behind all that is to be computed before it."""
+        # The logits behind a prompt are known to a forward pass alone.
+        stop = min(region.stop, len(plan.prompt) - 1) if logits else region.stop
+        if stop <= run.buffer.length:
+            return
+        kv = self._packs.load(region, plan, run) if region.source == "pack" else None
+        if kv is not None:
+            self._compute(run, plan, region.start)
+            done = run.buffer.length
+            if not kv.states or stop == region.stop:  # States belong to the end.
+                self._append(run, plan, kv.slice(done - region.start, stop - region.start))
+            return
+        for start, end in plan.kept.parts if plan.kept else ():
+            if region.start <= start < stop and end > run.buffer.length:
+                self._bring_kept(run, plan, start, min(end, stop))
+
+    def _bring_kept(self, run: Filled, plan: Plan, start: int, stop: int) -> None:
+        """Bring in what an earlier request left in the store for a part of a prompt."""
+        kv = plan.kept.read(start, stop) if plan.kept else None
+        if kv is None or start + kv.tokens <= run.buffer.length or not self.model.shape.fits(kv):
+            return
+        self._compute(run, plan, start)
+        self._append(run, plan, self._packs.placed(kv.slice(run.buffer.length - start, kv.tokens)))
+
+    def _append(self, run: Filled, plan: Plan, kv: KVTensors) -> None:
+        """Write KV that is at hand to the buffer, and to the tree."""
+        start = run.buffer.length
+        run.buffer.append(kv)
+        self._extend(run, plan, start, kv)
+        _check(plan.limit)
+
+    def _compose(self, run: Filled, plan: Plan, region: Region) -> None:
+        """Bring in a composed region."""
+        if region.composer is None:
+            raise AssertionError("a composed region has a composer")
+        approximate = 0 if region.composer.exact else sum(map(len, region.spans))
+        if region.stop > run.buffer.length:
+            self._compute(run, plan, region.start)
+            kv = self._packs.load(region, plan, run)
+            if kv is None:  # It is computed from its text.
+                return
+            self._keep(run, plan, region, kv)
+        run.approximate += approximate
+
     def _leave(self, run: Filled, plan: Plan) -> None:
-        """Give what is to be kept to the store: canonical KV alone, which a cold run would compute bit for bit."""
-        until = run.buffer.length if run.path.is_canonical else run.path.canonical_tokens
-        ends = accumulate(each.kv.tokens for each in run.path.runs)
-        states = dict(zip(ends, (each.kv.states for each in run.path.runs), strict=True))
-        for start, stop in plan.kept.wanted if plan.kept else ():
-            if plan.kept and stop <= until:
+        """Give what is to be kept to the store."""
+        if plan.kept is None:
+            return
+        states, end = dict[int, tuple[Tensor, ...]](), 0
+        for each in run.path.runs:
+            end += each.kv.tokens
+            states[end] = each.kv.states
+        for start, stop in plan.kept.wanted:
+            if stop <= run.buffer.length:
                 kv = replace(run.buffer.read(start, stop), states=states.get(stop, ()))
                 if self.model.shape.fits(kv):
                     plan.kept.take(start, stop, kv.to("cpu"))
@@ -162,15 +204,13 @@ class Filler:
             run.computed = computed
         try:
             if kv is not None and (done := run.buffer.length) < first.stop:
-                self._alter(run, plan.prompt, first, kv.slice(done, first.stop))
+                self._alter(run, plan, first, kv.slice(done, first.stop))
             for region in plan.regions:
-                if region.stop <= run.buffer.length:
-                    continue
-                if region.block:
+                if region.block and region.stop > run.buffer.length:
+                    # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
+                    self._compute(run, plan, region.start)
                     self._compute_block(run, plan, region)
-                    continue
-                # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
-                self._chunks(run, plan, region, None, logits=logits, asks=asks)
+            self._compute(run, plan, len(plan.prompt), logits=logits, asks=asks)
         except BaseException:
             self.finish(run)
             raise
@@ -191,114 +231,86 @@ class Filler:
             path.release()
             self.pool.wait(capacity, plan.limit)
 
-    def _chunks(  # noqa: PLR0913
-        self, run: Filled, plan: Plan, region: Region, ready: KVTensors | None, *, logits: bool, asks: bool
-    ) -> None:
-        """Bring the chunks of a region in: from the KV that is `ready` for all of it, or by forward passes."""
-        waiting: list[tuple[int, int]] = []
-        for begin, stop in region.chunks:
-            start = max(begin, run.buffer.length)
-            if stop > start:
-                ids = plan.prompt.token_ids[start:stop]
-                # The logits behind a prompt are known to a forward pass alone. And packs were compiled behind canonical
-                # chunks: behind decoded tokens their KV is not exact.
-                is_last = logits and stop == len(plan.prompt)
-                is_wanted = plan.kept is not None and (begin, stop) in plan.kept.wanted
-                if asks and is_last and not is_wanted and run.late is None and self.scheduler.may_join(len(ids)):
-                    self._compute(run, plan, waiting, logits=False)
-                    run.question = ids
-                    return
-                kv = None
-                if run.path.is_canonical and not is_last and run.late is None:
-                    if ready is not None:
-                        kv = ready.slice(start - region.start, stop - region.start)
-                    elif (
-                        plan.kept is not None and (read := plan.kept.read(start, stop)) and self.model.shape.fits(read)
-                    ):
-                        kv = self._packs.placed(read)
-                if kv is not None or (waiting and stop - waiting[0][0] > self.chunk_tokens):
-                    self._compute(run, plan, waiting, logits=False)
-                    waiting = []
-                if kv is not None:
-                    run.buffer.append(kv)
-                    self._extend(run, plan, start, stop, kv)
-                else:
-                    waiting.append((start, stop))
-                    if is_last or not self.model.joins or run.late is not None:
-                        self._compute(run, plan, waiting, logits=is_last)
-                        waiting = []
+    def _compute(self, run: Filled, plan: Plan, until: int, *, logits: bool = False, asks: bool = False) -> None:
+        """Compute the tokens up to `until`, in passes of at most `pass_tokens`; behind the last one with its `logits`.
+
+        The states of recurrent layers are known behind a pass alone, so passes then end where packs and messages do.
+        """
+        ends = sorted(plan.ends) if self.model.shape.states else []
+        while (start := run.buffer.length) < until:
+            stop = min(until, start + self.pass_tokens, *ends[(at := bisect_right(ends, start)) : at + 1])
+            ids, is_last = plan.prompt.token_ids[start:stop], logits and stop == len(plan.prompt)
+            if asks and is_last and run.late is None and self.scheduler.may_join(len(ids)):
+                run.question = ids
+                return
+            run.logits = self._pass(run, plan, ids, logits=is_last)
+            run.computed += stop - start
+            self._extend(run, plan, start)
             _check(plan.limit)
-        self._compute(run, plan, waiting, logits=False)
-        _check(plan.limit)
 
-    def _compute(self, run: Filled, plan: Plan, chunks: Sequence[tuple[int, int]], *, logits: bool) -> None:
-        """Compute chunks that follow one another in one pass, in which each has the bits of a pass of its own."""
-        if not chunks:
+    def _extend(self, run: Filled, plan: Plan, start: int, kv: KVTensors | None = None) -> None:
+        """Give what stands in the buffer from `start` on to the tree: what packs have apart from what nobody owns."""
+        stop = run.buffer.length
+        if not run.path.is_open or run.path.tokens != start or start == stop:
             return
-        begin, end = chunks[0][0], chunks[-1][1]
-        parts = [stop - start for start, stop in chunks]
-        run.logits = self._pass(run, plan.prompt, plan.prompt.token_ids[begin:end], parts, logits=logits)
-        run.computed += end - begin
-        for start, stop in chunks:
-            self._extend(run, plan, start, stop, None)
+        kv = run.buffer.read(start, stop) if kv is None else kv
+        # A state may take more room than the KV of many tokens: inside a long text it is not kept.
+        kv = kv if stop in plan.ends or stop == len(plan.prompt) else replace(kv, states=())
+        for begin, end, owner in plan.prompt.owned(start, stop):
+            part = kv.slice(begin - start, end - start)
+            logits = run.logits if end == len(plan.prompt) else None
+            if not run.path.extend(plan.prompt.token_ids[begin:end], part, logits, owners={owner} if owner else ()):
+                return
 
-    def _extend(self, run: Filled, plan: Plan, start: int, stop: int, kv: KVTensors | None) -> None:
-        """Give a chunk that stands in the buffer to the tree."""
-        if run.path.is_open and run.path.tokens == start:
-            kv = run.buffer.read(start, stop) if kv is None else kv
-            # A state may take more room than the KV of a chunk: inside a long text it is not kept.
-            kv = kv if stop in plan.ends else replace(kv, states=())
-            is_end = stop == run.buffer.length
-            run.path.extend(plan.prompt.token_ids[start:stop], kv, run.logits if is_end else None)
-
-    def _pass(
-        self, run: Filled, prompt: Prompt, ids: Sequence[int], parts: Sequence[int], *, logits: bool
-    ) -> Tensor | None:
+    def _pass(self, run: Filled, plan: Plan, ids: Sequence[int], *, logits: bool) -> Tensor | None:
         """As `forward`, together with what a composer left to this pass; its region is then whole."""
         if run.late is None:
-            return self.forward(ids, run.buffer, logits=logits, parts=parts)
+            return self.forward(ids, run.buffer, logits=logits)
         (region, places, late), run.late = run.late, None
         stop = run.buffer.length + len(ids)
         places = [*places, *range(run.buffer.length, stop)]
         with self.scheduler.prefill(len(places)):
             found = self.model.forward_among([*late, *ids], places, run.buffer, places, logits=logits)
         run.buffer.passed(stop)
-        self._remember(run, prompt, region)
+        self._remember(run, plan, region)
         return None if found is None else found[0]
 
     def _compute_block(self, run: Filled, plan: Plan, region: Region) -> None:
         """Compute a block behind altered KV, then alter it."""
-        for start, stop in region.chunks:
-            self.forward(plan.prompt.token_ids[start:stop], run.buffer, logits=False)
-            run.computed += stop - start
+        for start in range(region.start, region.stop, self.pass_tokens):
+            ids = plan.prompt.token_ids[start : min(region.stop, start + self.pass_tokens)]
+            self.forward(ids, run.buffer, logits=False)
+            run.computed += len(ids)
             _check(plan.limit)
         kv = run.buffer.read(region.start, region.stop)
         run.buffer.truncate(region.start)
-        self._alter(run, plan.prompt, region, kv)
+        self._alter(run, plan, region, kv)
 
-    def _alter(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors) -> None:
+    def _alter(self, run: Filled, plan: Plan, region: Region, kv: KVTensors) -> None:
         """Write plain `kv`, which ends where the block of `region` ends, with the block's own part of it altered."""
         before = kv.tokens - len(region)
         if before > 0:
-            run.buffer.append(kv.slice(0, before))
+            self._append(run, plan, kv.slice(0, before))
         if region.block is None:
             raise AssertionError("a steered region has a block")
-        self._keep(run, prompt, region, altered(kv.slice(before, kv.tokens), region.block))
+        self._keep(run, plan, region, altered(kv.slice(before, kv.tokens), region.block))
 
-    def _keep(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors) -> None:
+    def _keep(self, run: Filled, plan: Plan, region: Region, kv: KVTensors) -> None:
         """Write the KV of a labelled region to the buffer, and to the tree as one node."""
         is_of_buffer = run.buffer.holds(kv)
         run.buffer.append(kv)
         if run.late is None:
-            self._remember(run, prompt, region, None if is_of_buffer else kv)
+            self._remember(run, plan, region, None if is_of_buffer else kv)
 
-    def _remember(self, run: Filled, prompt: Prompt, region: Region, kv: KVTensors | None = None) -> None:
+    def _remember(self, run: Filled, plan: Plan, region: Region, kv: KVTensors | None = None) -> None:
         """Give a labelled region to the tree, as one node: `kv`, or what stands in the buffer."""
         # What depends on what stands behind it is found by no other prompt.
         is_kept = getattr(region.composer, "keeps", True)
         if is_kept and run.path.is_open and run.path.tokens == region.start:
             kv = run.buffer.read(region.start, region.stop) if kv is None else kv
-            run.path.extend((*prompt.token_ids[region.start : region.stop], region.label), kv)
+            ids = plan.prompt.token_ids[region.start : region.stop]
+            owners = {owner for *_, owner in plan.prompt.owned(region.start, region.stop) if owner}
+            run.path.extend(ids, kv, owners=owners, label=region.label)
 
 
 def _check(limit: Limit) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -17,7 +16,7 @@ __all__ = ["LocalModel", "Sampler"]
 
 
 class LocalModel(PlacedModel, BatchingModel, Protocol):
-    """A causal language model on this machine: one chunk in, KV and logits out."""
+    """A causal language model on this machine: tokens in, KV and logits out."""
 
     @property
     def shape(self) -> CacheShape:
@@ -35,20 +34,11 @@ class LocalModel(PlacedModel, BatchingModel, Protocol):
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a turn."""
 
-    @property
-    def joins(self) -> bool:
-        """Whether `parts` may run as one pass, with the bits that each has in a pass of its own."""
-
-    def forward(
-        self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True, parts: Sequence[int] = ()
-    ) -> Tensor | None:
-        """Run `ids`, `(batch, new)`, behind what `buffer` holds; the logits behind the last, `(batch, vocabulary)`.
-
-        They may be several passes in one, of as many tokens as `parts` says.
-        """
+    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
+        """Run `ids`, `(1, new)`, behind what `buffer` holds; the logits behind the last, `(1, vocabulary)`."""
 
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward` for one sequence, with the logits behind every token: `(new, vocabulary)`."""
+        """As `forward`, with the logits behind every token: `(new, vocabulary)`."""
 
     def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
         """How the next token is chosen."""

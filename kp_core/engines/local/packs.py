@@ -86,7 +86,7 @@ class PackKV:
                 pack = plan.packs.get(Handle.parse(span.handle), planned.key)
             except PackNotFoundError:
                 return None
-        same = ("token_ids", "prefix", "fingerprint", "cuts")
+        same = ("token_ids", "prefix", "fingerprint")
         if any(getattr(pack, name) != getattr(planned, name) for name in same):
             return None
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
@@ -120,14 +120,8 @@ class PackKV:
 
 
 def _may_wait(region: Region, plan: Plan) -> bool:
-    """Whether the tokens of `region` are computed in the pass of what stands behind it: a few words without packs.
-
-    How a pass rounds depends on how many tokens it has. So a deterministic answer, which is the same whether the region
-    is in memory or not, has a pass for each.
-    """
+    """Whether the tokens of `region` are computed in the pass of what stands behind it: a few words without packs."""
     behind = next((each for each in plan.regions if each.start == region.stop), None)
-    if behind is None or behind.source != "computed" or plan.deterministic:
+    if behind is None or behind.source != "computed" or len(behind) > _TOGETHER_TOKENS:
         return False
-    start, stop = behind.chunks[0]
-    holds_packs = any(span.start < stop and start < span.stop for span in plan.prompt.spans)
-    return stop - start <= _TOGETHER_TOKENS and not holds_packs
+    return not any(span.start < behind.stop and behind.start < span.stop for span in plan.prompt.spans)

@@ -18,8 +18,6 @@ __all__ = ["BufferPool", "Cancelled"]
 
 logger = logging.getLogger(__name__)
 
-# Buffers come in steps of this many tokens, so that one fits the next request of about the same length.
-_STEP = 256
 _IDLE = 2
 _LOOK_S = 0.05
 """How often who waits looks whether it was cancelled: nobody tells."""
@@ -76,7 +74,7 @@ class BufferPool:
 
     def check(self, capacity: int, pinned: int = 0) -> None:
         """Raise `CacheBudgetError` where a buffer for `capacity` tokens cannot be had beside the `pinned` bytes."""
-        size = self._size(self._rounded(capacity))
+        size = KVBuffer.bytes_for(self._shape, capacity)
         if size + pinned <= self.budget_bytes:
             return
         kept = f", of which {pinned:,} are pinned" if pinned else ""
@@ -91,11 +89,10 @@ class BufferPool:
 
         Of those that wait and are large enough, the one that already holds most of the runs.
         """
-        capacity = self._rounded(capacity)
         with self._changed:
             fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
             buffer = max(fitting, key=lambda waiting: (waiting.shared(runs), -waiting.capacity), default=None)
-            size = self._size(capacity) if buffer is None else buffer.nbytes
+            size = KVBuffer.bytes_for(self._shape, capacity) if buffer is None else buffer.nbytes
             if buffer is not None:
                 self._waiting.remove(buffer)
             elif not self._has_room(size):
@@ -112,9 +109,9 @@ class BufferPool:
     def wait(self, capacity: int, limit: Limit) -> None:
         """Until there is room for a buffer; raises `CacheBudgetError` where there will be none, `Cancelled` at `limit`.
 
-        Who waits must hold nothing of the tree.
+        Release the tree path before waiting.
         """
-        size, began, is_told = self._size(self._rounded(capacity)), time.monotonic(), False
+        size, began, is_told = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False
         with self._changed:
             while not self._has_room(size):
                 self.check(capacity, self._tree.held_bytes(pinned_only=True))
@@ -158,13 +155,6 @@ class BufferPool:
         with self._changed:
             self._waiting.clear()
             self._share()
-
-    def _rounded(self, capacity: int) -> int:
-        rounded = -(-capacity // _STEP) * _STEP
-        return rounded if self._size(rounded) <= self.budget_bytes else capacity
-
-    def _size(self, capacity: int) -> int:
-        return self._shape.bytes_per_token * capacity + self._shape.state_bytes
 
     def _has_room(self, size: int) -> bool:
         """Whether `size` bytes are free now, or could be made so."""

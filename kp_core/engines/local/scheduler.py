@@ -59,14 +59,11 @@ class BatchingModel(Protocol):
 
 @dataclass(eq=False)
 class Decoding:
-    """One answer that is being decoded: its buffer, and whether it computes alone, so that it rounds as it would."""
+    """One answer that is being decoded behind what its buffer holds."""
 
     buffer: KVBuffer
-    is_alone: bool = False
     number: int = field(default_factory=itertools.count().__next__)
     tokens: Sequence[int] = ()
-    is_shared: bool = False
-    """Whether its last pass had tokens of others, and so rounds otherwise."""
     logits: Tensor | None = None
     error: BaseException | None = None
 
@@ -77,10 +74,8 @@ class Scheduler:
     Decoding steps that wait together are one pass; a step waits a moment for those that were in the pass before with
     it, so that answers which began at different times fall into step. A question that ends a prompt is a step of
     several tokens. No thread is needed: of those that wait, one computes for all. A reader that does not ask for its
-    next token holds nobody up. Where both wait, prefill and decoding take turns, a chunk and a step; prompts that come
+    next token holds nobody up. Where both wait, prefill and decoding take turns, a pass and a step; prompts that come
     together are brought in before a step, which is then one for all of them.
-
-    A step that no other joins, and one that is `is_alone`, computes what it would without the others, bit for bit.
     """
 
     def __init__(self, model: BatchingModel) -> None:
@@ -107,7 +102,7 @@ class Scheduler:
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
-        """The model, for one chunk of a prompt, of so many tokens."""
+        """The model, for one pass over a prompt, of so many tokens."""
         with self._changed:
             self._prefilling += 1
             try:
@@ -190,12 +185,12 @@ class Scheduler:
         if self._is_busy or decoding not in self._waiting or self._is_for_prefill():
             return None
         batch = [decoding]
-        if not decoding.is_alone and (len(self._waiting) > 1 or self._together - {decoding}) and self._model.batches:
+        if (len(self._waiting) > 1 or self._together - {decoding}) and self._model.batches:
             if not self._together <= {*self._waiting} and time.monotonic() < self._until(came):
                 return None
             room = _MOST_TOKENS - len(decoding.tokens)
             for other in self._waiting:
-                if other is not decoding and not other.is_alone and len(other.tokens) <= room:
+                if other is not decoding and len(other.tokens) <= room:
                     room -= len(other.tokens)
                     batch.append(other)
             batch = sorted(batch[:_MOST_ROWS], key=lambda each: each.number)
@@ -209,7 +204,7 @@ class Scheduler:
         began = time.monotonic()
         try:
             for each, logits in zip(batch, self._logits(batch), strict=True):
-                each.is_shared, each.logits = len(batch) > 1, logits
+                each.logits = logits
         except BaseException as error:
             for each in batch:
                 each.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)

@@ -1,9 +1,7 @@
 """The prefix tree: KV of heads, packs and conversations, shared by every prompt that begins alike.
 
-A radix tree whose edges are canonical chunks. A node's KV is reused only below the same chunks from the root on, so
-what is reused was computed under the same tokens, at the same positions, in the same shapes: bit for bit what a cold
-run would compute. Tokens that the model generated hang beside the chunks, as `decoded` nodes, which may be matched in
-part.
+A radix tree over token ids: a node holds some tokens with their KV, and is split wherever another prompt goes on with
+another token. KV of a token depends on the tokens before it alone, so any common beginning may be reused.
 """
 
 from __future__ import annotations
@@ -11,35 +9,55 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from kp_core.kv import KVTensors
-from kp_core.prompt.prompt import common_length
+from kp_core.packs.pack import common_length
 
-__all__ = ["Node", "Path", "PrefixTree", "Run"]
+__all__ = ["Node", "Path", "PrefixTree", "Run", "common_tokens"]
 
 _serials = itertools.count(1)
-_UNLABELLED: Mapping[tuple[int, int], int] = MappingProxyType({})
+_UNLABELLED: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
+RunName: TypeAlias = tuple[int, int, int]
+"""Serial of KV, first token of it, number of tokens."""
 
 
 class Node:
-    """A run of tokens with its KV; `serial` names this run of KV and is never given twice."""
+    """Some tokens with their KV.
 
-    __slots__ = ("children", "decoded", "ids", "is_decoded", "kv", "logits", "parent", "pins", "serial", "users")
+    `owners` are the namespaces of the packs they belong to: who may not read all of them does not find the node, nor
+    what is below it. A node of KV that was altered or composed has a `label`, is found by it, and is matched whole.
+    `serial` names the KV that was inserted, of which this node has the tokens from `begin` on; a split renames nothing.
+    """
 
-    def __init__(
-        self, ids: tuple[int, ...], kv: KVTensors | None, parent: Node | None, *, is_decoded: bool = False
+    __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "parent", "pins", "serial", "users")
+
+    def __init__(  # noqa: PLR0913 - what a node is
+        self,
+        ids: tuple[int, ...],
+        kv: KVTensors | None,
+        parent: Node | None,
+        *,
+        owners: frozenset[str] = frozenset(),
+        label: int = 0,
+        serial: int = 0,
+        begin: int = 0,
     ) -> None:
-        self.ids, self.kv, self.parent, self.is_decoded = ids, kv, parent, is_decoded
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.decoded: list[Node] = []
+        self.ids, self.kv, self.parent, self.owners, self.label = ids, kv, parent, owners, label
+        self.children: dict[object, list[Node]] = {}
         self.logits: Tensor | None = None
         self.pins = self.users = 0
-        self.serial = next(_serials)
+        self.serial, self.begin = serial or next(_serials), begin
+
+    @property
+    def key(self) -> object:
+        """What it is found by among the children of its parent."""
+        return _key(self.ids, self.label)
 
     @property
     def nbytes(self) -> int:
@@ -48,11 +66,37 @@ class Node:
         return kept + (0 if self.kv is None else self.kv.nbytes)
 
 
+def _key(ids: tuple[int, ...], label: int) -> object:
+    return (label, ids) if label else ids[0]
+
+
 class Run(NamedTuple):
     """KV of one node as it was when a path stepped onto it; another prompt may split the node later."""
 
     serial: int
+    begin: int
     kv: KVTensors
+
+    @property
+    def name(self) -> RunName:
+        """Which tokens of which KV these are."""
+        return self.serial, self.begin, self.kv.tokens
+
+
+def common_tokens(left: Sequence[RunName], right: Sequence[RunName]) -> int:
+    """How many tokens, from the first on, are the same KV in both, however it is divided into runs."""
+    total, mine, theirs = 0, list(reversed(left)), list(reversed(right))
+    while mine and theirs:
+        (serial, begin, count), (other, other_begin, other_count) = mine.pop(), theirs.pop()
+        if (serial, begin) != (other, other_begin):
+            break
+        same = min(count, other_count)
+        total += same
+        if count > same:
+            mine.append((serial, begin + same, count - same))
+        if other_count > same:
+            theirs.append((other, begin + same, other_count - same))
+    return total
 
 
 class Path:
@@ -63,17 +107,19 @@ class Path:
         self.last = root
         self.runs: list[Run] = []
         self.tokens = 0
-        self.is_canonical = True
-        """Whether every node is a canonical chunk, none of it decoded."""
-        self.canonical_tokens = 0
-        """Tokens of the nodes before the first that is decoded."""
         root.users += 1
 
     def extend(
-        self, ids: tuple[int, ...], kv: KVTensors, logits: Tensor | None = None, *, is_decoded: bool = False
+        self,
+        ids: tuple[int, ...],
+        kv: KVTensors,
+        logits: Tensor | None = None,
+        *,
+        owners: Collection[str] = (),
+        label: int = 0,
     ) -> bool:
-        """Add a run below the path and step onto it; `False` when there is no room, after which the path is closed."""
-        self._open = self._open and self._tree._insert(self, ids, kv, logits, is_decoded=is_decoded)  # noqa: SLF001
+        """Add tokens below the path and step onto them; `False` when there is no room: the path is then closed."""
+        self._open = self._open and self._tree._insert(self, ids, kv, logits, frozenset(owners), label)  # noqa: SLF001
         return self._open
 
     @property
@@ -96,12 +142,9 @@ class Path:
         self.last.users -= 1
         node.users += 1
         self.last = node
-        self.is_canonical &= not node.is_decoded
         if node.kv is not None:
-            self.runs.append(Run(node.serial, node.kv))
+            self.runs.append(Run(node.serial, node.begin, node.kv))
             self.tokens += node.kv.tokens
-        if self.is_canonical:
-            self.canonical_tokens = self.tokens
 
 
 class PrefixTree:
@@ -142,44 +185,70 @@ class PrefixTree:
     def match(
         self,
         ids: tuple[int, ...],
-        chunks: Sequence[tuple[int, int]],
         *,
-        decoded: bool = True,
+        owners: Collection[str] = (),
+        labels: Mapping[int, tuple[int, int]] = _UNLABELLED,
         logits: bool = True,
-        labels: Mapping[tuple[int, int], int] = _UNLABELLED,
     ) -> Path:
-        """The longest path that begins the prompt `ids`, cut at `chunks`.
+        """The longest path that begins the prompt `ids`, over nodes of nobody and of `owners`.
 
-        With `decoded=False` no generated token is matched. With `logits`, a path over the whole prompt is given only
-        where the logits behind it are kept.
-
-        `labels` names chunks whose KV was altered or composed, each by a negative number: such a chunk is one node,
-        whose `ids` end with its label, so that neither it nor anything below it is found without the label. No decoded
-        node reaches into a labelled chunk.
+        `labels` gives, by the position where they begin, the end and the negative label of what is altered or composed:
+        such tokens are one node, which is found by its label alone and matched whole. With `logits`, a path over the
+        whole prompt is given only where the logits behind it are kept; otherwise it ends before the last token.
         """
         with self.lock:
-            path, last, at = Path(self, self._root), self._root, 0
-            found: list[Node] = []
-            for start, stop in chunks:
-                label = (labels[start, stop],) if (start, stop) in labels else ()
-                node: Node | None = last
-                while node is not None and at < stop:
-                    node = last.children.get(ids[at:stop] + label)
-                    if logits and node is not None and stop == len(ids) and node.logits is None:
-                        node = None
-                    if node is None and decoded:
-                        end = min((begin for begin, _ in labels if begin >= at), default=len(ids) - 1)
-                        node = self._match_decoded(last, ids[at:end])
-                    if node is not None:
-                        found.append(node)
-                        last, at = node, at + (0 if node.kv is None else node.kv.tokens)
-                if node is None:
-                    break
-            while self._has_states and found and not (found[-1].kv and found[-1].kv.states):
+            found = self._longest(self._root, ids, 0, frozenset(owners), labels)
+            is_whole = bool(found) and sum(count for _, count in found) == len(ids)
+            if logits and is_whole and not (_is_at_end(*found[-1]) and found[-1][0].logits is not None):
+                node, count = found.pop()
+                if count > 1 and not node.label:
+                    found.append((node, count - 1))
+            while self._has_states and found and not (_is_at_end(*found[-1]) and _has_states(found[-1][0])):
                 found.pop()
-            for node in found:
-                path._step(node)  # noqa: SLF001
+            path = Path(self, self._root)
+            for node, count in found:
+                path._step(node if count == _size(node) else self._split(node, count))  # noqa: SLF001
             return self._touched(path)
+
+    def _longest(
+        self,
+        node: Node,
+        ids: tuple[int, ...],
+        at: int,
+        readable: frozenset[str],
+        labels: Mapping[int, tuple[int, int]],
+    ) -> list[tuple[Node, int]]:
+        """The nodes below `node` that go on with `ids` from `at`, and how many tokens of each do."""
+        found: list[tuple[Node, int]] = []
+        while at < len(ids):
+            stop, label = labels.get(at, (min((start for start in labels if start > at), default=len(ids)), 0))
+            children = node.children.get(_key(ids[at:stop], label) if label else ids[at], [])
+            children = [child for child in children if child.owners <= readable]
+            if len(children) > 1:  # Texts that begin alike, of several owners.
+                branches = [self._branch(child, ids, at, stop, readable, labels) for child in children]
+                return found + max(branches, key=lambda branch: sum(count for _, count in branch))
+            if not children:
+                break
+            node = children[0]
+            count = _common(node, ids, at, stop)
+            found.append((node, count))
+            at += count
+            if count < len(node.ids):
+                break
+        return found
+
+    def _branch(  # noqa: PLR0913
+        self,
+        child: Node,
+        ids: tuple[int, ...],
+        at: int,
+        stop: int,
+        readable: frozenset[str],
+        labels: Mapping[int, tuple[int, int]],
+    ) -> list[tuple[Node, int]]:
+        count = _common(child, ids, at, stop)
+        behind = self._longest(child, ids, at + count, readable, labels) if count == len(child.ids) else []
+        return [(child, count), *behind]
 
     def unpin(self, node: Node) -> None:
         """Undo one `Path.pin` of the path that ends in `node`."""
@@ -199,56 +268,76 @@ class PrefixTree:
         with self.lock:
             self._evict(self.nbytes)
 
-    def _match_decoded(self, parent: Node, ids: tuple[int, ...]) -> Node | None:
-        shared = {node: common_length(node.ids, ids) for node in parent.decoded}
-        node = max(shared, key=shared.__getitem__, default=None)
-        if node is None or shared[node] == 0:
-            return None
-        return node if shared[node] == len(node.ids) else self._split(node, shared[node])
-
     def _split(self, node: Node, at: int) -> Node:
         """Put a node of the first `at` tokens above `node`, which keeps the rest; the KV is shared, not copied."""
         parent, kv = node.parent, node.kv
         if parent is None or kv is None:
             raise AssertionError("the root holds no tokens to split")
-        upper = Node(node.ids[:at], kv.slice(0, at), parent, is_decoded=True)
-        parent.decoded[parent.decoded.index(node)] = upper
+        upper = Node(node.ids[:at], kv.slice(0, at), parent, owners=node.owners, serial=node.serial, begin=node.begin)
+        siblings = parent.children[node.key]
+        siblings[siblings.index(node)] = upper
         node.ids, node.kv, node.parent = node.ids[at:], kv.slice(at, kv.tokens), upper
-        # The run that its old serial named is no more.
-        node.serial = next(_serials)
-        upper.decoded.append(node)
+        node.begin += at
+        upper.children[node.key] = [node]
         self._age[upper] = None
         return upper
 
-    def _insert(
-        self, path: Path, ids: tuple[int, ...], kv: KVTensors, logits: Tensor | None, *, is_decoded: bool
+    def _insert(  # noqa: PLR0913 - as `Path.extend`
+        self,
+        path: Path,
+        ids: tuple[int, ...],
+        kv: KVTensors,
+        logits: Tensor | None,
+        owners: frozenset[str],
+        label: int,
     ) -> bool:
         with self.lock:
-            parent = path.last
-            # Another thread may have been here first, and a chunk may come again for its logits.
-            node = None if is_decoded else parent.children.get(ids)
-            fresh = node is None
-            if node is None:
-                node = Node(ids, kv, parent, is_decoded=is_decoded)
-            held = (None, None) if fresh else (node.kv, node.logits)
-            before = 0 if fresh else node.nbytes
-            if node.logits is None:
-                node.logits = logits
-            if node.kv is not None and kv.states and not node.kv.states:  # The same bits, and the states behind them.
-                node.kv = kv
-            needed = node.nbytes - before
-            if not self._evict(self.nbytes + needed - self.budget_bytes):
-                if not fresh:
-                    node.kv, node.logits = held
-                return False
-            self.nbytes += needed
-            if fresh and is_decoded:
-                parent.decoded.append(node)
-            elif fresh:
-                parent.children[ids] = node
-            self._age[node] = None
-            path._step(node)  # noqa: SLF001
+            while ids:
+                among = path.last.children.get(_key(ids, label), [])
+                node = next((child for child in among if child.owners == owners), None)
+                if node is None:
+                    return self._add(path, Node(ids, kv, path.last, owners=owners, label=label), logits)
+                # Another thread was here first, or tokens come again for their logits or their states.
+                same = common_length(node.ids, ids)
+                if same < len(node.ids):
+                    node = self._split(node, same)
+                ids, kv = ids[same:], kv.slice(same, kv.tokens)
+                if not ids and not self._complete(node, kv, logits):
+                    return False
+                path._step(node)  # noqa: SLF001
             return True
+
+    def _complete(self, node: Node, kv: KVTensors, logits: Tensor | None) -> bool:
+        """Give a node what it lacks: the logits behind its last token, and the states."""
+        added = 0
+        if node.logits is None and logits is not None:
+            added += logits.nbytes
+        if node.kv is not None and kv.states and not node.kv.states:
+            added += kv.state_bytes
+        if not added:
+            return True
+        node.users += 1  # It is not to be evicted for its own sake.
+        try:
+            if not self._evict(self.nbytes + added - self.budget_bytes):
+                return False
+        finally:
+            node.users -= 1
+        self.nbytes += added
+        if node.logits is None:
+            node.logits = logits
+        if node.kv is not None and kv.states and not node.kv.states:
+            node.kv = KVTensors(node.kv.keys, node.kv.values, kv.states)
+        return True
+
+    def _add(self, path: Path, node: Node, logits: Tensor | None) -> bool:
+        node.logits = logits
+        if not self._evict(self.nbytes + node.nbytes - self.budget_bytes):
+            return False
+        self.nbytes += node.nbytes
+        path.last.children.setdefault(node.key, []).append(node)
+        self._age[node] = None
+        path._step(node)  # noqa: SLF001
+        return True
 
     def _touched(self, path: Path) -> Path:
         node = path.last
@@ -263,15 +352,40 @@ class PrefixTree:
             victim = next((node for node in self._age if _is_free(node)), None)
             if victim is None or victim.parent is None:
                 return False
-            if victim.is_decoded:
-                victim.parent.decoded.remove(victim)
-            else:
-                del victim.parent.children[victim.ids]
-            del self._age[victim]
             self.nbytes -= victim.nbytes
             excess -= victim.nbytes
+            siblings = victim.parent.children[victim.key]
+            siblings.remove(victim)
+            if not siblings:
+                del victim.parent.children[victim.key]
+            del self._age[victim]
+            self._release_storage(victim)
         return True
+
+    def _release_storage(self, victim: Node) -> None:
+        """Copy what is left of the KV that `victim` had a part of, so that the memory of its part is given back."""
+        node = victim.parent
+        while node is not None and node.serial == victim.serial and node.kv is not None:
+            node.kv, node = node.kv.clone(), node.parent
+
+
+def _size(node: Node) -> int:
+    return len(node.ids)
+
+
+def _is_at_end(node: Node, count: int) -> bool:
+    return count == _size(node)
+
+
+def _has_states(node: Node) -> bool:
+    return node.kv is not None and bool(node.kv.states)
+
+
+def _common(node: Node, ids: tuple[int, ...], at: int, stop: int) -> int:
+    """How many tokens of `node` stand in `ids` from `at` on, before `stop`."""
+    size = min(_size(node), stop - at)
+    return size if ids[at : at + size] == node.ids[:size] else common_length(node.ids, ids[at : at + size])
 
 
 def _is_free(node: Node) -> bool:
-    return not (node.children or node.decoded or node.pins or node.users)
+    return not (node.children or node.pins or node.users)

@@ -1,0 +1,165 @@
+"""Whether the bits of a token's KV depend on the tokens before it alone, on this machine, with this model.
+
+They do where (1) a row of a product has the same bits whatever rows are multiplied with it, which oneDNN's products
+with packed weights give from a few rows on (`packed.rows_needed`), (2) attention adds in an order that the position
+decides (`attention`), and (3) all else looks at each token alone. None of it is assumed: products are tried on each
+shape of layer, attention on the model's heads, and whole passes that are cut in several ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kp_core.engines.hf.attention import attend
+from kp_core.engines.hf.packed import rows_agree, rows_needed
+from kp_core.engines.local.buffer import TILE, CacheShape, KVBuffer
+from kp_core.engines.local.scheduler import DecodedRows
+
+__all__ = ["why_not_bitwise"]
+
+_CUTS = ((), (1,), (7, 8, 9, 10), (3, 20))
+_TOKENS = 24
+_LONG = 2 * TILE + 70
+_LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
+
+
+class _Model(Protocol):
+    """What is tried of a `CausalModel`."""
+
+    shape: CacheShape
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The model itself."""
+
+    @property
+    def batches(self) -> bool:
+        """See `LocalModel.batches`."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether its attention is tiled."""
+
+    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
+        """See `LocalModel.forward_all`."""
+
+    def rows(self, buffers: Sequence[KVBuffer]) -> DecodedRows:
+        """See `LocalModel.rows`."""
+
+    def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
+        """See `LocalModel.ragged`."""
+
+
+def why_not_bitwise(  # noqa: PLR0911 - one reason after the other
+    model: _Model, packed: Sequence[nn.Linear]
+) -> str:
+    """Why bits depend on how a prompt is cut into passes, as a clause; blank where they were seen not to."""
+    shape = model.shape
+    if shape.device.type != "cpu" or shape.devices:
+        return "products and attention of an accelerator round by the number of rows"
+    if shape.states:
+        return "recurrent layers round by the number of tokens in a pass"
+    if not model.attends:
+        return "its attention is its own"
+    linear = [each for each in model.network.modules() if isinstance(each, nn.Linear)]
+    if rows_needed(linear, packed) is None or not _others_agree(model.network, linear):
+        return "products of its layers round by the number of rows on this processor"
+    if not _activations_agree(model):
+        return "activations round by where threads divide them"
+    if not _attention_agrees(model):
+        return "attention rounds by the number of rows on this processor"
+    return "" if _passes_agree(model) else "passes that are cut in other places give other bits"
+
+
+def _others_agree(network: nn.Module, linear: Sequence[nn.Linear]) -> bool:
+    """Whether products with matrices outside of linear layers, e.g. of experts, round each row by itself."""
+    embeddings = [each for each in network.modules() if isinstance(each, nn.Embedding)]
+    known = {id(each.weight) for each in (*linear, *embeddings)}
+    others = {each.shape[-2:]: each for each in network.parameters() if each.ndim > 1 and id(each) not in known}
+    for weight in others.values():
+        matrix = weight.detach().reshape(-1, *weight.shape[-2:])[0]
+        for each in (matrix, matrix.T):
+            if not rows_agree(partial(nn.functional.linear, weight=each), each.shape[1], each.dtype):
+                return False
+    return True
+
+
+def _activations_agree(model: _Model) -> bool:
+    """Whether activation functions give each row the same bits.
+
+    The library divides their numbers among threads, and computes the last few of each part in another way.
+    """
+    width = getattr(model.network.config.get_text_config(decoder=True), "intermediate_size", None)
+    leaves = [each for each in model.network.modules() if not [*each.children(), *each.parameters(), *each.buffers()]]
+    for module in {type(each): each for each in leaves}.values():
+        with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # It is no function of rows.
+            if isinstance(width, int) and not rows_agree(module, width, model.shape.dtype):
+                return False
+    return True
+
+
+@torch.inference_mode()
+def _attention_agrees(model: _Model) -> bool:
+    """Tried over more than two tiles, on the heads of the first layer of each kind."""
+    chance = torch.Generator().manual_seed(0)
+    config = model.network.config.get_text_config(decoder=True)
+    for kv_heads, dim, value_dim in sorted(set(model.shape.layers)):
+        heads = max(kv_heads, int(getattr(config, "num_attention_heads", kv_heads)) // kv_heads * kv_heads)
+        query, key, value = (
+            torch.randn(1, count, _LONG, width, generator=chance).to(model.shape.dtype)
+            for count, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+        )
+        whole = attend(query, key, value, range(_LONG))
+        for cuts in _LONG_CUTS:
+            for start, stop in pairwise((0, *cuts, _LONG)):
+                part = attend(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], range(start, stop))
+                if not torch.equal(part, whole[:, :, start:stop]):
+                    return False
+    return True
+
+
+@torch.inference_mode()
+def _passes_agree(model: _Model) -> bool:
+    """Whether passes over a few tokens agree, one by one, in parts, and of two sequences at a time."""
+    vocabulary = model.network.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
+    expected: tuple[Tensor, KVBuffer] | None = None
+    for cuts in _CUTS:
+        buffer = KVBuffer(model.shape, _TOKENS)
+        logits = torch.cat(
+            [model.forward_all(ids[:, start:stop], buffer) for start, stop in pairwise((0, *cuts, _TOKENS))]
+        )
+        if expected is None:
+            expected = logits, buffer
+        elif not _same((logits, buffer), expected):
+            return False
+    return expected is None or not model.batches or all(_together(model, ids, expected))
+
+
+def _together(model: _Model, ids: Tensor, expected: tuple[Tensor, KVBuffer]) -> Iterator[bool]:
+    """Whether two sequences that begin alike have these bits, as several tokens of each and as one."""
+    tokens = ids[0].tolist()
+    logits, whole = expected
+    for counts in ((12, 9), (1, 1)):
+        buffers = [KVBuffer(model.shape, _TOKENS) for _ in counts]
+        for buffer in buffers:
+            buffer.append(whole.read(0, 10))
+        parts = [tokens[10 : 10 + count] for count in counts]
+        is_step = max(counts) == 1
+        found = model.rows(buffers).step([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
+        for row, (buffer, count) in enumerate(zip(buffers, counts, strict=True)):
+            yield torch.equal(found[row], logits[9 + count])
+            yield buffer.read(0, 10 + count).equal(whole.read(0, 10 + count))
+
+
+def _same(found: tuple[Tensor, KVBuffer], expected: tuple[Tensor, KVBuffer]) -> bool:
+    (logits, buffer), (others, other) = found, expected
+    return torch.equal(logits, others) and buffer.read(0, _TOKENS).equal(other.read(0, _TOKENS))
