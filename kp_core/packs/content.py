@@ -12,7 +12,10 @@ from kp_core.packs.codec import COMPRESSIONS
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 
-__all__ = ["DTYPES", "PackContent", "from_json", "mapping", "string", "tensor_names", "to_json"]
+__all__ = ["DTYPES", "VERSION", "PackContent", "from_json", "mapping", "string", "tensor_names", "to_json"]
+
+VERSION = "5"
+"""Of the format that is written."""
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 """The dtypes a pack may have, and what safetensors calls them."""
@@ -27,7 +30,8 @@ class PackContent:
 
     Tensors come in file order: `layers.0.key`, `layers.0.value`, `layers.1.key`, …; a lazy pack has none, and no dtype.
     Where the pack is compressed, `stored` are the bytes that the file holds of each. The states of recurrent layers
-    come last, of any shape; `states` are the names of their dtypes.
+    come last, of any shape; `states` are the names of their dtypes. `cuts` is what files of versions 2 to 4 say of how
+    their prefix was computed, which means nothing today.
     """
 
     pack: KnowledgePack
@@ -36,13 +40,7 @@ class PackContent:
     digests: tuple[str, ...] = ()
     stored: tuple[int, ...] = ()
     states: tuple[str, ...] = ()
-
-    @property
-    def version(self) -> str:
-        """The version of the format that holds it: what an early release computed stays what that release wrote."""
-        if self.pack.fingerprint.is_legacy:
-            return "1"
-        return "4" if self.states else "3" if self.stored else "2"
+    cuts: tuple[int, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -54,7 +52,7 @@ class PackContent:
         """The names of their dtypes."""
         return (str(self.dtype),) * (len(self.shapes) - len(self.states)) + self.states
 
-    def to_json(self, version: str) -> str:
+    def to_json(self, version: str = VERSION) -> str:
         """The canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold."""
         self._check()
         pack, prefix = self.pack, self.pack.prefix
@@ -66,7 +64,7 @@ class PackContent:
         content = {
             "dtype": self.dtype,
             "fingerprint": pack.fingerprint.to_dict(version),
-            "head" if version == "1" else "prefix": {"cuts": prefix.cuts, "token_ids": prefix.token_ids},
+            "prefix": {"token_ids": prefix.token_ids},
             "layers": (len(self.shapes) - len(self.states)) // 2,
             "namespace": pack.namespace,
             "provenance": dict(pack.provenance),
@@ -75,8 +73,11 @@ class PackContent:
             "token_ids": pack.token_ids,
             "tokens": len(pack.token_ids),
         }
-        if version == "4":
+        if version != VERSION:
+            content["prefix"] = {"cuts": self.cuts, "token_ids": prefix.token_ids}
+        if version in ("4", VERSION):
             content["states"] = len(self.states)
+        if self.states:
             for name, dtype in zip(names[-len(self.states) :], self.states, strict=True):
                 tensors[name]["dtype"] = dtype
         if self.stored:
@@ -90,14 +91,14 @@ class PackContent:
         """The inverse of `to_json`; raises `PackCorruptError` for anything it would not have written."""
         try:
             data = json.loads(text)
-            prefix = data["head" if version == "1" else "prefix"]
-            is_packed = version == "3" or (version == "4" and "compression" in data)
-            names = tensor_names(len(data["tensors"]), data["states"] if version == "4" else 0)
+            prefix = data["prefix"]
+            is_packed = version == "3" or (version in ("4", VERSION) and "compression" in data)
+            names = tensor_names(len(data["tensors"]), data["states"] if version in ("4", VERSION) else 0)
             pack = KnowledgePack(
                 data["text"],
                 data["namespace"],
                 tuple(data["token_ids"]),
-                Prefix(tuple(prefix["token_ids"]), tuple(prefix["cuts"])),
+                Prefix(tuple(prefix["token_ids"])),
                 ModelFingerprint.from_dict(data["fingerprint"]),
                 provenance=data["provenance"],
                 compression=data["compression"] if is_packed else "none",
@@ -107,8 +108,9 @@ class PackContent:
             stored = tuple(tensor["stored"] for tensor in tensors) if is_packed else ()
             states = tuple(data["tensors"][name]["dtype"] for name in names if name.startswith(_STATE))
             digests = tuple(tensor["digest"] for tensor in tensors)
-            content = cls(pack, data["dtype"], shapes, digests, stored, states)
-            if bool(states) != (version == "4"):
+            cuts = () if version == VERSION else tuple(prefix["cuts"])
+            content = cls(pack, data["dtype"], shapes, digests, stored, states, cuts)
+            if version != VERSION and bool(states) != (version == "4"):
                 raise PackCorruptError(f"A file of version {version} has {len(states)} states.")
             # Names too many, repeated or out of order, and counts that disagree, are all seen so.
             if content.to_json(version) != text:
@@ -124,7 +126,7 @@ class PackContent:
         for text in (pack.text, *about, *self.digests):
             string(text, "pack")
         # `type(...) is int`, as `isinstance` takes JSON's true for an integer.
-        for number in chain(pack.token_ids, pack.prefix.token_ids, pack.prefix.cuts, *self.shapes, self.stored):
+        for number in chain(pack.token_ids, pack.prefix.token_ids, self.cuts, *self.shapes, self.stored):
             if type(number) is not int or not 0 <= number <= _LARGEST_INT:
                 raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
         if (pack.compression not in COMPRESSIONS) or (bool(self.stored) and pack.compression == "none"):

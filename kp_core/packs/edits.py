@@ -39,16 +39,16 @@ class Edits:
     """The edits of one pack, oldest first.
 
     The first `base` characters of its text are what `corrections` are about; their lines stand behind it, in order.
-    `cuts` are the tokens of the pack, ascending, at which its prefill was cut beside every so many: what is behind one
-    was computed behind what is before it. `said` are errata that have since become part of the text. `root` is the
-    digest of the first text of all (`root_of`); it is blank where no version before this one counts.
+    `starts` are the tokens of the pack, ascending, at which errata begin. `said` are errata that have since become part
+    of the text. `root` is the digest of the first text of all (`root_of`); it is blank where no version before this one
+    counts.
     """
 
     root: str = ""
     said: tuple[str, ...] = ()
     base: int = 0
     corrections: tuple[Correction, ...] = ()
-    cuts: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
     history: tuple[Edit, ...] = ()
 
     @cached_property
@@ -63,24 +63,24 @@ class Edits:
         if text is None:
             return _NONE
         try:
-            root, said, base, corrections, cuts, history = json.loads(text)
+            root, said, base, corrections, starts, history = json.loads(text)
             found = cls(
                 root,
                 tuple(said),
                 base,
                 tuple(Correction(*each) for each in corrections),
-                tuple(cuts),
+                tuple(starts),
                 tuple(Edit(*each) for each in history),
             )
         except (ValueError, TypeError) as error:
             raise PackError(f"Got {text[:60]!r} as the edits of a pack; expected what an edit wrote.") from error
         strings = [root, *said, *(text for each in found.corrections for text in (each.new, each.line))]
         strings += [text for each in found.history for text in astuple(each)]
-        numbers = [0, base, *cuts, *(at for each in found.corrections for at in (each.start, each.stop))]
+        numbers = [0, base, *starts, *(at for each in found.corrections for at in (each.start, each.stop))]
         wrong = [each for each in strings if not isinstance(each, str)]
         wrong += [each for each in numbers if type(each) is not int or each < 0]
-        if wrong or list(cuts) != sorted(set(cuts)):
-            raise PackError(f"Got {wrong or cuts} in the edits of a pack; expected strings, and positions in order.")
+        if wrong or list(starts) != sorted(set(starts)):
+            raise PackError(f"Got {wrong or starts} in the edits of a pack; expected strings, and positions in order.")
         return found
 
     def written(self, provenance: Mapping[str, str]) -> dict[str, str]:

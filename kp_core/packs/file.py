@@ -20,7 +20,7 @@ from kp_core.errors import PackCorruptError, PackError, PackVersionError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import decode, digest, encode, in_threads
-from kp_core.packs.content import DTYPES, PackContent, from_json, mapping, string, tensor_names, to_json
+from kp_core.packs.content import DTYPES, VERSION, PackContent, from_json, mapping, string, tensor_names, to_json
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 FORMAT = "knowledge-pack"
-_READABLE = ("1", "2", "3", "4")
+_READABLE = ("2", "3", "4", VERSION)
 _LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
 _HEADERS = 64  # Kept in memory, some 50 KB each.
 _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
@@ -141,7 +141,7 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     stored: tuple[int, ...] = ()
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     # What has another dtype is refused below.
-    if pack.compression != "none" and tensors and set(dtypes) <= set(DTYPES) and not pack.fingerprint.is_legacy:
+    if pack.compression != "none" and tensors and set(dtypes) <= set(DTYPES):
         pairs = list(zip(tensors, names, strict=True))
         parts = in_threads(lambda each: encode(each[0], pack.compression, each[1]), pairs, nbytes)
         stored = tuple(map(len, parts))
@@ -149,15 +149,14 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     digests = tuple(in_threads(digest, tensors, nbytes))
     dtype, of_states = next(iter(dtypes), None), tuple(dtypes[len(dtypes) - len(states) :])
     content = PackContent(replace(pack, kv=None), dtype, shapes, digests, stored, of_states)
-    version = content.version
     try:
-        metadata = content.to_json(version)
+        metadata = content.to_json()
     except (TypeError, ValueError, PackCorruptError) as error:
         raise PackError(
             f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids, "
             f"provenance of strings, and KV of one of {[*DTYPES]}."
         ) from error
-    described = {"format": FORMAT, "version": version, "digest": digest_metadata(version, metadata), "pack": metadata}
+    described = {"format": FORMAT, "version": VERSION, "digest": digest_metadata(VERSION, metadata), "pack": metadata}
     header = to_json({"__metadata__": described, **_header_entries(content)}).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return EncodedPack(len(header).to_bytes(8, "little") + header, tuple(parts), metadata)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 from kp_core.errors import PackCorruptError
 
-__all__ = ["CUT_RULE", "NUMERICS", "ModelFingerprint"]
+__all__ = ["NUMERICS", "ModelFingerprint"]
 
-CUT_RULE = "1"
-"""Version of the rule by which a canonical prefill is cut (see `Prompt.chunks`)."""
-
-NUMERICS = ("dtype", "chunk_tokens", "cuts", "engine")
+NUMERICS = ("dtype", "engine", "passes")
 """The fields that decide rounding alone; all others are the identity."""
 
-_SINCE_2 = {"adapters", "cuts", "engine"}  # Fields that files of version 1 lack.
+_UNTIL_4 = ("chunk_tokens", "cuts")  # What files of versions 2 to 4 have in place of `passes`.
+_EARLIER = re.compile(r"cut by rule (.*) every (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,11 @@ class ModelFingerprint:
     """RoPE type and parameters, as JSON."""
     dtype: str
     """Data type of the cache, e.g. `bfloat16`."""
-    chunk_tokens: str
-    """Longest canonical prefill chunk, which decides the shapes, and so the rounding."""
-    cuts: str
-    """Version of the rule that cuts the prefill: `CUT_RULE`."""
     engine: str
     """Kind of engine, e.g. `local`."""
+    passes: str
+    """How forward passes are computed, as far as bits depend on it: the library's version and the instruction set
+    where bits depend on nothing else, else `any`."""
 
     @property
     def id(self) -> str:
@@ -65,9 +63,9 @@ class ModelFingerprint:
         return _digest(getattr(self, name) for name in NUMERICS)
 
     @property
-    def is_legacy(self) -> bool:
-        """Whether it comes from a file of version 1, whose digests compare with those of no model today."""
-        return not self.adapters
+    def is_earlier(self) -> bool:
+        """Whether an earlier release computed it, whose numerics are those of no engine today."""
+        return _EARLIER.fullmatch(self.passes) is not None
 
     def same_model(self, other: ModelFingerprint) -> bool:
         """Whether both are of one model, whatever their numerics."""
@@ -83,19 +81,27 @@ class ModelFingerprint:
         """The fingerprint of nothing: differs from that of every model, in every field."""
         return cls(**{field.name: "unknown" for field in fields(cls)})
 
-    def to_dict(self, version: str = "2") -> dict[str, str]:
+    def to_dict(self, version: str = "5") -> dict[str, str]:
         """The fields by name, as files of that version have them."""
-        return {name: value for name, value in vars(self).items() if version != "1" or name not in _SINCE_2}
+        found = {name: str(value) for name, value in vars(self).items()}
+        if version != "5":
+            match = _EARLIER.fullmatch(found.pop("passes"))
+            found["cuts"], found["chunk_tokens"] = match.groups() if match else ("unknown", "unknown")
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> ModelFingerprint:
         """The inverse of `to_dict`; raises `PackCorruptError` when fields are missing, unknown or not strings."""
         names = {field.name for field in fields(cls)}
-        if set(data) not in (names, names - _SINCE_2) or not all(isinstance(value, str) for value in data.values()):
+        earlier = names - {"passes"} | {*_UNTIL_4}
+        if set(data) not in (names, earlier) or not all(isinstance(value, str) for value in data.values()):
             raise PackCorruptError(f"Got the fingerprint fields {sorted(data)}; expected strings for {sorted(names)}.")
-        if set(data.values()) == {"unknown"}:
+        found = {name: str(value) for name, value in data.items()}
+        if set(found.values()) == {"unknown"}:
             return cls.unknown()
-        return cls(**{name: str(data.get(name, "")) for name in names})
+        if "passes" not in found:
+            found["passes"] = f"cut by rule {found.pop('cuts')} every {found.pop('chunk_tokens')}"
+        return cls(**found)
 
 
 def _digest(values: Iterable[str]) -> str:

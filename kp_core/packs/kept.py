@@ -20,7 +20,7 @@ from kp_core.packs.files import PackFiles
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.layout import handle_of, pack_key, text_key
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.seal import Seal
 from kp_core.packs.uses import LastUse
 
@@ -36,9 +36,10 @@ _SEEN = 1 << 16  # Entries whose packs are remembered, so that deleting a pack r
 class EntryKey:
     """What the KV of `token_ids` was computed from: a model, at position `at`, behind what `before` digests.
 
-    `before` covers all tokens that stand before, where their prefill was cut, and how it was altered or composed.
-    `packs` are the handles of all packs in it and before it, `words` the namespace of the conversation whose words
-    stand there; `None` where packs and the template are all there is.
+    `before` covers all tokens that stand before, and how they were altered or composed. `packs` are the handles of all
+    packs in it and before it, `words` the namespace of the conversation whose words stand there; `None` where packs and
+    the template are all there is. With `begins`, an entry is found by so many of its first tokens, and what it has in
+    common with a prompt that goes on otherwise is read; else it is found by all of them.
     """
 
     model: ModelFingerprint
@@ -47,6 +48,7 @@ class EntryKey:
     token_ids: tuple[int, ...]
     packs: tuple[str, ...]
     words: str | None = None
+    begins: int | None = None
 
     @classmethod
     def wrapped(
@@ -71,8 +73,8 @@ class EntryKey:
     def text(self) -> str:
         """The key as canonical JSON; the id of an entry is the keyed digest of it, as a handle is of a text."""
         model, packs = self.model.id, sorted(set(self.packs))
-        about = {"at": self.at, "before": self.before, "model": model, "packs": packs, "token_ids": self.token_ids}
-        return to_json({**about, "words": self.words}, sort_keys=True)
+        about = {"at": self.at, "before": self.before, "model": model, "packs": packs, "words": self.words}
+        return to_json({**about, "token_ids": self.token_ids[: self.begins]}, sort_keys=True)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,10 @@ class KeptEntries:
         return False
 
     def read(self, key: EntryKey, namespaces: Collection[str]) -> KVTensors | None:
-        """The KV for `key`, per layer `(kv_heads, tokens, head_dim)` on the CPU, for whom `has` says so."""
+        """The KV of the tokens of `key`, up to the last in common with the entry; on the CPU, for whom `has` says so.
+
+        Per layer `(kv_heads, tokens, head_dim)`; `None` where there is none.
+        """
         if not self.has(key, namespaces):
             return None
         handle = self._files.handle(key.text, key.home)
@@ -149,7 +154,8 @@ class KeptEntries:
         if self._seal is not None and not self._seal.holds(pack):  # Exchanged between two looks.
             return None
         self._uses.note(_name(handle), hit=True)
-        return pack.kv
+        same = common_length(pack.token_ids, key.token_ids)
+        return pack.kv.slice(0, same) if pack.kv and same else None
 
     def write(self, key: EntryKey, kv: KVTensors) -> bool:
         """Keep `kv` for `key`; `False` where the budget has no room, or one of its packs is not stored (any more)."""

@@ -27,7 +27,7 @@ def slots(key: PackKey) -> tuple[str, str]:
     """Where an entry may lie beside the first one of its text: the first of its model, and one behind its prefix."""
     of_model = f".{blake2b(key.model.id.encode(), digest_size=8).hexdigest()}"
     prefix = key.prefix or Prefix()
-    numbers = (len(prefix), *prefix.token_ids, *prefix.cuts)
+    numbers = (len(prefix), *prefix.token_ids)
     behind = blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8)
     return of_model, f"{of_model}.{behind.hexdigest()}"
 
@@ -51,12 +51,16 @@ def displaces(pack: KnowledgePack, encoded: EncodedPack, stored: PackHeader | No
         return True
     if stored.metadata == encoded.metadata or is_text_alone(pack):
         return False
-    return not pack.is_lazy or stored.content.dtype is None or is_spare(stored.pack)
+    return not pack.is_lazy or stored.content.dtype is None or is_spare(stored.pack, pack.fingerprint)
 
 
-def is_spare(pack: KnowledgePack) -> bool:
-    """Whether no model of today can use what is stored: it was recovered from its text, or an early release made it."""
-    return pack.fingerprint == ModelFingerprint.unknown() or pack.fingerprint.is_legacy
+def is_spare(stored: KnowledgePack, model: ModelFingerprint) -> bool:
+    """Whether `model` needs nothing of it: it was recovered from its text, or an earlier release of `model` made it.
+
+    What an earlier release made for another model stays, as it says that the text is for that model too.
+    """
+    made = stored.fingerprint
+    return made == ModelFingerprint.unknown() or (made.is_earlier and made.same_model(model))
 
 
 def is_text_alone(pack: KnowledgePack) -> bool:

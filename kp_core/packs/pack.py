@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from kp_core.packs.edits import Edit, Edits
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
-__all__ = ["KnowledgePack", "PackKey", "PackSteering", "Prefix"]
+__all__ = ["KnowledgePack", "PackKey", "PackSteering", "Prefix", "common_length"]
 
 _ROUNDED = "/int8"  # Behind the dtype of a fingerprint: numerics of their own, so never taken for exact.
 
@@ -38,14 +38,9 @@ class PackSteering(Protocol):
 
 @dataclass(frozen=True)
 class Prefix:
-    """What stood before a pack when its KV was computed.
-
-    `token_ids` are the tokens, `cuts` the positions at which their prefill was cut (ascending, the last one is
-    `len(token_ids)`). KV is exact only behind the same tokens, and bit-identical only behind the same cuts.
-    """
+    """The tokens that stood before a pack when its KV was computed; an empty one stands for the start of a prompt."""
 
     token_ids: tuple[int, ...] = ()
-    cuts: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -113,9 +108,9 @@ class KnowledgePack:
         return self.edits.history
 
     @property
-    def cuts(self) -> tuple[int, ...]:
-        """The tokens of it at which its prefill was cut, beside every `chunk_tokens`: before each erratum."""
-        return tuple(at for at in self.edits.cuts if 0 < at < len(self.token_ids))
+    def errata_start(self) -> int:
+        """The first of its tokens that belongs to an erratum; their number where it has none."""
+        return min((at for at in self.edits.starts if at > 0), default=len(self.token_ids))
 
     @property
     def is_lazy(self) -> bool:
@@ -183,3 +178,11 @@ class KnowledgePack:
         if differences:
             same = self.fingerprint.same_model(fingerprint)
             raise FingerprintMismatchError(f"The pack {self.text[:40]!r}", differences, same_model=same)
+
+
+def common_length(left: Sequence[object], right: Sequence[object]) -> int:
+    """How many tokens both begin with."""
+    for at, (mine, theirs) in enumerate(zip(left, right, strict=False)):
+        if mine != theirs:
+            return at
+    return min(len(left), len(right))

@@ -39,7 +39,7 @@ class Seal:
             "digests": list(digests),
             "fingerprint": pack.fingerprint.to_dict(),
             "namespace": pack.namespace,
-            "prefix": [pack.prefix.token_ids, pack.prefix.cuts],
+            "prefix": pack.prefix.token_ids,
             "provenance": {name: said for name, said in pack.provenance.items() if name != _NAME},
             "text": pack.text,
             "token_ids": pack.token_ids,

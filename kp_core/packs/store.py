@@ -16,6 +16,7 @@ from kp_core.errors import PackCorruptError, PackError, PackNotFoundError, Quota
 from kp_core.packs.blobs import Blobs, FolderBlobs
 from kp_core.packs.file import OpenPack, PackHeader, encode_pack, read_pack
 from kp_core.packs.files import PackCorruptWarning, PackFiles
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.kept import KeptEntries
 from kp_core.packs.layout import displaces, handle_of, is_spare, is_text_alone, pack_key, slots, text_key
@@ -124,10 +125,11 @@ class PackStore:
     def put(self, pack: KnowledgePack) -> Handle:
         """Store `pack`; storing it again writes nothing.
 
-        It takes the place of the entry of the same text, model and prefix, if there is one; entries for other models
-        and prefixes stay beside it. A lazy pack does not displace KV, and a lazy pack of unknown fingerprint displaces
-        nothing. Raises `PackError` for what the format cannot hold, `QuotaError` when `max_bytes` leaves no room,
-        `PackVersionError` when a later release wrote the file; the store is then as before.
+        It takes the place of the entry of the same text, model and prefix, or of a first one that an earlier release
+        made for this model; other entries stay beside it. A lazy pack does not displace KV that can be used, and a lazy
+        pack of unknown fingerprint displaces nothing. Raises `PackError` for what the format cannot hold, `QuotaError`
+        when `max_bytes` leaves no room, `PackVersionError` when a later release wrote the file; the store is then as
+        before.
         """
         handle, encoded = self.handle(pack.text, pack.namespace), encode_pack(pack)
         slot, done, absent = "", False, False
@@ -306,10 +308,25 @@ class PackStore:
         of_model, behind = slots(key)
         if found is None or found.fingerprint != key.model:
             if (own := self.files.look(handle, of_model)) is None:
-                return slot, found
+                return self._earlier(handle, found, key.model)
             slot, found = of_model, own
         other = None if key.fits(found) else self.files.look(handle, behind)
         return (slot, found) if other is None else (behind, other)
+
+    def _earlier(
+        self, handle: Handle, first: KnowledgePack | None, model: ModelFingerprint
+    ) -> tuple[str, KnowledgePack | None]:
+        """The entry that an earlier release made for `model` beside a first one of another model, else the first one.
+
+        It says that the text is for this model too. Its name is made from what no fingerprint has any more.
+        """
+        made = ModelFingerprint.unknown() if first is None else first.fingerprint
+        if made != ModelFingerprint.unknown() and not made.same_model(model):
+            for slot in self.files.beside(handle):
+                found = self.files.look(handle, slot)
+                if found is not None and is_spare(found, model):
+                    return slot, found
+        return "", first
 
     def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackHeader | None, bool]:
         """Where `pack` belongs, what is intact there, and whether nothing is.
@@ -327,7 +344,9 @@ class PackStore:
                 absent = True
             except PackCorruptError:
                 break
-            if header is None or pack.key.fits(header.pack) or is_spare(header.pack) or is_text_alone(pack):
+            if header is None or pack.key.fits(header.pack) or is_text_alone(pack):
+                break
+            if is_spare(header.pack, pack.fingerprint):
                 break
             mine = header.pack.fingerprint == pack.fingerprint
         return slot, header, absent

@@ -20,7 +20,7 @@ from kp_core.steering.value import Steering
 
 __all__ = ["load_steering", "save_steering", "steering_bytes", "steering_of"]
 
-_FORMAT, _VERSION = "knowledge-pack-steering", "2"
+_FORMAT, _VERSION, _READABLE = "knowledge-pack-steering", "3", ("2", "3")  # Fingerprints alone differ.
 _METADATA = {"format", "version", "digest", "steering"}
 _LARGEST_FILE = 1 << 30  # A steering has some thousand numbers; a file of gigabytes is something else.
 
@@ -86,8 +86,8 @@ def _parse(data: bytes) -> Steering:
     if set(metadata) != _METADATA or metadata["format"] != _FORMAT:
         raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected {sorted(_METADATA)} of a {_FORMAT!r}.")
     version, text = string(metadata["version"], "version"), string(metadata["steering"], "steering")
-    if version not in ("1", _VERSION):  # Fingerprints alone differ.
-        raise PackCorruptError(f"Got version {version!r}; this release reads versions up to {_VERSION!r}.")
+    if version not in _READABLE:
+        raise PackCorruptError(f"Got version {version!r}; this release reads the versions {', '.join(_READABLE)}.")
     if metadata["digest"] != digest_metadata(version, text):
         raise PackCorruptError("The metadata do not match their digest.")
     content = json.loads(text)

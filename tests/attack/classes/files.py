@@ -26,8 +26,8 @@ from kp_core.steering.file import load_steering, save_steering
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import damaged, text, warped
 from tests.core.facts.test_facts import HashEmbedder
-from tests.core.packs.made import FINGERPRINT, files_of, make_pack, same
-from tests.core.packs.test_file import DATA, PACKS, rebuild
+from tests.core.packs.made import FINGERPRINT, files_of, make_pack, rebuild, same
+from tests.core.packs.test_file import DATA, PACKS
 
 SHORT = 300
 
@@ -110,10 +110,10 @@ def _pack_file(draw: Random, _folder: Path) -> None:
 def _pack_content(draw: Random, _folder: Path) -> None:
     """Another content under a valid digest: refused, or a pack that is written and read again as it is."""
     which = draw.randrange(len(PACKS))
-    content = warped(draw, json.loads(encode_pack(PACKS[which]).metadata))
     start = 8 + int.from_bytes(DATA[which][:8], "little")
     entries = json.loads(DATA[which][8:start])
-    version = entries.pop("__metadata__")["version"]
+    about = entries.pop("__metadata__")
+    content, version = warped(draw, json.loads(about["pack"])), draw.choice((about["version"],) * 4 + tuple("12345"))
     with refused():
         try:
             file = rebuild(content, entries=warped(draw, entries) if draw.random() < 0.3 else entries,

@@ -1,11 +1,16 @@
-"""Packs, stores and damage for the tests of this folder."""
+"""Packs, files, stores and damage for the tests of this folder."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from hashlib import blake2b
+from typing import Any
 
 import torch
 
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import FolderBlobs
+from kp_core.packs.file import encode_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, Prefix
@@ -13,6 +18,8 @@ from kp_core.packs.store import PackStore
 
 FINGERPRINT = ModelFingerprint(**{field.name: field.name for field in fields(ModelFingerprint)})
 UNKNOWN = ModelFingerprint.unknown()
+EARLIER = "cut by rule 1 every 1024"
+"""The `passes` that is read from files of versions 2 to 4, see `older`."""
 
 
 def make_pack(
@@ -21,8 +28,48 @@ def make_pack(
     generator = torch.Generator().manual_seed(seed)
     tensors = [torch.randn(2, tokens, 4, generator=generator).bfloat16() for _ in range(4)]
     kv = KVTensors(tuple(tensors[:2]), tuple(tensors[2:]))
-    pack = KnowledgePack(text, namespace, tuple(range(tokens)), Prefix((9, 8), (2,)), FINGERPRINT, kv, {"title": text})
+    pack = KnowledgePack(text, namespace, tuple(range(tokens)), Prefix((9, 8)), FINGERPRINT, kv, {"title": text})
     return replace(pack, **changes)
+
+
+def encode(pack: KnowledgePack) -> bytes:
+    return b"".join(encode_pack(pack).chunks())
+
+
+def canonical(content: object) -> str:
+    return json.dumps(content, ensure_ascii="\\ud800" in json.dumps(content), separators=(",", ":"), sort_keys=True)
+
+
+def rebuild(content: object, *, version: str = "5", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
+    """A file with a valid digest around any content."""
+    text = content if isinstance(content, str) else canonical(content)
+    digest = blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
+    metadata = {"format": "knowledge-pack", "version": version, "digest": digest, "pack": text, **other}
+    header = json.dumps({"__metadata__": metadata, **(entries or {})}).encode()
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def older(content: dict[str, Any], version: str = "2", cuts: Sequence[object] = (2, 3)) -> dict[str, Any]:
+    """The metadata of a pack as files of an earlier version have them."""
+    found = {name: value for name, value in content.items() if name != "states" or version == "4"}
+    made = {name: value for name, value in content["fingerprint"].items() if name != "passes"}
+    found["fingerprint"] = {**made, "cuts": "1", "chunk_tokens": "1024"}
+    found["prefix"] = {**content["prefix"], "cuts": list(cuts)}
+    return found
+
+
+def earlier(pack: KnowledgePack) -> KnowledgePack:
+    """What is read of `pack` from an `older_file`."""
+    return replace(pack, fingerprint=replace(pack.fingerprint, passes=EARLIER))
+
+
+def older_file(pack: KnowledgePack, version: str) -> bytes:
+    """`pack` as an earlier release wrote it."""
+    data = encode(pack)
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    content = older(json.loads(entries.pop("__metadata__")["pack"]), version)
+    return rebuild(content, version=version, entries=entries, data=data[start:])
 
 
 def same(one: KnowledgePack, other: KnowledgePack) -> bool:

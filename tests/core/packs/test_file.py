@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields, replace
-from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.file import encode_pack, read_header, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
+from tests.core.packs.made import EARLIER, earlier, encode, older, older_file, rebuild
 
 TEXT = "Paris “lies” on the\nSeine \u2028\x00\x7f <|im_end|> 🗼"
 FINGERPRINT = ModelFingerprint(**{field.name: f"{field.name}-é" for field in fields(ModelFingerprint)})
@@ -35,7 +35,7 @@ def make_pack(tokens: int = 5, *, kv: bool = True, dtype: torch.dtype = torch.bf
         text=TEXT,
         namespace="geo",
         token_ids=tuple(range(7, 7 + tokens)),
-        prefix=Prefix((1, 2, 3), (2, 3)),
+        prefix=Prefix((1, 2, 3)),
         fingerprint=FINGERPRINT,
         kv=make_kv(tokens, dtype) if kv else None,
         provenance={"title": "Städte", "source": "a\nb"},
@@ -47,10 +47,6 @@ def same(one: KnowledgePack, other: KnowledgePack) -> bool:
         return False
     names = [field.name for field in fields(KnowledgePack) if field.name != "kv"]
     return all(getattr(one, name) == getattr(other, name) for name in names)
-
-
-def encode(pack: KnowledgePack) -> bytes:
-    return b"".join(encode_pack(pack).chunks())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -207,11 +203,12 @@ def test_metadata_follow_the_schema():
     for pack in (make_pack(), make_pack(kv=False), make_pack(0), *PACKS):
         content = json.loads(encode_pack(pack).metadata)
         jsonschema.validate(content, schema)
-        for name in content.keys() - {"compression", "states"}:
+        for name in content.keys() - {"compression"}:
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate({key: value for key, value in content.items() if key != name}, schema)
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**content, "token_ids": [-1]}, schema)
+        for wrong in ({**content, "token_ids": [-1]}, older(content), older(content, "4")):
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(wrong, schema)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +220,7 @@ def test_metadata_follow_the_schema():
         {"token_ids": (1.0, 2, 3, 4, 5)},
         {"token_ids": (True, 2, 3, 4, 5)},
         {"token_ids": (-1, 2, 3, 4, 5)},
-        {"prefix": Prefix((2**53,), (1,))},
+        {"prefix": Prefix((2**53,))},
         {"fingerprint": replace(FINGERPRINT, rope="\ud800")},
         {"kv": KVTensors((torch.zeros(1, 5, 2, dtype=torch.int8),), (torch.zeros(1, 5, 2, dtype=torch.int8),))},
     ],
@@ -233,26 +230,15 @@ def test_what_the_format_cannot_hold_is_refused_on_writing(change):
         encode_pack(replace(make_pack(), **change))
 
 
-def canonical(content: object) -> str:
-    return json.dumps(content, ensure_ascii="\\ud800" in json.dumps(content), separators=(",", ":"), sort_keys=True)
-
-
-def rebuild(content: object, *, version: str = "2", data: bytes = b"", entries: dict | None = None, **other) -> bytes:
-    """A file with a valid digest around any content."""
-    text = content if isinstance(content, str) else canonical(content)
-    digest = blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
-    metadata = {"format": "knowledge-pack", "version": version, "digest": digest, "pack": text, **other}
-    header = json.dumps({"__metadata__": metadata, **(entries or {})}).encode()
-    return len(header).to_bytes(8, "little") + header + data
-
-
-def test_a_later_version_is_named():
-    with pytest.raises(PackVersionError, match="'5'"):
-        read_header(rebuild({"anything": 1}, version="5"))
+@pytest.mark.parametrize("version", ["1", "6"])
+def test_another_version_is_named(version):
+    with pytest.raises(PackVersionError, match=f"'{version}'"):
+        read_header(rebuild({"anything": 1}, version=version))
 
 
 CONTENT = json.loads(encode_pack(make_pack()).metadata)
 LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
+OF_KEY = CONTENT["tensors"]["layers.0.key"]
 
 
 @pytest.mark.parametrize(
@@ -275,9 +261,19 @@ LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
         {**LAZY, "tokens": 4},
         {**LAZY, "layers": 1},
         {**LAZY, "dtype": "bfloat16"},
-        {**LAZY, "prefix": {"token_ids": []}},
+        {**LAZY, "prefix": {}},
+        {**LAZY, "prefix": {"cuts": [], "token_ids": []}},
+        {**LAZY, "prefix": []},
         {**LAZY, "head": LAZY["prefix"]},
+        {**LAZY, "states": 1},
+        {**LAZY, "states": False},
+        {**LAZY, "states": None},
+        {name: value for name, value in LAZY.items() if name != "states"},
+        {**LAZY, "compression": "lossless"},
+        {**LAZY, "compression": "none"},
         {**LAZY, "fingerprint": {name: "a" for name in LAZY["fingerprint"] if name != "engine"}},
+        {**LAZY, "fingerprint": older(LAZY)["fingerprint"]},
+        {**LAZY, "fingerprint": {**LAZY["fingerprint"], "cuts": "1", "chunk_tokens": "1024"}},
         {**LAZY, "fingerprint": {**LAZY["fingerprint"], "engine": 1}},
         {**LAZY, "provenance": {"title": None}},
         {**LAZY, "fingerprint": {"weights": "a"}},
@@ -285,6 +281,8 @@ LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
         {**CONTENT, "dtype": None},
         {**CONTENT, "dtype": ["bfloat16"]},
         {**CONTENT, "layers": 1},
+        {**CONTENT, "compression": "lossless"},
+        {**CONTENT, "compression": "none"},
         {**CONTENT, "tensors": {}},
         {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.9.key": {}}},
         {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": "", "shape": [1, 4, 4]}}},
@@ -292,6 +290,8 @@ LAZY = json.loads(encode_pack(make_pack(kv=False)).metadata)
         {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": "", "shape": [5, 4]}}},
         {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"digest": 3, "shape": [1, 5, 4]}}},
         {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {"shape": [1, 5, 4]}}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {**OF_KEY, "dtype": "bfloat16"}}},
+        {**CONTENT, "tensors": {**CONTENT["tensors"], "layers.0.key": {**OF_KEY, "stored": 40}}},
     ],
 )
 def test_malformed_content_is_corrupt_even_with_a_valid_digest(content):
@@ -306,8 +306,6 @@ OF_STATE = STATES["tensors"]["states.0"]
 @pytest.mark.parametrize(
     "content",
     [
-        CONTENT,
-        LAZY,
         {**STATES, "states": 0},
         {**STATES, "states": 2},
         {**STATES, "states": True},
@@ -323,31 +321,87 @@ OF_STATE = STATES["tensors"]["states.0"]
     ],
 )
 def test_malformed_states_are_corrupt(content):
-    with pytest.raises(PackCorruptError):
-        read_header(rebuild(content, version="4"))
-    with pytest.raises(PackCorruptError):
-        read_header(rebuild(STATES, version="2"))
+    for version, written in (("5", content), ("4", older(content, "4"))):
+        with pytest.raises(PackCorruptError):
+            read_header(rebuild(written, version=version))
 
 
-@pytest.mark.parametrize("content", [CONTENT, LAZY])
-def test_only_the_canonical_form_is_read(content):
-    assert same(read_header(rebuild(content)).pack, make_pack(kv=False))
+@pytest.mark.parametrize(
+    ("content", "version"), [(CONTENT, "5"), (LAZY, "5"), (older(CONTENT), "2"), (older(LAZY), "2")]
+)
+def test_only_the_canonical_form_is_read(content, version):
+    assert read_header(rebuild(content, version=version)).pack.text == TEXT
     for other in (json.dumps(content), json.dumps(dict(reversed(content.items())), separators=(",", ":"))):
         with pytest.raises(PackCorruptError, match="canonical"):
-            read_header(rebuild(other))
+            read_header(rebuild(other, version=version))
 
 
-def test_what_an_earlier_release_computed_is_written_as_it_was():
-    """Its fingerprint lacks fields, so it keeps to the version of its file."""
-    old = replace(FINGERPRINT, adapters="", cuts="", engine="")
-    assert old.is_legacy
-    pack = replace(make_pack(), fingerprint=old)
-    assert json.loads(encode_pack(pack).metadata)["fingerprint"].keys() == old.to_dict("1").keys()
-    assert same(read_pack(encode(pack)), pack)
-    unknown = dict.fromkeys(old.to_dict("1"), "unknown")
-    lazy = json.loads(encode_pack(replace(pack, kv=None)).metadata)
-    found = read_header(rebuild({**lazy, "fingerprint": unknown}, version="1")).pack
+# Files of earlier versions.
+
+
+OLDER = [("2", make_pack()), ("2", make_pack(kv=False)), ("2", make_pack(0))]
+OLDER += [("3", make_pack().compressed("lossless")), ("3", make_pack().compressed("int8"))]
+OLDER += [("4", with_states(make_pack())), ("4", with_states(make_pack()).compressed("lossless"))]
+
+
+@pytest.mark.parametrize(("version", "pack"), OLDER)
+def test_a_file_of_an_earlier_version_is_read_and_written_as_the_present_one(version, pack):
+    found = read_pack(older_file(pack, version))
+    assert same(found, earlier(pack))
+    assert found.fingerprint.is_earlier
+    again = encode(found)
+    header = json.loads(again[8 : 8 + int.from_bytes(again[:8], "little")])
+    assert header["__metadata__"]["version"] == "5"
+    assert json.loads(header["__metadata__"]["pack"])["fingerprint"]["passes"] == EARLIER
+    assert same(read_pack(again), found)
+    assert encode(read_pack(again)) == again
+
+
+@pytest.mark.parametrize("cuts", [[], [3], [1, 2, 3], [0, 2**53 - 1], [3, 3, 1]])
+def test_the_cuts_of_an_earlier_version_mean_nothing(cuts):
+    for content in (CONTENT, LAZY):
+        found = read_header(rebuild(older(content, cuts=cuts), version="2")).pack
+        assert same(found, earlier(make_pack(kv=False)))
+        assert found.prefix == Prefix((1, 2, 3))
+
+
+@pytest.mark.parametrize("cuts", [[-1], [1.0], [True], ["1"], [None], [[1]], [2**53], [2, -3]])
+def test_cuts_that_are_no_positions_are_corrupt(cuts):
+    with pytest.raises(PackCorruptError):
+        read_header(rebuild(older(LAZY, cuts=cuts), version="2"))
+
+
+@pytest.mark.parametrize(
+    ("version", "content"),
+    [
+        # The form of one version under the name of another.
+        *[(version, LAZY) for version in "234"],
+        ("5", older(LAZY)),
+        ("4", older(LAZY, "4")),
+        ("4", older(CONTENT)),
+        ("3", older(LAZY)),
+        ("3", older(CONTENT)),
+        ("2", older(LAZY, "4")),
+        ("2", older(STATES)),
+        ("3", older(STATES)),
+        ("2", older(STATES, "4")),
+        ("2", older(json.loads(encode_pack(make_pack().compressed("lossless")).metadata))),
+        ("2", {**older(LAZY), "prefix": LAZY["prefix"]}),
+        ("2", {**older(LAZY), "prefix": {"cuts": 3, "token_ids": [1, 2, 3]}}),
+        ("2", {**older(LAZY), "fingerprint": LAZY["fingerprint"]}),
+        ("2", {**older(LAZY), "fingerprint": {**older(LAZY)["fingerprint"], "passes": "any"}}),
+    ],
+)
+def test_what_an_earlier_version_would_not_have_written_is_corrupt(version, content):
+    with pytest.raises(PackCorruptError):
+        read_header(rebuild(content, version=version))
+
+
+def test_what_is_unknown_is_so_in_files_of_every_version():
+    unknown = dict.fromkeys(older(LAZY)["fingerprint"], "unknown")
+    found = read_header(rebuild({**older(LAZY), "fingerprint": unknown}, version="2")).pack
     assert found.fingerprint == ModelFingerprint.unknown()
+    assert not found.fingerprint.is_earlier
 
 
 @pytest.mark.parametrize("other", [{"format": "pt"}, {"digest": "0" * 32}, {"more": "1"}, {"version": 1}])
@@ -383,7 +437,9 @@ def test_a_huge_compressed_shape_allocates_nothing(which):
         entries[name] = {"dtype": "U8", "shape": [64], "data_offsets": [64 * list(entries).index(name)] * 2}
         entries[name]["data_offsets"][1] += 64
     with pytest.raises(PackCorruptError):
-        read_pack(rebuild(content, entries=entries, data=bytes(256), version="3"))
+        read_pack(rebuild(content, entries=entries, data=bytes(256)))
+    with pytest.raises(PackCorruptError):
+        read_pack(rebuild(older(content, "3"), entries=entries, data=bytes(256), version="3"))
 
 
 def test_a_huge_shape_allocates_nothing():
@@ -396,7 +452,8 @@ def test_a_huge_shape_allocates_nothing():
 
 PACKS = [make_pack(kv=False), make_pack(), make_pack().compressed("lossless"), make_pack().compressed("int8")]
 PACKS += [with_states(make_pack()), with_states(make_pack()).compressed("lossless")]
-DATA = list(map(encode, PACKS))
+DATA = list(map(encode, PACKS)) + [older_file(pack, version) for version, pack in OLDER]
+PACKS += [earlier(pack) for _, pack in OLDER]
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -422,7 +479,7 @@ def test_no_damage_goes_unnoticed(which, data):
     assert same(found, PACKS[which])
 
 
-@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("which", [1, 2, 6, 9])
 def test_every_single_bit_of_a_small_file(which):
     """All positions, one bit each: the head's checks alone decide, as tensors are covered by digests."""
     intact, expected = DATA[which], PACKS[which]

@@ -70,6 +70,78 @@ def test_every_part_of_the_key_counts(three):
     assert store.kept.read(key, ("art",)) is None
 
 
+def starting(key: EntryKey, *, same: int, tokens: int = TOKENS) -> EntryKey:
+    """`key` of `tokens` tokens, of which the first `same` are those of `key`."""
+    return replace(key, token_ids=(*key.token_ids[:same], *range(1000, 1000 + tokens - same)))
+
+
+@pytest.mark.parametrize("same", [8, 9, 25, TOKENS - 1, TOKENS])
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS + 30])
+def test_an_entry_found_by_its_first_tokens_is_read_up_to_the_last_in_common(tmp_path, same, tokens):
+    store = PackStore(tmp_path)
+    key = replace(key_of(store.put(make_pack("one"))), begins=8)
+    assert store.kept.write(key, kv_of())
+    other = starting(key, same=same, tokens=tokens)
+    assert store.kept.has(other, ("geo",))
+    assert read(store, other).equal(kv_of().slice(0, same))
+    assert read(store, key).equal(kv_of())
+
+
+def test_a_shorter_prompt_reads_the_first_tokens_of_a_longer_entry(tmp_path):
+    store = PackStore(tmp_path)
+    key = replace(key_of(store.put(make_pack("one"))), begins=8)
+    assert store.kept.write(key, kv_of())
+    for count in (8, 20):
+        assert read(store, replace(key, token_ids=key.token_ids[:count])).equal(kv_of().slice(0, count))
+    assert read(store, replace(key, token_ids=key.token_ids[:7])) is None, "it is found by as many as `begins` says"
+
+
+@pytest.mark.parametrize("same", range(8))
+def test_an_entry_is_not_found_when_its_first_tokens_differ(tmp_path, same):
+    store = PackStore(tmp_path)
+    key = replace(key_of(store.put(make_pack("one"))), begins=8)
+    assert store.kept.write(key, kv_of())
+    assert not store.kept.has(starting(key, same=same), ("geo",))
+    assert read(store, starting(key, same=same)) is None
+
+
+def test_without_a_number_of_first_tokens_an_entry_is_found_by_all_tokens_only(three):
+    store, _, (key, *_) = three
+    assert read(store, key).equal(kv_of())
+    others = [starting(key, same=same) for same in (0, 8, 25, TOKENS - 1)]
+    others += [replace(key, token_ids=key.token_ids[:25]), replace(key, token_ids=(*key.token_ids, 5))]
+    others += [replace(each, begins=8) for each in (key, *others)]
+    assert [read(store, other) for other in others] == [None] * len(others)
+
+
+def test_all_else_in_the_key_counts_where_first_tokens_find_it(tmp_path):
+    store = PackStore(tmp_path)
+    handles = [store.put(make_pack(text)) for text in ("one", "two")]
+    key = replace(key_of(*handles), begins=8)
+    assert store.kept.write(key, kv_of())
+    others = [
+        replace(key, at=7),
+        replace(key, before="1" * 32),
+        replace(key, model=replace(FINGERPRINT, passes="others")),
+        replace(key, packs=key.packs[:1]),
+        replace(key, words="geo"),
+        replace(key, begins=9),
+    ]
+    assert [read(store, other) for other in others] == [None] * 6
+    assert store.kept.read(key, ("art",)) is None
+
+
+def test_states_are_read_with_the_last_token_alone(tmp_path):
+    """They hold for the end of an entry: what is read of its first tokens has none."""
+    store = PackStore(tmp_path)
+    key = replace(key_of(store.put(make_pack("one"))), begins=8)
+    kv = replace(kv_of(), states=(torch.ones(2, 3),))
+    assert store.kept.write(key, kv)
+    assert read(store, key).equal(kv)
+    assert read(store, starting(key, same=TOKENS, tokens=TOKENS + 5)).equal(kv)
+    assert read(store, starting(key, same=20)).states == ()
+
+
 def test_the_least_recently_used_goes_first_and_pins_stay(three):
     store, handles, keys = three
     size = store.kept.nbytes

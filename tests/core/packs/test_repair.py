@@ -98,7 +98,7 @@ def test_a_warning_made_an_error_does_not_stop_the_repair(store):
 def test_a_later_version_is_left_alone(store, monkeypatch):
     handle = store.handle("Paris.", "geo")
     with monkeypatch.context() as patch:
-        patch.setattr("kp_core.packs.content.PackContent.version", "5")
+        patch.setattr("kp_core.packs.file.VERSION", "6")
         store.put(make_pack())
     before = snapshot(store)
     for call in (store.get, store.peek, lambda _: store.put(make_pack())):

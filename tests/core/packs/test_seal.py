@@ -32,7 +32,7 @@ def test_a_seal_holds_for_what_was_sealed_and_for_nothing_else(pack):
         replace(sealed, kv=changed(pack.kv)),
         replace(sealed, text=TEXT + "."),
         replace(sealed, namespace="b"),
-        replace(sealed, prefix=Prefix((1,), (1,))),
+        replace(sealed, prefix=Prefix((1,))),
         replace(sealed, token_ids=(*pack.token_ids[:-1], 0)),
         replace(sealed, fingerprint=replace(pack.fingerprint, weights="x")),
         replace(sealed, provenance={**sealed.provenance, "title": "x"}),

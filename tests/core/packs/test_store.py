@@ -1,5 +1,6 @@
 """The store as its users see it: put and get, what displaces what, whose folder it is, what is new."""
 
+import json
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,9 +11,20 @@ from kp_core import Packs
 from kp_core.errors import HandleError, PackCorruptError, PackError, PackNotFoundError
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import PackKey, Prefix
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackCorruptWarning, PackStore
-from tests.core.packs.made import FINGERPRINT, UNKNOWN, Watched, files_of, flip, make_pack, same, snapshot
+from tests.core.packs.made import (
+    FINGERPRINT,
+    UNKNOWN,
+    Watched,
+    earlier,
+    files_of,
+    flip,
+    make_pack,
+    older_file,
+    same,
+    snapshot,
+)
 
 OTHER_MODEL = replace(FINGERPRINT, weights="b")
 
@@ -129,7 +141,7 @@ def test_putting_again_writes_nothing(store):
     ("stored", "new", "wins"),
     [
         (make_pack(), make_pack(kv=None), "stored"),
-        (make_pack(), make_pack(kv=None, prefix=Prefix((1,), (1,))), "both"),
+        (make_pack(), make_pack(kv=None, prefix=Prefix((1,))), "both"),
         (make_pack(), make_pack(kv=None, fingerprint=OTHER_MODEL), "both"),
         (make_pack(), make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), "stored"),
         (make_pack(kv=None), make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), "stored"),
@@ -138,7 +150,7 @@ def test_putting_again_writes_nothing(store):
         (make_pack(), make_pack(seed=1), "new"),
         (make_pack(), make_pack(fingerprint=OTHER_MODEL), "both"),
         (make_pack(fingerprint=OTHER_MODEL), make_pack(kv=None), "both"),
-        (make_pack(fingerprint=OTHER_MODEL), make_pack(prefix=Prefix((1,), (1,)), seed=1), "both"),
+        (make_pack(fingerprint=OTHER_MODEL), make_pack(prefix=Prefix((1,)), seed=1), "both"),
         (make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN), make_pack(kv=None), "new"),
     ],
 )
@@ -159,8 +171,8 @@ def test_what_displaces_what(store, stored, new, wins):
 
 def test_models_and_prefixes_do_not_displace_one_another(store):
     models = [FINGERPRINT, OTHER_MODEL]
-    prefixes = [Prefix((9, 8), (2,)), Prefix((9,), (1,)), Prefix((9, 8), (1, 2))]
-    packs = [make_pack(fingerprint=model, prefix=prefix, seed=len(model.weights) + len(prefix.cuts) + len(prefix))
+    prefixes = [Prefix((9, 8)), Prefix((9,)), Prefix((9, 8, 7))]
+    packs = [make_pack(fingerprint=model, prefix=prefix, seed=len(model.weights) + len(prefix))
              for model in models for prefix in prefixes]  # fmt: skip
     (handle,) = set(map(store.put, packs))
     again = PackStore(store.path)
@@ -168,7 +180,7 @@ def test_models_and_prefixes_do_not_displace_one_another(store):
         assert same(again.get(handle, pack.key), pack)
         assert same(again.peek(handle, pack.key), pack.without_kv())
     assert [again.peek(handle, PackKey(model)).prefix for model in models] == [prefixes[0]] * 2, "the first one"
-    assert again.peek(handle, PackKey(FINGERPRINT, Prefix((7,), (1,)))).prefix == prefixes[0]
+    assert again.peek(handle, PackKey(FINGERPRINT, Prefix((7,)))).prefix == prefixes[0]
     assert again.peek(handle, PackKey(replace(FINGERPRINT, weights="c"))).fingerprint == FINGERPRINT
     assert len(list(again.entries(handle))) == 6
     assert list(again) == [handle]
@@ -177,6 +189,115 @@ def test_models_and_prefixes_do_not_displace_one_another(store):
     assert snapshot(store) == before, "nothing is written twice"
     store.remove(handle)
     assert not list((store.path / "packs").rglob("*.*")), "and all of it goes with the pack"
+
+
+# What an earlier release left.
+
+
+OTHER_MACHINE = replace(FINGERPRINT, passes="on another machine")
+OF_OTHER = make_pack(fingerprint=OTHER_MODEL, seed=2)
+
+
+def store_of_earlier(store: PackStore, first: KnowledgePack, *beside: KnowledgePack) -> Handle:
+    """`store` as an earlier release left it, of entries of one text."""
+    handle = store.handle(first.text, first.namespace)
+    path, text = files_of(store, handle)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(older_file(first, "2"))
+    for number, pack in enumerate(beside):
+        path.with_suffix(f".{number:016x}.safetensors").write_bytes(older_file(pack, "2"))
+    text.write_text(first.text)
+    return handle
+
+
+def version_of(path) -> str:
+    data = path.read_bytes()
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["version"]
+
+
+def test_what_an_earlier_release_stored_is_read_and_stored_in_the_present_version(store):
+    handle = store_of_earlier(store, make_pack())
+    path, _ = files_of(store, handle)
+    found = store.get(handle)
+    assert same(found, earlier(make_pack()))
+    assert same(store.peek(handle), found.without_kv())
+    assert store.peek(handle, make_pack().key).fingerprint.is_earlier, "so that the engine computes it anew"
+    assert list(store.verify()) == []
+    assert version_of(path) == "2"
+    assert store.put(found) == handle
+    assert version_of(path) == "5"
+    assert same(store.get(handle), found)
+    assert store.get(handle).fingerprint.is_earlier
+    assert [entry.key for entry in store.entries(handle)] == [found.key]
+
+
+@pytest.mark.parametrize("new", [make_pack(), make_pack(kv=None), make_pack(prefix=Prefix((1,)))])
+def test_compiled_anew_a_pack_displaces_what_an_earlier_release_made(store, new):
+    handle = store_of_earlier(store, make_pack(seed=1))
+    assert store.put(new) == handle
+    assert [entry.key for entry in store.entries(handle)] == [new.key]
+    assert version_of(files_of(store, handle)[0]) == "5"
+    assert same(store.get(handle, new.key), new)
+    assert len(list(files_of(store, handle)[0].parent.iterdir())) == 2
+
+
+def test_what_another_kind_of_machine_computed_stays_beside_what_is_compiled_anew(store):
+    handle = store_of_earlier(store, make_pack(seed=1))
+    theirs, mine = make_pack(fingerprint=OTHER_MACHINE, seed=2), make_pack(seed=3)
+    store.put(theirs)
+    assert [entry.key for entry in store.entries(handle)] == [theirs.key], "the first that is compiled displaces it"
+    store.put(mine)
+    assert [entry.key for entry in store.entries(handle)] == [theirs.key, mine.key]
+    for pack in (theirs, mine):
+        assert same(store.get(handle, pack.key), pack)
+    before = snapshot(store)
+    store.put(theirs)
+    store.put(mine)
+    assert snapshot(store) == before
+
+
+def test_a_text_alone_does_not_displace_what_an_earlier_release_made(store):
+    handle = store_of_earlier(store, make_pack())
+    store.put(make_pack(kv=None, token_ids=(), prefix=Prefix(), fingerprint=UNKNOWN))
+    assert same(store.get(handle), earlier(make_pack()))
+
+
+@pytest.mark.parametrize("first", [make_pack(), OF_OTHER])
+def test_each_model_finds_that_an_earlier_release_compiled_the_text_for_it(store, first):
+    """Whichever of two models compiles it anew first, the other one must not take the pack for a stranger's."""
+    beside = OF_OTHER if first.fingerprint == FINGERPRINT else make_pack()
+    handle = store_of_earlier(store, first, beside)
+    packs = [first, beside]
+    for compiled in ([], [first], [beside]):
+        fresh = PackStore(store.path)
+        for pack in compiled:
+            fresh.put(pack)
+        for pack in packs:
+            found = fresh.peek(handle, PackKey(pack.fingerprint))
+            assert found.fingerprint.same_model(pack.fingerprint)
+            assert same(fresh.get(handle, PackKey(pack.fingerprint)).without_kv(), replace(found, stored_bytes=0))
+    for pack in packs:
+        assert same(store.get(handle, pack.key), pack)
+    stranger = replace(FINGERPRINT, weights="c")
+    assert store.peek(handle, PackKey(stranger)).fingerprint == first.fingerprint
+
+
+def test_what_is_first_stays_where_another_model_compiles_the_text(store):
+    handle = store_of_earlier(store, make_pack())
+    store.put(OF_OTHER)
+    assert [entry.key for entry in store.entries(handle)] == [earlier(make_pack()).key, OF_OTHER.key]
+    store.put(make_pack())
+    assert [entry.key for entry in store.entries(handle)] == [make_pack().key, OF_OTHER.key]
+
+
+def test_a_damaged_file_of_an_earlier_release_is_mended_in_the_present_version(store):
+    handle = store_of_earlier(store, make_pack())
+    path, _ = files_of(store, handle)
+    flip(path, -1)
+    with pytest.warns(PackCorruptWarning, match="text and token ids are intact"):
+        assert same(store.get(handle), earlier(make_pack(kv=None)))
+    assert version_of(path) == "5"
+    assert store.get(handle).fingerprint.is_earlier
 
 
 def test_a_damaged_entry_is_set_aside_and_the_pack_stays(store):
