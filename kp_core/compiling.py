@@ -131,7 +131,7 @@ def _done(
 
 def _edited(pack: KnowledgePack | None) -> dict[str, str]:
     """What was edited in a text that is compiled again, in one go."""
-    return replace(pack.edits, cuts=()).written({}) if pack is not None and pack.history else {}
+    return replace(pack.edits, starts=()).written({}) if pack is not None and pack.history else {}
 
 
 def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool, accept: bool) -> bool:

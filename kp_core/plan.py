@@ -16,7 +16,6 @@ from kp_core.compose import Composer
 from kp_core.errors import SamplingError
 from kp_core.kv import KVTensors
 from kp_core.packs.view import PackSource
-from kp_core.prompt.cuts import Cuts
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Block
 
@@ -116,48 +115,46 @@ class Limit:
 
 @dataclass(frozen=True)
 class Region:
-    """The tokens `start:stop` of a prompt, one stretch of KV from one source.
+    """The tokens `start:stop` of a prompt, whose KV has one source.
 
-    `chunks` are its canonical pieces. `span` is the pack that stands in it. A region whose KV is not what the model
-    computes for its text has a negative `label`, no token id, which names what was done: neither it nor anything behind
-    it is found in the prefix tree without the label.
+    `span` is the pack that stands in it. A region whose KV is not what the model computes for its text has a negative
+    `label`, no token id, which names what was done: neither it nor anything behind it is found in the prefix tree
+    without the label.
     """
 
     start: int
     stop: int
-    chunks: tuple[tuple[int, int], ...]
     source: Source
     span: Span | None = None
     composer: Composer | None = None
     block: Block | None = None
     label: int = 0
     spans: tuple[Span, ...] = ()
-    """The packs of a composed stretch, the first of which is `span`."""
+    """The packs of a composed region, the first of which is `span`."""
 
     def __len__(self) -> int:
         return self.stop - self.start
 
-    @property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """The pieces that the prefix tree keeps: what was altered or composed is one, all else by chunks."""
-        return ((self.start, self.stop),) if self.label else self.chunks
-
 
 class KeptKV(Protocol):
-    """What earlier requests left in the store for the chunks of a prompt, and what this one shall leave."""
+    """What earlier requests left in the store for parts of a prompt, and what this one shall leave."""
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """The parts `start:stop` of the prompt that may be kept, in order."""
 
     @property
     def wanted(self) -> Collection[tuple[int, int]]:
-        """The chunks whose KV is to be kept."""
+        """Those whose KV is to be kept."""
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether the KV of the chunk `start:stop` is kept."""
+        """Whether KV of a part is kept."""
 
     def read(self, start: int, stop: int) -> KVTensors | None:
-        """The KV of the chunk `start:stop` where it is kept: per layer `(kv_heads, tokens, head_dim)`, on the CPU."""
+        """KV of a part, up to `stop` or the last token in common with what is kept, on the CPU; `None` without any."""
 
     def take(self, start: int, stop: int, kv: KVTensors) -> None:
-        """Keep the KV of a wanted chunk."""
+        """Keep the KV of a wanted part."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +180,8 @@ class Plan:
     wanted: tuple[int, int] = (0, 0)
     """The tokens whose KV `Engine.kv` gives: from the regions as far as these go, the rest is computed behind them."""
     reuse: bool = True
-    deterministic: bool = False
-    alone: bool = False
-    """Whether its answer is decoded by itself, and so rounded as it always is, whatever else is being answered."""
+    readable: frozenset[str] = frozenset()
+    """Namespaces whose packs may be met in the prefix tree, beside those of the packs in the prompt."""
     plain: Prompt | None = None
     """The canonical prompt, where `prompt` has tokens of a composer beside its own."""
     reordered: int = 0
@@ -193,51 +189,53 @@ class Plan:
     limit: Limit = field(default_factory=Limit, compare=False)
 
     @property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """What the prefix tree is asked for, from the first token on."""
-        return tuple(edge for region in self.regions for edge in region.edges)
+    def owners(self) -> frozenset[str]:
+        """Whose KV the prompt may meet in the prefix tree."""
+        return self.readable | {span.pack.namespace for span in (*self.prompt.spans, *self.prompt.as_text)}
 
     @property
     def ends(self) -> frozenset[int]:
         """Where the states of recurrent layers are kept, if the model has any: packs and messages end there."""
-        return frozenset({*self.prompt.breaks, *(region.stop for region in self.regions)})
+        packs = (span.stop for span in self.prompt.spans)
+        return frozenset({*self.prompt.breaks, *packs, *(region.stop for region in self.regions)})
 
     @property
-    def labels(self) -> Mapping[tuple[int, int], int]:
-        """The labels of those edges that have one."""
-        return {(region.start, region.stop): region.label for region in self.regions if region.label}
+    def labels(self) -> Mapping[int, tuple[int, int]]:
+        """By where they begin, the ends and the labels of those regions that have one."""
+        return {region.start: (region.stop, region.label) for region in self.regions if region.label}
 
 
 def plan_regions(
-    cuts: Cuts,
+    prompt: Prompt,
     packs: Collection[Span] = (),
     composed: Mapping[Span, Composer] | None = None,
     blocks: Sequence[Block] = (),
 ) -> tuple[Region, ...]:
-    """The regions of a prompt that was cut, in order: the spans of `packs` from their own KV, others `composed`.
+    """The regions of a prompt, in order: the spans of `packs` from their own KV, others `composed`.
 
     With steered `blocks` all packs are computed: in them and behind them KV was made behind altered KV, and before them
     a plan without blocks brings it (`Plan.below`).
     """
+    if blocks:
+        made = [Region(each.start, each.stop, "steered", block=each, label=each.label) for each in blocks]
+    else:
+        made = [
+            Region(span.start, span.stop, "composed" if composer else "pack", span, composer)
+            for span in prompt.spans
+            if (composer := (composed or {}).get(span)) or span in packs
+        ]
     regions: list[Region] = []
-    waiting = list(blocks)
     done = 0
-    for start, stop in cuts.chunks:
-        while waiting and waiting[0].start <= done < stop:
-            block = waiting.pop(0)
-            regions.append(Region(block.start, block.stop, block.pieces, "steered", block=block, label=block.label))
-            done = block.stop
-        if done < stop:
-            piece = (max(start, done), stop)
-            span = next((each for each in cuts.prompt.spans if each.start <= piece[0] and stop <= each.stop), None)
-            composer = None if span is None or blocks else (composed or {}).get(span)
-            source: Source = "composed" if composer else "pack" if span in packs and not blocks else "computed"
-            _append(regions, Region(*piece, (piece,), source, span, composer))
-            done = stop
-    return _stretched(regions)
+    for region in [*made, Region(len(prompt), len(prompt), "computed")]:
+        if done < region.start:
+            regions.append(Region(done, region.start, "computed"))
+        if len(region):
+            regions.append(region)
+        done = region.stop
+    return _composed(regions)
 
 
-def _stretched(regions: Sequence[Region]) -> tuple[Region, ...]:
+def _composed(regions: Sequence[Region]) -> tuple[Region, ...]:
     """`regions` with what one composer makes, and the few tokens between, as one: it is filled in one go."""
     made: list[Region] = []
     for region in regions:
@@ -246,15 +244,13 @@ def _stretched(regions: Sequence[Region]) -> tuple[Region, ...]:
             spans: tuple[Span, ...] = (region.span,)
             gap = made[-1] if made and made[-1].source == "computed" and len(made[-1]) <= _GAP_TOKENS else None
             before = made[-1 if gap is None else -2] if len(made) > (gap is not None) else None
-            pieces = [*([] if gap is None else [gap]), region]
+            first = region
             if before is not None and before.composer == region.composer:
-                pieces, spans = [before, *pieces], (*before.spans, *spans)
-            elif before is None or before.source != "pack":  # What stands between a pack and this one joins it.
-                pieces = [region]
-            if len(pieces) > 1:
-                del made[-len(pieces) + 1 :]
-            chunks = tuple(chunk for piece in pieces for chunk in piece.chunks)
-            new = replace(region, start=pieces[0].start, chunks=chunks, span=spans[0], spans=spans)
+                first, spans = before, (*before.spans, *spans)
+                del made[-1 if gap is None else -2 :]
+            elif gap is not None and before is not None and before.source == "pack":
+                first = made.pop()  # What stands between a pack and this one joins it.
+            new = replace(region, start=first.start, span=spans[0], spans=spans)
         made.append(new)
     return tuple(
         region
@@ -262,16 +258,6 @@ def _stretched(regions: Sequence[Region]) -> tuple[Region, ...]:
         else replace(region, label=_label(region.composer, region.spans, region.start))
         for region in made
     )
-
-
-def _append(regions: list[Region], new: Region) -> None:
-    """Add a region, to the last one where both are of one kind and one pack."""
-    last = regions[-1] if regions else None
-    same = ("source", "span", "composer", "block", "label")
-    if last is not None and all(getattr(last, name) == getattr(new, name) for name in same):
-        regions[-1] = replace(last, stop=new.stop, chunks=last.chunks + new.chunks)
-    else:
-        regions.append(new)
 
 
 def _label(composer: Composer, spans: Sequence[Span], start: int) -> int:

@@ -118,6 +118,9 @@ def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
     }
     if lacks := getattr(session.engine, "lacks", None):
         about["lacks"] = "; ".join(f"{capability}, as {why}" for capability, why in sorted(lacks.items()))
+    about["bits"] = (
+        "of a pack are those of its text" if "bitwise" in can else "of a pack may round differently from text"
+    )
     if "kv" not in can:
         return about | {"advice": "keep packs lazy: this engine gives no KV to store"}
     rates = measure_rates(session, folder or near_folder(None))

@@ -18,7 +18,7 @@ __all__ = ["ExactComposer"]
 class ExactComposer:
     """Sequential composition (Knowledge Packs, arXiv 2604.03270): the answer is that of the text, token for token.
 
-    A pack's KV is taken only behind the very prefix it was compiled for: same tokens, same cuts. Everywhere else its
+    A pack's KV is taken only behind the very prefix it was compiled for. Everywhere else its
     tokens are prefilled behind what stands before them, and the prefix tree keeps the result.
     """
 

@@ -75,11 +75,15 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
     """
     ids: list[int] = []
     spans: list[Span] = []
+    texts: list[Span] = []
     breaks: list[int] = []
     done = 0
     for span, end in zip((*prompt.spans, None), (*ends, len(prompt)), strict=True):
         start = len(prompt) if span is None else span.start
         breaks += [at - done + len(ids) for at in prompt.breaks if done <= at < start or at == start == len(prompt)]
+        moved = len(ids) - done
+        between = [each for each in prompt.as_text if done <= each.start < start]
+        texts += [replace(each, start=each.start + moved, stop=each.stop + moved) for each in between]
         ids += prompt.token_ids[done:start]
         done = start
         if span is not None and span in wanted:
@@ -92,4 +96,4 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
             done = end
         elif span is not None:
             spans.append(replace(span, start=len(ids), stop=len(ids) + len(span)))
-    return replace(prompt, token_ids=tuple(ids), spans=tuple(spans), breaks=tuple(breaks))
+    return replace(prompt, token_ids=tuple(ids), spans=tuple(spans), breaks=tuple(breaks), as_text=tuple(texts))

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kp_core.edit.rebuild import all_edges, compiled, plain_edges, tokenised
+from kp_core.edit.rebuild import compiled, tokenised
 from kp_core.edit.statement import find, sentence_around
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -50,17 +50,18 @@ def amend(  # noqa: PLR0913 - what an edit takes
         corrections.append(replace(found, line=_line(base, found, kept)))
     lines = [each.line for each in corrections]
     text = base + "".join(f"\n{line}" for line in lines) if not base.endswith("\n") else base + "\n".join(lines)
-    made = tokenised(pack, text, engine, compiled_for, all_edges(pack, engine))
-    cuts = (*(at for at in pack.cuts if at < made.reused), made.reused) if made.reused and corrections else ()
+    made = tokenised(pack, text, engine, compiled_for)
+    kept_starts = (at for at in edits.starts if at < made.reused)
+    starts = (*kept_starts, made.reused) if made.reused and corrections else ()
     now = Edits(
         edits.root or root_of(pack.text),
         edits.said,
         len(base),
         tuple(corrections),
-        tuple(at for at in cuts if at < len(made.token_ids)),
+        tuple(at for at in starts if at < len(made.token_ids)),
         (*edits.history, Edit("amend", old, new)),
     )
-    first = cuts[0] if cuts else len(made.token_ids)
+    first = starts[0] if starts else len(made.token_ids)
     if len(made.token_ids) - first > squash_above * first:
         logger.info("Errata are more than %.0f %% of %r; it is computed anew.", 100 * squash_above, text[:40])
         return _squashed(pack, _applied(base, corrections), now, engine, compiled_for)
@@ -82,7 +83,7 @@ def current_text(pack: KnowledgePack) -> str:
 def _squashed(
     pack: KnowledgePack, text: str, edits: Edits, engine: Session, compiled_for: CompiledFor | None
 ) -> KnowledgePack:
-    made = tokenised(pack, text, engine, compiled_for, plain_edges(pack, engine))
+    made = tokenised(pack, text, engine, compiled_for)
     history = (*edits.history, Edit("squash", "", ""))
     return compiled(pack, made, engine, Edits(edits.root, edits.errata, history=history))
 

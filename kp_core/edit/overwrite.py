@@ -14,11 +14,10 @@ from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import PackError
 from kp_core.packs.edits import Edit, Edits
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.view import PackRef
 from kp_core.plan import Plan, Region, plan_regions
-from kp_core.prompt.cuts import cut
-from kp_core.prompt.prompt import Prompt, Span, common_length
+from kp_core.prompt.prompt import Prompt, Span
 
 __all__ = ["overwrite"]
 
@@ -46,7 +45,7 @@ def overwrite(
     if pack.edits.corrections:
         raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
     text = replaced(pack.text, old, new)
-    made = tokenised(pack, text, engine, compiled_for, (0,))
+    made = tokenised(pack, text, engine, compiled_for)
     logger.warning(
         "The pack %r is overwritten in its KV alone: without a chain of thought the old value usually wins. "
         "`amend` puts an erratum behind it, `rebuild` computes it anew.",
@@ -67,7 +66,7 @@ def overwrite(
                 kv=pack.kv.slice(since, since + count),
             )
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
-    kv = pack.kv if ids == pack.token_ids else computed(engine, _plan(pack, ids, spans, engine), "compose")
+    kv = pack.kv if ids == pack.token_ids else computed(engine, _plan(pack, ids, spans), "compose")
     history = (*pack.history, Edit("overwrite", old, new))
     # Two packs that say the same now, and were made of different ones, are not the same.
     made_of = blake2b(f"{pack.fingerprint.dtype}\0{pack.text}\0{old}".encode(), digest_size=4).hexdigest()
@@ -82,16 +81,15 @@ def overwrite(
     )
 
 
-def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span], engine: Session) -> Plan:
-    before = Prompt(pack.prefix.token_ids, breaks=pack.prefix.cuts)
-    regions = plan_regions(cut(before, int(engine.fingerprint.chunk_tokens)))
+def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span]) -> Plan:
+    before = Prompt(pack.prefix.token_ids)
     start, stop = len(before), len(before) + len(ids)
     made = Region(
-        *(start, stop, ((start, stop),), "composed"),
+        *(start, stop, "composed"),
         span=spans[0],
         composer=_Overwritten(),
         label=-1,
         spans=tuple(spans),
     )
-    prompt = Prompt((*before.token_ids, *ids), tuple(spans), before.breaks)
-    return Plan(prompt, (*regions, made), wanted=(start, stop), deterministic=True)
+    prompt = Prompt((*before.token_ids, *ids), tuple(spans))
+    return Plan(prompt, (*plan_regions(before), made), wanted=(start, stop))

@@ -6,7 +6,7 @@ import difflib
 import re
 
 from kp_core.errors import PackError
-from kp_core.prompt.prompt import common_length
+from kp_core.packs.pack import common_length
 
 __all__ = ["difference", "find", "replaced", "sentence_around"]
 

@@ -18,9 +18,9 @@ FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "cancelled"]
 
 CAPABILITIES = {
     "batch": "answers that are asked for at the same time, one forward pass for the next token of all",
+    "bitwise": "the same bits however a prompt is cut into passes, cached, batched or restarted",
     "cache": "a prefix tree that can be looked into, cleared and pinned (`CachingEngine`)",
     "compose": "KV of packs from composers other than the exact one",
-    "deterministic": "reuse of prefilled KV alone",
     "grammar": "answers held to a grammar: tools and response schemas",
     "kv": "KV of given tokens: building packs and steerings",
     "logits": "the logits behind a prompt",
@@ -107,10 +107,6 @@ class CachingEngine(Engine, Protocol):
     @property
     def state_bytes(self) -> int:
         """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
-
-    @property
-    def joins(self) -> bool:
-        """Whether passes that follow one another run as one, at no price: prompts are then cut at more packs."""
 
     def found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, the prefix tree has now."""

@@ -11,7 +11,6 @@ from kp_core.engines.request import CompiledFor
 from kp_core.errors import ContextOverflowError, PromptError, ShortTextError
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.plan import Plan
-from kp_core.prompt.cuts import prefix_of
 from kp_core.prompt.template import ChatTemplate, TokenisedPack
 
 __all__ = ["Job", "built", "stored", "tokenised"]
@@ -51,7 +50,7 @@ def built(  # noqa: PLR0913 - what a pack is made of
 
     def plans() -> Iterator[Plan]:
         for job, about in jobs:
-            prefix = prefix_of(job.prompt, job.prompt.spans[0], int(engine.identity.chunk_tokens))
+            prefix = job.prompt.prefix_of(job.prompt.spans[0])
             waiting.append((job, prefix, about))
             yield wanted(prefix, job.token_ids)
 

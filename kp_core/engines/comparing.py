@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer, WrappingComposer, composer_of
 from kp_core.errors import OptionError
+from kp_core.packs.pack import common_length
 from kp_core.plan import Plan
-from kp_core.prompt.prompt import common_length
 from kp_core.prompt.resolve import Message
 
 if TYPE_CHECKING:

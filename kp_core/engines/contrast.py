@@ -12,10 +12,10 @@ from torch import Tensor
 from kp_core.engines.base import Engine
 from kp_core.errors import SteeringError
 from kp_core.kv import KVTensors
-from kp_core.packs.pack import Prefix
+from kp_core.packs.pack import Prefix, common_length
 from kp_core.plan import Plan
 from kp_core.progress import bar_of
-from kp_core.prompt.prompt import Prompt, common_length
+from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
 from kp_core.steering.value import check_method
@@ -110,7 +110,7 @@ class Contrast:
         """The KV of both sides from the first message on that differs; only what is before is looked up."""
         shared = common_length(positive.token_ids, negative.token_ids)
         start = max((at for at in positive.breaks if at <= shared), default=0)
-        before = Prefix(positive.token_ids[:start], tuple(at for at in positive.breaks if at < start))
+        before = Prefix(positive.token_ids[:start])
         return self._wanted(before, positive.token_ids[start:]), self._wanted(before, negative.token_ids[start:])
 
 

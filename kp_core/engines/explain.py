@@ -46,6 +46,8 @@ class Explanation:
     """Ends of packs and messages for which states of recurrent layers are kept; 0 for models without."""
     state_bytes: int = 0
     """Bytes of these states, beside the KV."""
+    is_bitwise: bool = True
+    """Whether what is reused has the bits of what would be computed."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -58,7 +60,12 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         rows = [{**asdict(row), "tokens": row.tokens} for row in self.rows]
-        about = {"token_budget": self.token_budget, "states": self.states, "state_bytes": self.state_bytes}
+        about = {
+            "token_budget": self.token_budget,
+            "states": self.states,
+            "state_bytes": self.state_bytes,
+            "is_bitwise": self.is_bitwise,
+        }
         return {"regions": rows, "tokens": dict(self.counts), **about}
 
     def __str__(self) -> str:
@@ -74,13 +81,16 @@ class Explanation:
         ]
         total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
         states = f"; {self.states} states of recurrent layers take {self.state_bytes:,} bytes" if self.states else ""
-        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens{states}"])
+        bits = "" if self.is_bitwise else "; what is reused may round differently from what would be computed"
+        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens{states}{bits}"])
 
 
-def explain(plan: Plan, found: int, seconds_per_token: float, state_bytes: int = 0) -> Explanation:
+def explain(
+    plan: Plan, found: int, seconds_per_token: float, state_bytes: int = 0, *, is_bitwise: bool = True
+) -> Explanation:
     """The rows of `plan`, of which the prefix tree has the first `found` tokens; NaN seconds are not known.
 
-    `state_bytes` is what recurrent layers keep for each end.
+    `state_bytes` is what recurrent layers keep for each end, `is_bitwise` as in `Explanation`.
     """
     rows: list[Row] = []
     for region in plan.regions:
@@ -92,16 +102,15 @@ def explain(plan: Plan, found: int, seconds_per_token: float, state_bytes: int =
                 method = region.composer.key if region.composer and source == "composed" else ""
                 what = _what(plan, start, stop)
                 rows.append(Row(start, stop, what, source, method, None if math.isnan(cost) else cost))
-    states = len(plan.ends & {stop for _, stop in plan.edges}) if state_bytes else 0
-    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes)
+    states = len(plan.ends) if state_bytes else 0
+    return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise)
 
 
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
     """Where the tokens of a region from `known` on would come from."""
     source, done = _source(region), known
-    for start, stop in region.chunks if source == "computed" and plan.kept else ():
-        # The last chunk is computed all the same, for the logits behind it.
-        if start >= known and stop < len(plan.prompt) and plan.kept and plan.kept.has(start, stop):
+    for start, stop in plan.kept.parts if source == "computed" and plan.kept else ():
+        if max(known, region.start) <= start and stop <= region.stop and plan.kept and plan.kept.has(start, stop):
             yield from ((done, start, source), (start, stop, "kept"))
             done = stop
     yield done, region.stop, source

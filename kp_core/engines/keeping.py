@@ -6,7 +6,7 @@ import logging
 import struct
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,13 +29,15 @@ __all__ = ["Keeper", "Kept", "write_kept"]
 
 logger = logging.getLogger(__name__)
 
+_GAP_TOKENS = 64  # Between two packs that are kept with what stands between them.
+_BEGINS = 8  # Tokens by which a part is found.
 _REMEMBERED = 4096  # Keys that were met and not kept, counted.
 _PROBE = "The lighthouse keeper counts ships, and writes each of them into a long book."
 
 
 @dataclass
 class Kept:
-    """The entries that may exist for one prompt, by the chunk they belong to. Keeps `plan.KeptKV`."""
+    """The entries that may exist for one prompt, by the part they belong to. Implements `plan.KeptKV`."""
 
     entries: KeptEntries
     namespaces: frozenset[str]
@@ -45,15 +47,21 @@ class Kept:
     wanted: frozenset[tuple[int, int]] = frozenset()
     taken: list[tuple[EntryKey, KVTensors]] = field(default_factory=list)
 
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """See `KeptKV.parts`."""
+        return sorted(self.keys)
+
     def has(self, start: int, stop: int) -> bool:
-        """Whether the KV of this chunk is kept, for who may read it."""
+        """Whether KV of this part is kept, for who may read it."""
         key = self.keys.get((start, stop))
         return key is not None and self.entries.has(key, self.namespaces)
 
     def read(self, start: int, stop: int) -> KVTensors | None:
-        """The KV of this chunk, on the CPU, where it is kept."""
-        key = self.keys.get((start, stop))
-        return None if key is None else self.entries.read(key, self.namespaces)
+        """See `KeptKV.read`."""
+        key = self.keys.get((start, stop)) or next((key for at, key in self.keys.items() if at[0] == start), None)
+        kv = None if key is None else self.entries.read(key, self.namespaces)
+        return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
 
     def take(self, start: int, stop: int, kv: KVTensors) -> None:
         """Keep `kv` when the answer is done."""
@@ -112,24 +120,30 @@ class Keeper:
             return self._met[key] > 1
 
     def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], EntryKey]]:
-        """The key of each chunk with tokens of a pack that is not read from its own entry."""
+        """The key of each pack that is not read from its own entry, with the few tokens between it and the last one."""
         prompt, own = plan.prompt, _own_words(request, view)
-        before, spoken = blake2b(digest_size=16), self._behind_words(prompt)
+        before, spoken, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
         packs: list[str] = []
         for region in plan.regions:
             span = region.span if region.source == "pack" else None
             # What is computed by choice, and not read, is kept by choice alone.
             has_own = span is not None and bool(span.pack.kv or span.pack.stored_bytes or request.keep != "always")
-            for start, stop in region.edges:
-                inside = [each for each in prompt.spans if each.start < stop and start < each.stop]
-                packs += [each.handle for each in inside if each.handle not in packs and find_handles(each.handle)]
-                ids = prompt.token_ids[start:stop]
-                has_words = any(spoken[each] for each in inside) or any(each.stop < stop for each in inside[-1:])
-                if inside and packs and not region.label and not has_own and (own or not has_words):
-                    words = own if has_words else None
-                    yield (start, stop), EntryKey(self._identity, start, before.hexdigest(), ids, tuple(packs), words)
-                numbers = (stop, len(ids), *ids)
-                before.update(struct.pack(f"<{len(numbers)}Q", *numbers) + f"{region.label}\n".encode())
+            done = region.start
+            for each in prompt.spans:
+                if not region.start <= each.start < region.stop:
+                    continue
+                if find_handles(each.handle) and each.handle not in packs:
+                    packs.append(each.handle)
+                start = done if packs and digested and each.start - done <= _GAP_TOKENS else each.start
+                before.update(_packed(prompt.token_ids[digested:start]))
+                digested, done = start, each.stop
+                if packs and not region.label and not has_own and (own or not spoken[each]):
+                    key = before.hexdigest(), prompt.token_ids[start : each.stop], tuple(packs)
+                    words = own if spoken[each] else None
+                    yield (start, each.stop), EntryKey(self._identity, start, *key, words, _BEGINS)
+            if region.label:
+                before.update(_packed(prompt.token_ids[digested : region.stop]) + f"{region.label}\n".encode())
+                digested = region.stop
 
     def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], EntryKey]:
         """The key of each wrapped pack that is stored: the digest of its wrapper is in what stands before."""
@@ -172,6 +186,10 @@ class Keeper:
                 continue
             found.append(made.prompt.token_ids[: made.prompt.spans[0].start])
         return found
+
+
+def _packed(ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(ids)}Q", *ids)
 
 
 def write_kept(kept: KeptKV | None, when_idle: Callable[[Job], object]) -> None:

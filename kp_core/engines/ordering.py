@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -12,32 +12,21 @@ from kp_core.packs.view import PackRef
 from kp_core.plan import Plan
 from kp_core.prompt.prompt import Often, Prompt
 
-__all__ = ["Missing", "Ordering", "missing"]
+__all__ = ["Ordering", "missing_tokens"]
 
 
 class _Render(Protocol):
     def __call__(self, *, arrange: Arrangement) -> Prompt: ...
 
 
-@dataclass(frozen=True, order=True)
-class Missing:
-    """What has to be computed of a prompt: fewest tokens first, then fewest forward passes."""
-
-    tokens: int
-    passes: int
-
-
-def missing(plan: Plan, found: int) -> Missing:
-    """What has to be computed of `plan`, when `found` tokens of it, from the first on, are in memory."""
-    tokens = passes = 0
+def missing_tokens(plan: Plan, found: int) -> int:
+    """How many tokens of `plan` are to be computed, when `found` of them, from the first on, are in memory."""
+    tokens = 0
     for region in plan.regions:
         pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
-        if pack is not None and (pack.kv is not None or pack.stored_bytes):
-            continue
-        for start, stop in region.chunks:
-            if stop > found:
-                tokens, passes = tokens + stop - max(start, found), passes + 1
-    return Missing(tokens, passes)
+        if pack is None or (pack.kv is None and not pack.stored_bytes):
+            tokens += max(0, region.stop - max(region.start, found))
+    return tokens
 
 
 class Ordering:
@@ -47,7 +36,7 @@ class Ordering:
         self._memory = OrderMemory()
 
     def prompt(
-        self, render: _Render, cost: Callable[[Prompt], Missing], *, is_free: bool, learn: bool
+        self, render: _Render, cost: Callable[[Prompt], int], *, is_free: bool, learn: bool
     ) -> tuple[Prompt, int]:
         """The prompt, and how many packs are not where they were named; never dearer than in the order given.
 
@@ -71,7 +60,7 @@ class Ordering:
         return prompt, sum(moved)
 
     def _best(
-        self, render: _Render, cost: Callable[[Prompt], Missing], prompt: Prompt, given: Arrangement
+        self, render: _Render, cost: Callable[[Prompt], int], prompt: Prompt, given: Arrangement
     ) -> tuple[Prompt, dict[int, Handles]]:
         orders: dict[int, Handles] = {}
         best, known = cost(prompt), set()
@@ -88,7 +77,7 @@ class Ordering:
         for at in range(len(given.groups)):
             group = self._group(at, orders, given)
             # What was sent in this order may be gone from memory, and something else be there.
-            if at in known and best.tokens < min(len(pack.pack.token_ids) for pack in group.packs):
+            if at in known and best < min(len(pack.pack.token_ids) for pack in group.packs):
                 continue
             for order in self._memory.candidates(group, partial(_stands, prompt)):
                 if order != orders.get(at, group.handles):

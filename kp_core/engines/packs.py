@@ -25,7 +25,8 @@ class CheckedSource:
 
     A pack of another model raises `FingerprintMismatchError`, or with `mismatch="rebuild"` comes as text alone, to be
     computed anew. With `"accept"` a pack of the same model in other numerics comes as it is. A pack that was recovered
-    from its text alone, or that an earlier release made, is computed anew without being asked.
+    from its text alone is computed anew without being asked, and so is one of the same model whose passes were computed
+    in another way: by another release, or on another kind of processor.
     """
 
     source: PackSource | None
@@ -58,9 +59,10 @@ class CheckedSource:
             return replace(pack, kv=None, fingerprint=self.fingerprint)
         if self.mismatch == "accept" and made.same_model(self.fingerprint):
             return pack
-        if self.mismatch != "rebuild" and not made.is_legacy:
+        rounds_differently = made.diff(self.fingerprint).keys() == {"passes"}
+        if self.mismatch != "rebuild" and not rounds_differently:
             pack.check(self.fingerprint)
-        reason = "an earlier release" if made.is_legacy else "another model"
+        reason = "another release or kind of processor" if rounds_differently else "another model"
         logger.warning("Pack %s was made by %s; its KV is computed anew from its text.", name, reason)
         return replace(pack, kv=None, token_ids=(), fingerprint=ModelFingerprint.unknown())
 

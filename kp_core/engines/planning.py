@@ -10,7 +10,7 @@ from threading import Lock
 
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, WrappingComposer, laid_out
 from kp_core.engines.keeping import Keeper
-from kp_core.engines.ordering import Missing, Ordering, missing
+from kp_core.engines.ordering import Ordering, missing_tokens
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
@@ -18,8 +18,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import PackSource
-from kp_core.plan import Limit, Plan, plan_regions
-from kp_core.prompt.cuts import Cuts, cut, is_home
+from kp_core.plan import Limit, Plan, Region, plan_regions
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
@@ -28,30 +27,36 @@ from kp_core.steering import Block, as_steering, plan_blocks
 __all__ = ["Learned", "Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
-_RECOGNISED_TOKENS = 64  # A shorter pack costs more as a chunk of its own than it saves.
 _REMEMBERED = 4096  # Positions of recognised texts that are counted.
 
 
 @dataclass(frozen=True)
 class Learned:
-    """A pack that was met a second time behind a prefix it was not compiled for."""
+    """A pack that is to be compiled for a prefix: met there a second time, or computed by another kind of engine."""
 
     span: Span
     token_ids: tuple[int, ...]
     prefix: Prefix
+    model: ModelFingerprint
 
     def pack(self) -> KnowledgePack:
         """The pack as it would be compiled for this prefix, without its KV."""
-        return replace(self.span.pack, token_ids=self.token_ids, prefix=self.prefix, kv=None)
+        made = self.span.pack
+        return replace(made, token_ids=self.token_ids, prefix=self.prefix, fingerprint=self.model, kv=None)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Sourced:
-    """What was decided about the packs of one prompt."""
+    """A prompt, and what was decided about its packs: which bring their KV, which are composed, which to compile."""
 
-    packs: set[Span]
-    composed: dict[Span, Composer]
-    learned: list[Learned]
+    prompt: Prompt
+    packs: frozenset[Span]
+    composed: Mapping[Span, Composer]
+    learned: Sequence[Learned]
+
+    def regions(self, blocks: Sequence[Block] = ()) -> tuple[Region, ...]:
+        """The regions of the prompt."""
+        return plan_regions(self.prompt, self.packs, self.composed, blocks)
 
 
 class Planner:
@@ -63,14 +68,10 @@ class Planner:
         identity: ModelFingerprint,
         max_positions: int,
         found: Callable[[Plan], int],
-        *,
-        joins: bool = False,
     ) -> None:
-        """`found` tells how many tokens of a prompt, from the first on, are in memory; `joins` as in `cut`."""
-        self._joins = joins
+        """`found` tells how many tokens of a prompt, from the first on, are in memory."""
         self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
-        self._chunk_tokens = int(identity.chunk_tokens)
         self._keeper = Keeper(template, identity)
         self._met: Counter[tuple[str, int]] = Counter()
         self._counting = Lock()
@@ -110,9 +111,9 @@ class Planner:
         )
         if request.upgrade == "background" and self._is_upgraded(prompt, request, checked):
             request = replace(request, composer=ExactComposer())
-        cuts, sourced = self._cut(prompt, request, checked, learn=learn)
-        prompt, learned = cuts.prompt, sourced.learned
-        blocks = self.blocks(prompt, cuts, request)
+        sourced = self._sourced(prompt, request, checked, learn=learn)
+        prompt, learned = sourced.prompt, sourced.learned
+        blocks = self.blocks(prompt, request)
         laid = prompt
         if isinstance(composer := request.composer, WrappingComposer):
             composer.check(self._identity)
@@ -120,33 +121,29 @@ class Planner:
                 request = replace(request, composer=ExactComposer())
             else:
                 laid = self._laid_out(prompt, sourced, composer)
-            cuts, sourced = self._cut(laid, request, checked)
-            blocks = self.blocks(cuts.prompt, cuts, request)
-        budget = self._budget(cuts.prompt, request, tokens)
+            sourced = self._sourced(laid, request, checked)
+            blocks = self.blocks(sourced.prompt, request)
         plan = Plan(
-            cuts.prompt,
-            plan_regions(cuts, sourced.packs, sourced.composed, blocks),
+            sourced.prompt,
+            sourced.regions(blocks),
             request,
-            budget,
+            self._budget(sourced.prompt, request, tokens),
             packs=checked,
             reuse=request.reuse,
-            # What is behind decoded KV could not be read again bit for bit.
-            deterministic=request.deterministic or (request.keep == "always" and view is not None),
-            alone=request.deterministic,
+            readable=frozenset(view.namespaces) if view else frozenset(),
             plain=None if laid is prompt else prompt,
             reordered=reordered,
             limit=limit,
         )
         if blocks:
-            start, below = self._cut(prompt.until(blocks[0].stop), request, checked)
-            regions = plan_regions(start, below.packs, below.composed)
-            plan = replace(plan, below=replace(plan, prompt=start.prompt, regions=regions))
-        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), learned
+            below = self._sourced(prompt.until(blocks[0].stop), request, checked)
+            plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
+        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), list(learned)
 
-    def blocks(self, prompt: Prompt, cuts: Cuts, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
+    def blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
         """What is to be steered in `prompt`."""
         steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
-        blocks = plan_blocks(prompt, steering, request.scope, cuts.chunks, answering=answering)
+        blocks = plan_blocks(prompt, steering, request.scope, answering=answering)
         for block in blocks:
             for part in block.parts:
                 part.steering.check(self._identity)
@@ -155,107 +152,94 @@ class Planner:
 
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
         """The plan that holds `pack` behind the prefix it was compiled for, and nothing behind it."""
-        prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), pack.prefix.cuts)
-        cuts, sourced = self._cut(prompt, Request())
-        blocks = self.blocks(prompt, cuts, Request(), answering=False)
-        plan = Plan(prompt, plan_regions(cuts, sourced.packs, blocks=blocks), deterministic=True)
-        if blocks:
-            plan = replace(plan, below=replace(plan, regions=plan_regions(cuts, sourced.packs)))
-        return plan
+        sourced = self._sourced(Prompt(pack.prefix.token_ids + pack.token_ids, (span,)), Request())
+        blocks = self.blocks(sourced.prompt, Request(), answering=False)
+        plan = Plan(sourced.prompt, sourced.regions(blocks))
+        return replace(plan, below=replace(plan, regions=sourced.regions())) if blocks else plan
 
     def wanted(self, prefix: Prefix, token_ids: Sequence[int]) -> Plan:
         """The plan for the KV of `token_ids` behind `prefix`."""
-        before = Prompt(prefix.token_ids, breaks=prefix.cuts)
         ids = (*prefix.token_ids, *token_ids)
-        regions = plan_regions(cut(before, self._chunk_tokens))
-        return Plan(replace(before, token_ids=ids), regions, wanted=(len(prefix), len(ids)), deterministic=True)
+        return Plan(Prompt(ids), plan_regions(Prompt(prefix.token_ids)), wanted=(len(prefix), len(ids)))
 
-    def _cut(
+    def _sourced(
         self, prompt: Prompt, request: Request, source: PackSource | None = None, *, learn: bool = False
-    ) -> tuple[Cuts, _Sourced]:
-        """The canonical chunks of `prompt`, and where the KV of its packs comes from.
-
-        Entries of a pack for other prefixes than its first one are read where they fit, and move no cut.
-        """
-        sourced = _Sourced(set(), {}, [])
-        entries: dict[Span, KnowledgePack] = {}
+    ) -> _Sourced:
+        """Where the KV of the packs of `prompt` comes from; a recognised one that brings none becomes plain text."""
+        packs, composed, learned = set[Span](), dict[Span, Composer](), list[Learned]()
+        spans, texts = list[Span](), list[Span]()
         wanted, accepts, mine = set(request.composer.regions(prompt)), request.mismatch == "accept", self._identity
-
-        def stands(span: Span, prefix: Callable[[], Prefix]) -> bool | None:
-            pack, home = span.pack, is_home(span, prefix)
-            fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
-            own = pack.fingerprint == mine
-            if own and not home and (entry := self._entry(span, prompt, prefix(), source)):
-                entries[span] = entry
+        for span in prompt.spans:
+            pack, ids = span.pack, prompt.token_ids[span.start : span.stop]
+            fits, own = pack.token_ids == ids, pack.fingerprint == mine
+            home = pack.prefix.token_ids == prompt.token_ids[: span.start]
+            entry = None if home or not own else self._entry(span, prompt, source)
+            kept = span if entry is None else replace(span, reference=replace(span.reference, pack=entry))
             if span.recognised:
-                usable = span in entries or (home and fits and own and (pack.kv is not None or pack.stored_bytes > 0))
-                plain = pack.steering is None and request.steering is None
-                if len(span) < _RECOGNISED_TOKENS or not plain:
-                    return None
-                return self._recognise(span, prompt, prefix(), sourced, usable=usable, learn=learn)
+                has_kv = entry is not None or (home and fits and own and (pack.kv is not None or pack.stored_bytes > 0))
+                is_plain = pack.steering is None and request.steering is None
+                if is_plain and has_kv:
+                    spans.append(kept)
+                    packs.add(kept)
+                elif is_plain and self._again(span, prompt, learn=learn):
+                    spans.append(span)
+                    learned.append(Learned(span, ids, prompt.prefix_of(span), mine))
+                else:
+                    texts.append(span)
+                continue
             if home and fits and own:
-                sourced.packs.add(span)
+                packs.add(span)
             elif fits and span in wanted and not home and (own or (accepts and pack.fingerprint.same_model(mine))):
-                sourced.composed[span] = request.composer
-            elif fits and not own and accepts and pack.prefix.token_ids == prefix().token_ids:
-                sourced.composed[span] = NaiveComposer("accept")
-            return home or span in sourced.composed
-
-        cuts = cut(prompt, self._chunk_tokens, stands, joins=self._joins)
-        return _with_entries(cuts, sourced, entries), sourced
+                composed[span] = request.composer
+            elif fits and home and accepts:
+                composed[span] = NaiveComposer("accept")
+            elif home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
+                # It is stored as another engine computed it: from now on also as this one does.
+                learned.append(Learned(span, ids, prompt.prefix_of(span), mine))
+            elif entry is not None:
+                span = kept  # noqa: PLW2901 - the same place, and KV that was computed for it
+                packs.add(span)
+            spans.append(span)
+        prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *texts))
+        return _Sourced(prompt, frozenset(packs), composed, learned)
 
     def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: WrappingComposer) -> Prompt:
         """`prompt` with the packs wrapped that `composer` makes; itself where there are none."""
         wrapped = [span for span, each in sourced.composed.items() if each == composer]
         return laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
 
-    def _entry(self, span: Span, prompt: Prompt, prefix: Prefix, source: PackSource | None) -> KnowledgePack | None:
-        """The entry of a pack for this very prefix, where its source has one."""
+    def _entry(self, span: Span, prompt: Prompt, source: PackSource | None) -> KnowledgePack | None:
+        """The entry of a pack for what stands before it in `prompt`, where its source has one."""
         if source is None or span.pack.steering is not None or not find_handles(span.handle):
             return None
-        key = PackKey(self._identity, prefix)
+        key = PackKey(self._identity, prompt.prefix_of(span))
         found = source.peek(Handle.parse(span.handle), key)
-        if found is None or not key.fits(found) or found.cuts != span.pack.cuts or not found.stored_bytes:
+        if found is None or not key.fits(found) or not found.stored_bytes:
             return None
         return found if found.token_ids == prompt.token_ids[span.start : span.stop] else None
 
-    def _recognise(  # noqa: PLR0913 - what is known of one span
-        self, span: Span, prompt: Prompt, prefix: Prefix, sourced: _Sourced, *, usable: bool, learn: bool
-    ) -> bool | None:
-        """Whether a recognised pack is read, or compiled for where it stands; `None` leaves it text."""
-        if usable:
-            sourced.packs.add(span)
-        # It would be compiled in one go, and its errata are cut off.
-        elif not span.pack.cuts and self._again(span, prefix, learn=learn):
-            sourced.learned.append(Learned(span, prompt.token_ids[span.start : span.stop], prefix))
-        else:
-            return None
-        return True
-
     def exact(self, plan: Plan) -> Plan:
         """The plan for the same prompt with nothing composed."""
-        cuts, sourced = self._cut(plan.plain or plan.prompt, Request(), plan.packs)
+        sourced = self._sourced(plan.plain or plan.prompt, Request(), plan.packs)
         # What is kept has its place in the prompt as it was laid out.
         kept = None if plan.plain else plan.kept
-        return replace(plan, prompt=cuts.prompt, regions=plan_regions(cuts, sourced.packs), plain=None, kept=kept)
+        return replace(plan, prompt=sourced.prompt, regions=sourced.regions(), plain=None, kept=kept)
 
     def _is_upgraded(self, prompt: Prompt, request: Request, source: PackSource) -> bool:
         """Whether the packs of a prompt, up to the last one, are in memory as exact composition has them."""
         if request.composer.exact or not prompt.spans:
             return False
-        plan = self.exact(Plan(prompt, (), packs=source, reuse=request.reuse, deterministic=request.deterministic))
-        return self._found(plan) >= prompt.spans[-1].stop
+        return self._found(self.exact(Plan(prompt, (), packs=source, reuse=request.reuse))) >= prompt.spans[-1].stop
 
-    def _missing(self, prompt: Prompt, request: Request, source: PackSource) -> Missing:
-        """What a prompt would cost to compute now."""
-        cuts, sourced = self._cut(prompt, request, source)
-        regions = plan_regions(cuts, sourced.packs, sourced.composed)
-        plan = Plan(cuts.prompt, regions, reuse=request.reuse, deterministic=request.deterministic)
-        return missing(plan, self._found(plan))
+    def _missing(self, prompt: Prompt, request: Request, source: PackSource) -> int:
+        """How many tokens of a prompt would be computed now."""
+        sourced = self._sourced(prompt, request, source)
+        plan = Plan(sourced.prompt, sourced.regions(), reuse=request.reuse)
+        return missing_tokens(plan, self._found(plan))
 
-    def _again(self, span: Span, prefix: Prefix, *, learn: bool) -> bool:
-        """Whether a pack that was recognised by its text was met behind this prefix before."""
-        place = (span.handle, hash(prefix))
+    def _again(self, span: Span, prompt: Prompt, *, learn: bool) -> bool:
+        """Whether a pack that was recognised by its text was met behind these tokens before."""
+        place = (span.handle, hash(prompt.token_ids[: span.start]))
         with self._counting:
             met = self._met[place] > 0
             if learn:
@@ -271,14 +255,3 @@ class Planner:
         if wanted > left:
             raise ContextOverflowError(len(prompt), wanted, self._max_positions)
         return wanted
-
-
-def _with_entries(cuts: Cuts, sourced: _Sourced, entries: Mapping[Span, KnowledgePack]) -> Cuts:
-    """`cuts` with the spans that are cut off from what stands before them read from the entries found for them."""
-    edges = {edge for chunk in cuts.chunks for edge in chunk}
-    spans = list(cuts.prompt.spans)
-    for at, span in enumerate(spans):
-        if span in entries and {span.start, span.stop} <= edges and span not in sourced.composed:
-            spans[at] = replace(span, reference=replace(span.reference, pack=entries[span]))
-            sourced.packs.add(span)
-    return replace(cuts, prompt=replace(cuts.prompt, spans=tuple(spans)))

@@ -28,6 +28,7 @@ from kp_core.usage import Usage
 __all__ = [
     "DEPRECATED",
     "OPTIONS",
+    "WITHOUT_EFFECT",
     "CompiledFor",
     "Generation",
     "Keep",
@@ -48,6 +49,8 @@ _Where: TypeAlias = Literal["model", "call", "core"]
 _EXACT = ExactComposer()
 DEPRECATED: Mapping[str, str] = {"absorb": "compact", "foreign": "mismatch"}
 """Names of the last release, which warn, and the present ones."""
+WITHOUT_EFFECT: Mapping[str, str] = {"deterministic": "what is reused has the bits of what is computed"}
+"""Options of the last release that are taken and do nothing, as they always hold now."""
 
 _ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
@@ -66,7 +69,7 @@ _ABOUT: Mapping[str, str] = {
         "Tool exchanges that brought nothing but packs shrink to the latest call and one short line, so that "
         "a prompt stays as long as it was however often an agent searched."
     ),
-    "recognise": ("Exact texts of packs of at least 64 tokens, in messages of trusted roles, are read from their KV."),
+    "recognise": ("Exact texts of packs, in messages of trusted roles, are read from their KV."),
     "order": (
         "`given`: packs stand in the order in which they were named. `free`: packs side by side in one message are a "
         "set; they are sent in the order that leaves the fewest tokens to compute, each once."
@@ -74,8 +77,8 @@ _ABOUT: Mapping[str, str] = {
     "composer": "Makes the KV of packs that do not stand where they were compiled.",
     "keep": (
         "Whether KV that was computed behind other packs is kept in the store of the view, so that it survives a "
-        "restart: `used_twice` (from the second time on, in the background), `always` (before the call returns; "
-        "answers are then prefilled again in the next turn, as with `deterministic`), or `never`."
+        "restart: `used_twice` (from the second time on, in the background), `always` (before the call returns), or "
+        "`never`."
     ),
     "keep_in": (
         "The namespace of this conversation: where KV behind its own words is kept. By default that of the view, when "
@@ -108,9 +111,6 @@ _ABOUT: Mapping[str, str] = {
     "parallel_tool_calls": "Several calls in one answer; by default only with `tool_choice='auto'`.",
     "response_schema": "The answer is JSON of this schema (`True`: any object), held to it by a grammar.",
     "reuse": "`False` prefills everything and keeps nothing: the slow way, to compare with.",
-    "deterministic": (
-        "`True` reuses prefilled KV only, never decoded KV, so that a replayed conversation is bit-identical."
-    ),
     "cancel": "Set it from any thread to end the generation after the token in progress.",
 }
 _CHOICES = {
@@ -119,7 +119,7 @@ _CHOICES = {
     "upgrade": ("none", "background"),
     "order": ("given", "free"),
 }
-_PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse", "deterministic")
+_PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse")
 _OF_THE_CORE = ("view", "cancel")
 
 
@@ -151,7 +151,6 @@ class Request(Sampling):
     parallel_tool_calls: bool | None = None
     response_schema: Mapping[str, Any] | Literal[True] | None = None
     reuse: bool = True
-    deterministic: bool = False
     cancel: threading.Event | None = None
 
     def __post_init__(self) -> None:
@@ -241,9 +240,14 @@ def current_names(options: Mapping[str, Any], what: str, known: Iterable[str] = 
     Raises `OptionError` for names that are not among `known`, naming `what` does not have them.
     """
     names = tuple(known)
-    refuse_unknown([name for name in options if DEPRECATED.get(name) not in names], names, what)
+    refuse_unknown(
+        [name for name in options if DEPRECATED.get(name) not in names and name not in WITHOUT_EFFECT], names, what
+    )
     named = {}
     for given, value in options.items():
+        if why := WITHOUT_EFFECT.get(given):
+            warnings.warn(f"`{given}` has no effect any more: {why}.", DeprecationWarning, stacklevel=4)
+            continue
         name = DEPRECATED.get(given, given)
         if name != given:
             warnings.warn(f"`{given}` is now called `{name}`.", DeprecationWarning, stacklevel=4)

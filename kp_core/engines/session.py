@@ -84,8 +84,7 @@ class Session(OfEngine):
 
     @cached_property
     def _planner(self) -> Planner:
-        joins = "cache" in self.engine.supports and self._cache("joins").joins
-        return Planner(self.template, self.engine.identity, self.max_positions, self._found, joins=joins)
+        return Planner(self.template, self.engine.identity, self.max_positions, self._found)
 
     @cached_property
     def _together(self) -> Together:
@@ -157,7 +156,8 @@ class Session(OfEngine):
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace, state_bytes = seconds / tokens if tokens else self._probe(), getattr(self.engine, "state_bytes", 0)
-        return explain(plan, self._found(plan), pace, state_bytes)
+        is_bitwise = "bitwise" in self.engine.supports
+        return explain(plan, self._found(plan), pace, state_bytes, is_bitwise=is_bitwise)
 
     def perplexity(self, messages: Sequence[Message] | str, answer: str, **options: Any) -> float:  # noqa: ANN401
         """Perplexity per token of `answer` to a conversation; 1.0 for an answer without tokens.
@@ -276,7 +276,6 @@ class Session(OfEngine):
         self._need("compose", f"composer={request.composer.key!r}", needed=composed)
         self._need("cache", "co_compile", needed=request.co_compile > 0)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
-        self._need("deterministic", "deterministic=True", needed=request.deterministic)
         if learn:
             self._doubts.say(plan, request.view, self.fingerprint.identity)
             self._compile(learned, request)

@@ -34,7 +34,7 @@ class Together:
 
         def steps() -> Iterator[None]:
             prompt, stop = often()
-            whole = self._exact(replace(plan, prompt=prompt, kept=None, deterministic=True))
+            whole = self._exact(replace(plan, prompt=prompt, kept=None))
             kept = self._keeper.of(whole, replace(request, keep="always"), learn=True)
             if kept is None:
                 return

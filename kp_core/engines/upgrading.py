@@ -11,12 +11,15 @@ from kp_core.plan import Limit, Plan
 __all__ = ["exact_steps", "until"]
 
 
+_STEP_TOKENS = 512
+
+
 def exact_steps(engine: Engine, plan: Plan) -> Callable[[], Iterator[None]]:
-    """Prefill an exact plan, one chunk at each step, so that a request that comes meanwhile waits for one at most."""
+    """Prefill an exact plan in short steps, so that a request that comes meanwhile waits for one at most."""
 
     def work() -> Iterator[None]:
-        for _, stop in [chunk for region in plan.regions for chunk in region.chunks]:
-            for _token in engine.run(until(plan, stop)):
+        for start in range(0, len(plan.prompt), _STEP_TOKENS):
+            for _token in engine.run(until(plan, min(start + _STEP_TOKENS, len(plan.prompt)))):
                 pass
             yield
 
@@ -24,12 +27,6 @@ def exact_steps(engine: Engine, plan: Plan) -> Callable[[], Iterator[None]]:
 
 
 def until(plan: Plan, stop: int) -> Plan:
-    """The chunks of `plan` up to `stop`, to be prefilled and not answered."""
-    chunks = [tuple(chunk for chunk in region.chunks if chunk[1] <= stop) for region in plan.regions]
-    regions = tuple(
-        replace(region, stop=kept[-1][1], chunks=kept)
-        for region, kept in zip(plan.regions, chunks, strict=True)
-        if kept
-    )
-    prompt = plan.prompt.until(regions[-1].stop if regions else 0)
-    return replace(plan, prompt=prompt, regions=regions, token_budget=0, grammar=None, limit=Limit())
+    """The first `stop` tokens of `plan`, to be prefilled and not answered."""
+    regions = tuple(replace(each, stop=min(each.stop, stop)) for each in plan.regions if each.start < stop)
+    return replace(plan, prompt=plan.prompt.until(stop), regions=regions, token_budget=0, grammar=None, limit=Limit())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kp_core.errors import TemplateError
+from kp_core.packs.pack import common_length
 from kp_core.prompt.encoding import Encoded
-from kp_core.prompt.prompt import Prompt, Span, common_length
+from kp_core.prompt.prompt import Prompt, Span
 
 __all__ = ["SpanCheck", "checked"]
 

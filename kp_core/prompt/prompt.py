@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef
 
-__all__ = ["Often", "Prompt", "Span", "common_length"]
+__all__ = ["Often", "Prompt", "Span"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,11 @@ class Span:
         return self.reference.pack
 
     @property
-    def edges(self) -> tuple[int, ...]:
-        """Where the pack's prefill was cut (see `KnowledgePack.cuts`), and its end."""
-        return (*(at for at in (self.start + at for at in self.pack.cuts) if at < self.stop), self.stop)
-
-    @property
     def errata_tokens(self) -> int:
         """Those of its tokens that errata have."""
         if self.reference.is_erratum:
             return len(self)
-        return self.stop - self.edges[0] if self.pack.edits.corrections else 0
+        return max(0, len(self) - self.pack.errata_start) if self.pack.edits.corrections else 0
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -68,6 +63,8 @@ class Prompt:
     breaks: tuple[int, ...] = ()
     rendered: str = field(default="", compare=False, repr=False)
     often: Often | None = field(default=None, compare=False, repr=False)
+    as_text: tuple[Span, ...] = field(default=(), compare=False, repr=False)
+    """Packs, and parts of packs, that are computed as the text that they are."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -82,15 +79,24 @@ class Prompt:
         """Tokens that were sent as text, in which packs were recognised."""
         return sum(len(span) for span in self.spans if span.recognised)
 
+    def prefix_of(self, span: Span) -> Prefix:
+        """What stands before a pack."""
+        return Prefix(self.token_ids[: span.start])
+
+    def owned(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
+        """The tokens `start:stop` in parts, each with the namespace of the pack that it belongs to, or blank."""
+        for span in sorted((*self.spans, *self.as_text), key=lambda span: span.start) if self.as_text else self.spans:
+            begin, end = max(span.start, start), min(span.stop, stop)
+            if begin < end:
+                if start < begin:
+                    yield start, begin, ""
+                yield begin, end, span.pack.namespace
+                start = end
+        if start < stop:
+            yield start, stop, ""
+
     def until(self, stop: int) -> Prompt:
         """The first `stop` tokens as a prompt, without its rendered text; a pack that stands across is cut short."""
         spans = tuple(replace(span, stop=min(span.stop, stop)) for span in self.spans if span.start < stop)
-        return Prompt(self.token_ids[:stop], spans, tuple(at for at in self.breaks if at < stop))
-
-
-def common_length(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many tokens both begin with."""
-    for at, (mine, theirs) in enumerate(zip(left, right, strict=False)):
-        if mine != theirs:
-            return at
-    return min(len(left), len(right))
+        texts = tuple(replace(span, stop=min(span.stop, stop)) for span in self.as_text if span.start < stop)
+        return Prompt(self.token_ids[:stop], spans, tuple(at for at in self.breaks if at < stop), as_text=texts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kp_core.packs.view import PackRef, Segment
@@ -26,9 +26,9 @@ class Marks:
         self._references: list[PackRef] = []
 
     @property
-    def packs(self) -> int:
-        """How many packs were marked."""
-        return len(self._references)
+    def references(self) -> Sequence[PackRef]:
+        """The packs that were marked."""
+        return self._references
 
     def plain(self, turn: Turn) -> dict[str, Any]:
         """The message of `turn`, packs as their text."""

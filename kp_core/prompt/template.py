@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 
 from kp_core.errors import ContextOverflowError, PromptError, ShortTextError, TemplateError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.view import PackRef, PackView
 from kp_core.prompt.checking import SpanCheck, checked
 from kp_core.prompt.conversation import (
@@ -30,7 +30,7 @@ from kp_core.prompt.conversation import (
     with_memory,
 )
 from kp_core.prompt.encoding import PromptEncoder
-from kp_core.prompt.prompt import Prompt, Span, common_length
+from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.shaping import TurnShaper
 from kp_core.prompt.slot import SLOT, filled
@@ -229,15 +229,21 @@ class ChatTemplate:
         stripped, found = marks.find(self._render(*change((marked, options))))
         # A template that treats marked text otherwise than plain text hides where packs are; they then go as text.
         packs, break_chars = marks.positions(text, found) if stripped == text else ([], [])
-        if marks.packs and stripped != text:
+        if marks.references and stripped != text:
             self._doubt("packs cannot be found in its prompts, and go as text")
         encoded = self._encoder.encode(text)
         spans = []
+        # What goes as text belongs to its namespace too. Where packs cannot be found, all of the prompt does: nothing
+        # is found but through its first tokens.
+        texts = [] if stripped == text else [Span(at, at + 1, each) for at, each in enumerate(marks.references)]
         for start, stop, reference in packs:
+            begin, first, last = encoded.token_until(start), encoded.token_at(start), encoded.token_until(stop)
+            if begin < first:  # It shares a token with what stands before it.
+                texts.append(Span(begin, first, reference))
             if self._encoder.unescape(text[start:stop]) not in reference.text:
                 self._doubt("packs that it changes go as text")  # As results of tools that it writes as JSON.
+                texts.append(Span(first, max(first, last), reference))
                 continue
-            first, last = encoded.token_at(start), encoded.token_until(stop)
             own = reference.pack.token_ids
             # At the head of the system message some templates trim what ends there.
             is_its_place = not reference.memory or reference.pack.prefix.token_ids == encoded.ids[:first]
@@ -246,7 +252,7 @@ class ChatTemplate:
             if last > first:
                 spans.append(Span(first, last, reference, (start, stop), reference.recognised))
         breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
-        return Prompt(encoded.ids, tuple(spans), breaks, text)
+        return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts))
 
     def _guarded(
         self, messages: list[dict[str, Any]], options: Mapping[str, Any]

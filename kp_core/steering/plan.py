@@ -38,14 +38,13 @@ class Part:
 class Block:
     """The tokens `start:stop` that are computed as if nothing in them were steered, and then altered at `parts`.
 
-    What is behind the block sees the altered KV. `pieces` are the canonical chunks of the block; it begins at a
-    canonical cut. `label` is one negative number, no token id, that names what is done to the block.
+    What is behind the block sees the altered KV. `label` is one negative number, no token id, that names what is done
+    to the block.
     """
 
     start: int
     stop: int
     parts: tuple[Part, ...]
-    pieces: tuple[tuple[int, int], ...]
 
     @property
     def label(self) -> int:
@@ -97,16 +96,15 @@ def plan_blocks(
     prompt: Prompt,
     steering: Steering | None,
     scope: Scope | None,
-    chunks: Sequence[tuple[int, int]],
     *,
     answering: bool = True,
 ) -> tuple[Block, ...]:
     """The blocks to steer in `prompt`, in order: those of its steered packs, and what `steering` and `scope` ask for.
 
     Without `scope` the system head is steered, packs in it included; the packs alone where some stand elsewhere or are
-    steered themselves. Parts of one message form one block: all are computed, then all are altered. A block begins at
-    one of `chunks`, the canonical chunks of the prompt. When `answering`, the last token of the prompt belongs to no
-    block: it is computed behind the altered KV, which is how the first token of the answer comes to see it.
+    steered themselves. Parts of one message form one block: all are computed, then all are altered. When `answering`,
+    the last token of the prompt belongs to no block: it is computed behind the altered KV, which is how the first token
+    of the answer comes to see it.
 
     Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
     key deltas on more than one position.
@@ -125,7 +123,7 @@ def plan_blocks(
     groups: dict[int, list[Part]] = {}
     for part in parts:
         groups.setdefault(bisect.bisect_right(prompt.breaks, part.start), []).append(part)
-    return tuple(_block(group, chunks) for group in groups.values())
+    return tuple(Block(group[0].start, group[-1].stop, tuple(group)) for group in groups.values())
 
 
 def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: int) -> list[Part]:
@@ -173,10 +171,3 @@ def _total(own: object, steering: Steering | None) -> Steering | None:
     if not isinstance(own, Steering):
         raise SteeringError(f"Got a pack steered by {type(own).__name__}; expected a Steering.")
     return own if steering is None else own + steering
-
-
-def _block(parts: Sequence[Part], chunks: Sequence[tuple[int, int]]) -> Block:
-    stop = parts[-1].stop
-    start = max(begin for begin, _ in chunks if begin <= parts[0].start)
-    pieces = tuple((begin, min(end, stop)) for begin, end in chunks if start <= begin < stop)
-    return Block(start, stop, tuple(parts), pieces)

@@ -192,9 +192,11 @@ class Steering:
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `SteeringMismatchError`, naming each differing field, unless this steering is of that model.
 
-        Servers make no steerings, so one from any engine of the same model fits there.
+        Servers make no steerings, so one from any engine of the same model fits there. How forward passes are computed
+        matters to no steering.
         """
         differences = self.fingerprint.diff(fingerprint)
+        differences.pop("passes", None)
         if differences and not (fingerprint.engine == "vllm" and self.fingerprint.same_model(fingerprint)):
             raise SteeringMismatchError(
                 "The steering",

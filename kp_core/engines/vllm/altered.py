@@ -95,7 +95,7 @@ class Altered:
         made = [Part(at, end, _steering(self.steerings[name])) for at, end, name in parts]
         if any(part.steering.keys and part.stop - part.start > 1 for part in made):
             raise SteeringError("Got key deltas for more than one position; one delta fits one position.")
-        return Block(start, stop, tuple(made), ())
+        return Block(start, stop, tuple(made))
 
     def until(self, number: int, token_ids: Sequence[int]) -> Altered:
         """The request that computes what block `number` alters: up to its end, behind the blocks before it."""

@@ -27,7 +27,6 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
-from kp_core.prompt.cuts import prefix_of
 from kp_core.prompt.template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -168,7 +167,7 @@ class Desk:
             raise HTTPError(400, "Expected 'provenance' of texts, e.g. {'title': 'Refunds'}.")
         self.refuse_special(text)
         job = await asyncio.to_thread(self.template.tokenise_pack, text, where)
-        prefix = prefix_of(job.prompt, job.prompt.spans[0], int(self.identity.chunk_tokens))
+        prefix = job.prompt.prefix_of(job.prompt.spans[0])
         served = await self._about(app, scope, access)
         ids = [*prefix.token_ids, *job.token_ids]
         if len(ids) >= served["max_positions"]:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kp_core.packs.codec import Compression
-from kp_core.packs.fingerprint import CUT_RULE, ModelFingerprint
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.rope import Rope
 
 __all__ = ["arguments", "served_identity", "transfer_config"]
-
-_CHUNK_TOKENS = "1024"  # What packs for servers are cut by; vLLM itself cuts by its load.
 
 
 def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerprint:
@@ -29,7 +27,7 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
         config = json.loads((checkpoint_folder(model) / "config.json").read_bytes())
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         dtype = "bfloat16" if dtype == "float32" else dtype  # As vLLM's "auto".
-    return replace(made, dtype=str(dtype), chunk_tokens=_CHUNK_TOKENS, cuts=CUT_RULE, engine="vllm")
+    return replace(made, dtype=str(dtype), engine="vllm", passes="any")
 
 
 def transfer_config(

@@ -111,14 +111,13 @@ class Wrapping:
     composer: str
     handle: str
     prefix: tuple[int, ...]
-    cuts: tuple[int, ...]
     token_ids: tuple[int, ...]
     keep = True
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Wrapping:
         """What JSON made of `dataclasses.asdict`."""
-        return cls(**{**data, **{name: tuple(data[name]) for name in ("prefix", "cuts", "token_ids")}})
+        return cls(**{**data, **{name: tuple(data[name]) for name in ("prefix", "token_ids")}})
 
     @property
     def tokens(self) -> str:
@@ -132,8 +131,7 @@ class Wrapping:
 
     def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], _token_ids: Sequence[int] = ()) -> KeptPart:
         """What it leaves behind."""
-        prefix = Prefix(self.prefix, self.cuts)
-        key = EntryKey.wrapped(model, self.composer, prefix, self.token_ids, self.handle)
+        key = EntryKey.wrapped(model, self.composer, Prefix(self.prefix), self.token_ids, self.handle)
         return KeptPart(key, namespaces)
 
     def begins(self, _model: ModelFingerprint, _namespaces: tuple[str, ...], _token_ids: Sequence[int]) -> None:
@@ -142,7 +140,7 @@ class Wrapping:
 
 @dataclass(frozen=True)
 class Spliced:
-    """Packs of one prompt that are moved, in order; all were compiled behind the tokens `prefix`, cut at `cuts`.
+    """Packs of one prompt that are moved, in order; all were compiled behind the tokens `prefix`.
 
     What stands before, between and behind them is computed, over all that stands before it. A server computes what
     follows what is loaded, and so it takes one request for each stretch of text before a moved pack, whose KV is kept
@@ -152,7 +150,6 @@ class Spliced:
     moved: tuple[tuple[int, int, str], ...]
     """Start, stop and handle of each."""
     prefix: tuple[int, ...] = ()
-    cuts: tuple[int, ...] = ()
     packs: tuple[tuple[str, int], ...] = ()
     """Handles of all packs in the prompt, and where they begin: with a pack goes what was kept behind it."""
     tokens: str = ""
@@ -187,7 +184,7 @@ class Spliced:
     def from_dict(cls, data: Mapping[str, Any]) -> Spliced:
         """What JSON made of `dataclasses.asdict`."""
         rows = {name: tuple(map(tuple, data[name])) for name in ("moved", "packs")}
-        return cls(**{**data, **rows, **{name: tuple(data[name]) for name in ("prefix", "cuts")}})
+        return cls(**{**data, **rows, "prefix": tuple(data["prefix"])})
 
     @property
     def between(self) -> tuple[tuple[int, int], ...]:
@@ -200,7 +197,7 @@ class Spliced:
         """What is done to the prompt, and where: of two requests with one label, equal ids have equal KV."""
         if not self.moved:
             return ""
-        about = repr((self.wrapped, self.prefix, self.cuts))
+        about = repr((self.wrapped, self.prefix))
         return "\0".join(["splice", about, *map(repr, self.moved)])
 
     def until(self, stop: int, token_ids: Sequence[int]) -> Spliced:
@@ -229,7 +226,7 @@ class Spliced:
 
     def wrapping(self, handle: str, token_ids: tuple[int, ...]) -> Wrapping:
         """The request that computes one of the packs between its soft tokens."""
-        return Wrapping(self.wrapped, handle, self.prefix, self.cuts, token_ids)
+        return Wrapping(self.wrapped, handle, self.prefix, token_ids)
 
     def _part(
         self,
@@ -242,7 +239,7 @@ class Spliced:
         handle = Handle.parse(name)
         if self.wrapped:
             return Packet(start, stop, self.wrapping(name, token_ids).leaves(model, namespaces), handle)
-        return MovedPack(start, stop, handle, PackKey(model, Prefix(self.prefix, self.cuts)), token_ids)
+        return MovedPack(start, stop, handle, PackKey(model, Prefix(self.prefix)), token_ids)
 
 
 def moved_packs(plan: Plan) -> dict[str, Any] | None:

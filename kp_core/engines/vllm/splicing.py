@@ -51,7 +51,7 @@ async def spliced(desk: Desk, app: App, scope: Scope, access: Access, body: dict
             "that moves packs expects one prefix. Build all with the same `compiled_for`.",
         )
     named = await asyncio.to_thread(readable, asked.packs, desk, access)
-    found = replace(asked, prefix=prefix.token_ids, cuts=prefix.cuts, packs=named)
+    found = replace(asked, prefix=prefix.token_ids, packs=named)
     soft = _soft(desk, wrapper)
     if soft is not None:
         found = replace(found, wrapped=soft.key)
