@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kp_core import load_engine
+from kp_core import KVTensors, load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 
 DEMO = Path(__file__).parents[1] / "cookbooks" / "demo"
@@ -33,6 +33,17 @@ def tiny_engine(architecture="llama", dtype=torch.float32, chunk_tokens=16, merg
         chunk_tokens=chunk_tokens,
         cache_bytes=50_000_000,
     )
+
+
+def alike(engine, one, other):
+    """Whether tensors or KV are the same bits; where the engine does not support that, the same but for rounding."""
+    if isinstance(one, KVTensors):
+        pairs = zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True)
+        return all(alike(engine, mine, theirs) for mine, theirs in pairs)
+    if "bitwise" in engine.engine.supports:
+        return torch.equal(one, other)
+    rounding = 1e-4 if one.dtype == torch.float32 else 0.1
+    return one.shape == other.shape and bool((one - other).float().norm() <= rounding * other.float().norm())
 
 
 @cache

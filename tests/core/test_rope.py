@@ -81,11 +81,11 @@ def test_keys_are_moved_into_memory_that_is_there(by):
 
 
 def test_what_grows_with_the_length_is_not_moved():
-    short = [1.0] * 4
+    factors = GROUPED["hidden_size"] // GROUPED["num_attention_heads"] // 2
     rope = {
         "rope_type": "longrope",
-        "short_factor": short,
-        "long_factor": [2.0] * 4,
+        "short_factor": [1.0] * factors,
+        "long_factor": [2.0] * factors,
         "rope_theta": 1e4,
         "original_max_position_embeddings": 512,
     }

@@ -67,8 +67,8 @@ def test_options_of_a_call_override_the_fields(tiny):
 
 def test_stop_strings(tiny):
     text = tiny.invoke(CHAT).text
-    assert len(text) > 3
-    stop = text[2]
+    assert len(text) > 1
+    stop = text[-1]
     expected = text[: text.index(stop)]
     assert tiny.invoke(CHAT, stop=[stop]).text == expected
     fixed = ChatKnowledgePacks(engine=tiny.engine, max_tokens=8, stop=[stop])

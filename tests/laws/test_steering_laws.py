@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from kp_core import PackStore
 from kp_core.errors import PackError
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import common_length
 from kp_core.steering import Steering
 from kp_core.testing import ARCHITECTURES
-from tests.conftest import tiny_engine
+from tests.conftest import alike, tiny_engine
 
 DTYPES = [torch.float32, torch.bfloat16]
 matrix = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -103,16 +104,18 @@ def test_warm_is_cold_and_steered_never_leaks(architecture, dtype, scope):
     plain = engine.prefill(question(), reuse=False).logits
     cold = engine.prefill(question(), reuse=False, **asked).logits
     assert not torch.equal(plain, cold)
-    assert torch.equal(engine.prefill(question(), **asked).logits, cold)  # Nothing is at hand.
-    assert torch.equal(engine.prefill(question(), **asked).logits, cold)  # All of it is.
-    assert torch.equal(engine.prefill(question()).logits, plain)
-    assert torch.equal(engine.prefill(question(), **asked).logits, cold)
+    assert alike(engine, engine.prefill(question(), **asked).logits, cold)  # Nothing is at hand.
+    assert alike(engine, engine.prefill(question(), **asked).logits, cold)  # All of it is.
+    assert alike(engine, engine.prefill(question()).logits, plain)
+    assert alike(engine, engine.prefill(question(), **asked).logits, cold)
     engine.clear_cache()
     engine.prefill(question("Who is the 7th an, the?"), **asked)
-    assert torch.equal(engine.prefill(question(), **asked).logits, cold)  # Half of it is.
-    assert torch.equal(engine.prefill(question()).logits, plain)
+    assert alike(engine, engine.prefill(question(), **asked).logits, cold)  # Half of it is.
+    assert alike(engine, engine.prefill(question()).logits, plain)
     stronger = engine.prefill(question(), steering=(steering, 1.5), scope=scope).logits
-    assert torch.equal(stronger, engine.prefill(question(), steering=(steering, 1.5), scope=scope, reuse=False).logits)
+    assert alike(
+        engine, stronger, engine.prefill(question(), steering=(steering, 1.5), scope=scope, reuse=False).logits
+    )
     assert not torch.equal(stronger, cold)
 
 
@@ -139,7 +142,7 @@ def test_any_order_of_plain_and_steered_requests_gives_what_each_gives_alone(arc
         user = data.draw(st.sampled_from(["Who?", "Who is the er, the one of 42 words?", "an"]))
         kind = data.draw(st.sampled_from(sorted(kinds)))
         warm, cold = (engine.generate(question(user), max_tokens=3, reuse=it, **kinds[kind]) for it in (True, False))
-        assert torch.equal(warm.first_logits, cold.first_logits), kind
+        assert alike(engine, warm.first_logits, cold.first_logits), kind
         assert warm.token_ids == cold.token_ids
 
 
@@ -153,7 +156,7 @@ def test_a_steering_of_nothing_is_no_steering(architecture, dtype):
     for nothing in (steering - steering, 0 * steering, (steering, 0.0), None):
         for scope in (None, "system", "pack", "prompt"):
             found = engine.generate(question(), packs=[pack], steering=nothing, scope=scope, max_tokens=4)
-            assert torch.equal(found.first_logits, plain.first_logits)
+            assert alike(engine, found.first_logits, plain.first_logits)
             assert found.token_ids == plain.token_ids
     for same in (
         pack.steer(steering, 0),
@@ -180,9 +183,9 @@ def test_a_steered_pack_is_a_new_one_and_cannot_be_stored_as_plain(architecture,
     assert len(altered.prompt) == len(plain.prompt)
     assert not torch.equal(plain.logits, altered.logits)
     by_request = engine.prefill(question(), packs=[pack], steering=(steering, 1.5), scope="pack")
-    assert torch.equal(by_request.logits, altered.logits)
+    assert alike(engine, by_request.logits, altered.logits)
     lazy = engine.prefill(question(), packs=[steered.without_kv()])
-    assert torch.equal(lazy.logits, altered.logits)
+    assert alike(engine, lazy.logits, altered.logits)
     assert all(torch.equal(a, b) for a, b in zip(before, (*pack.kv.keys, *pack.kv.values), strict=True))
     store = PackStore(tmp_path)
     with pytest.raises(PackError, match="is steered"):
@@ -217,18 +220,20 @@ def test_a_pinned_steered_pack_stays(architecture):
     found = engine.prefill(question(), packs=[pack])
     engine.unpin(pinned)
     assert found.usage.reused_tokens >= found.usage.pack_tokens > 0
-    assert torch.equal(found.logits, cold)
+    assert alike(engine, found.logits, cold)
 
 
 @matrix
 def test_a_steered_conversation_reuses_its_turns(architecture):
     engine = tiny_engine(architecture)
-    asked = {"steering": steering_of(engine), "scope": "system", "deterministic": True}
+    asked = {"steering": steering_of(engine), "scope": "system"}
     engine.clear_cache()
     messages = question()
     for _ in range(3):
         answer = engine.generate(messages, max_tokens=4, **asked)
         messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": "And the er?"}]
         warm = engine.prefill(messages, **asked)
-        assert torch.equal(warm.logits, engine.prefill(messages, reuse=False, **asked).logits)
-        assert warm.usage.reused_tokens >= len(answer.prompt) - 16
+        assert alike(engine, warm.logits, engine.prefill(messages, reuse=False, **asked).logits)
+        # What was decoded is reused, as far as it comes again as the same tokens.
+        known = (*answer.prompt.token_ids, *answer.token_ids[:-1])
+        assert warm.usage.reused_tokens >= common_length(known, warm.prompt.token_ids)

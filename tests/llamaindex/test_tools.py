@@ -25,7 +25,7 @@ class Bird(BaseModel):
     legs: int = Field(ge=0, le=9)
 
 
-def search(query: Literal["flag", "coin", "ferry"], limit: int = 3) -> str:
+def search(query: Literal["flag", "coin", "ferry"], limit: Literal[2, 3] = 3) -> str:
     """Search the library."""
     return f"{limit} books on {query}"
 

@@ -177,18 +177,12 @@ ONE_BY_ONE = (
     "diffllama",
     "falcon",
     "falcon with ALiBi",
-    "flint",
     "gemma2",
     "gpt_neo",
     "gpt_neox_japanese",
-    "gpt_oss",
     "gptj",
-    "granite_swa",
-    "granitemoe_swa",
     "hrm_text",
     "jetmoe",
-    "llama4_text",
-    "mimo_v2_flash",
     "mpt",
     "nemotron",
     "stablelm",
@@ -255,9 +249,12 @@ HEAD = """# Models
 Made from the matrix of `tests/parity/test_models.py` by `python -m tests.parity.families`; do not edit.
 
 Each row is a tiny random model of that architecture, from its configuration, with the transformers release that
-`requirements.lock` names. From a pack it gives what it gives from the text, bit for bit in float32 and bfloat16, and
-in float32 what `model.generate` gives, token for token: below, at and above its window, with packs that cross it, in
-conversations of three turns. What a layer caches decides what else works:
+`requirements.lock` names. From a pack it gives what it gives from the text, and in float32 what `model.generate` gives,
+token for token: below, at and above its window, with packs that cross it, in conversations of three turns. The bits of
+pack and text are the same where `"bitwise" in engine.engine.supports`, which is tried when a model is loaded; elsewhere
+reused KV rounds differently ([reasons](loading.md#the-same-bits)). On an AMD EPYC 63 of the 132 rows are bitwise in
+bfloat16. In float32 16 are: activation functions of layers as narrow as these round by how many numbers a pass has. The
+bundled model is bitwise in both. What a layer caches decides what else works:
 
 - **plain**: keys and values of every token, and every token sees all before it. Everything works, but that `splice` and
   `blend` are refused where keys cannot be moved (*naive* in the table; [several packs](several-packs.md)), and all
@@ -275,8 +272,8 @@ conversations of three turns. What a layer caches decides what else works:
   from its states as it would in one pass is refused when it is loaded.
 
 *Batching* says whether answers that come at the same time are decoded together, one forward pass for each step; else
-they are decoded one by one, in turns. Plain caches and sliding windows batch where a model's attention can be replaced:
-not with caps on its scores (Gemma 2), sinks (GPT-OSS), chunks (Llama 4) or position biases.
+they are decoded one by one, in turns. Plain caches and windows, sliding or chunked, batch where a model's attention can
+be replaced: not with caps on its scores (Gemma 2) or position biases (ALiBi).
 
 | `model_type` | class | cache | exact | composing | steering | batching |
 |---|---|---|---|---|---|---|"""

@@ -11,6 +11,7 @@ from kp_core import PackStore, load_engine
 from kp_core.engines.hf.foresight import _narrow_rope
 from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import UnsupportedRequestError
+from kp_core.packs.handle import find_handles
 from kp_core.steering import Steering
 from kp_core.testing import tiny_tokenizer
 from tests.parity.families import (
@@ -59,7 +60,8 @@ matrix = pytest.mark.parametrize(
 def test_a_pack_is_the_text(kind, dtype, tmp_path):
     """Below, at and above the window, with packs that cross it, in a conversation of three turns.
 
-    In bfloat16 `generate`, which prefills in one go, rounds otherwise; there the bits of pack and text count.
+    Bit for bit where the engine says so; else as near as rounding lets it. In bfloat16 `generate` computes in another
+    order.
     """
     model, engine = engine_of(kind, DTYPES[dtype])
     model = copy.deepcopy(model)  # Some change their buffers as they run.
@@ -77,9 +79,12 @@ def test_a_pack_is_the_text(kind, dtype, tmp_path):
 
 def _same(engine, view, messages, model):
     engine.clear_cache()
-    cold = engine.prefill(messages, view=view, reuse=False)
+    text = [{**message, "content": _texts(message["content"], view)} for message in messages]
+    cold = engine.prefill(text, reuse=False)
+    assert cold.usage.reused_tokens == 0
     warm = engine.prefill(messages, view=view)
-    assert torch.equal(cold.logits, warm.logits)
+    assert cold.prompt.token_ids == warm.prompt.token_ids
+    assert_alike(engine, cold.logits, warm.logits)
     assert warm.usage.reused_tokens >= warm.usage.pack_tokens > 0
     if model is None:
         return
@@ -91,6 +96,21 @@ def _same(engine, view, messages, model):
         )
     torch.testing.assert_close(cold.logits, expected.logits[0][0], rtol=1e-3, atol=1e-3)
     assert answer.token_ids == tuple(expected.sequences[0, ids.shape[1] :].tolist())
+
+
+def _texts(content, view):
+    for *_, handle in find_handles(content):
+        content = content.replace(str(handle), view.source.get(handle).text)
+    return content
+
+
+def assert_alike(engine, one, other):
+    """The same bits where the engine supports that, else the same but for rounding."""
+    if "bitwise" in engine.engine.supports:
+        assert torch.equal(one, other)
+        return
+    rounding = 1e-4 if engine.fingerprint.dtype == "float32" else 0.1
+    assert float((one - other).float().norm()) <= rounding * float(other.float().norm())
 
 
 @pytest.mark.slow
@@ -131,7 +151,11 @@ def test_packs_built_together_are_packs_built_alone(kind):
     texts = [letters(WINDOW + 8, shift) for shift in range(16)]
     together = list(engine.build_packs(texts, progress=False))
     for text, pack in list(zip(texts, together, strict=True))[5::5]:
-        assert pack.kv.equal(engine.build_pack(text).kv)
+        alone = engine.build_pack(text).kv
+        if "bitwise" in engine.engine.supports:
+            assert pack.kv.equal(alone)
+        for one, other in zip(pack.kv.keys + pack.kv.values, alone.keys + alone.values, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 PAIRS = [("Be formal.", "be loose"), ("Dear Sir or Madam", "hey you")]
@@ -146,7 +170,7 @@ def test_windows_and_shared_layers_are_steered_and_not_moved(kind, tmp_path):
     options = {"view": store.view("m"), "steering": 4 * steering}
     plain = engine.prefill(ask(f"{one}\nA?"), view=store.view("m"))
     steered = engine.prefill(ask(f"{one}\nA?"), **options)
-    assert torch.equal(steered.logits, engine.prefill(ask(f"{one}\nA?"), **options, reuse=False).logits)
+    assert_alike(engine, steered.logits, engine.prefill(ask(f"{one}\nA?"), **options, reuse=False).logits)
     assert not torch.equal(steered.logits, plain.logits)
     assert "compose" not in engine.engine.supports
     for composer in ("splice", "blend:r=0.15,rule=first", "naive"):

@@ -53,7 +53,6 @@ VALUES = {
     "parallel_tool_calls": lambda _: False,
     "response_schema": lambda _: SCHEMA,
     "reuse": lambda _: False,
-    "deterministic": lambda _: True,
 }
 FIELDS = [name for name, option in OPTIONS.items() if option.where == "model"]
 PER_CALL = [name for name, option in OPTIONS.items() if option.where != "core"]
@@ -177,6 +176,14 @@ def test_old_names_work_with_a_warning(adapter, old, value, store):
         assert getattr(heard(adapter, store, {old: value}), new) == value
     with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
         assert getattr(heard(adapter, store, {}, **{old: value}), new) == value
+
+
+@either
+def test_an_option_that_always_holds_is_taken_with_a_warning(adapter, store):
+    with pytest.warns(DeprecationWarning, match="`deterministic` has no effect any more"):
+        heard(adapter, store, {"deterministic": True})
+    with pytest.warns(DeprecationWarning, match="`deterministic` has no effect any more"):
+        heard(adapter, store, {}, deterministic=False)
 
 
 @pytest.mark.parametrize(

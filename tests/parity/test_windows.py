@@ -1,5 +1,6 @@
 """Models with windows: answers decoded together are those of one by one, and windows are no longer than they are."""
 
+import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,11 +10,11 @@ import torch
 from kp_core import PackStore
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.buffer import TILE, KVBuffer
 from tests.parity.families import WINDOW, config_of, model_of
 from tests.parity.test_models import ask, engine_of, letters
 
-KINDS = ("gemma3_text", "mistral")
+KINDS = ("gemma3_text", "mistral", "llama4_text", "gpt_oss")
 
 
 def behind(model, prefix, own, run):
@@ -21,7 +22,7 @@ def behind(model, prefix, own, run):
     buffer = KVBuffer(model.shape, 512)
     for part in (prefix, own):
         model.forward(torch.tensor([part]), buffer, logits=False)
-    buffer.runs = [(run, len(prefix))]
+    buffer.runs = [(run, 0, len(prefix))]
     return buffer
 
 
@@ -75,30 +76,33 @@ def test_answers_that_come_together_are_those_of_one_by_one(kind, tmp_path, monk
     assert max(passes) > 1
 
 
-@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "llama4_text"])
-def test_windows_of_another_kind_are_decoded_one_by_one(kind):
-    """Sinks and caps are left to the model's own attention; chunks are not what rows see."""
-    assert not CausalModel(model_of(kind)).batches
+def test_caps_are_left_to_the_model_and_decoded_one_by_one():
+    model = CausalModel(model_of("gemma2"))
+    assert not model.attends
+    assert not model.batches
+    assert "its attention is its own" in model.lacks["bitwise"]
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "llama4_text"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_probe_leaves_windows_as_they_were(kind):
     model, config = CausalModel(model_of(kind)), config_of(kind)
-    assert model.batches == (kind in KINDS)
-    assert model.config._attn_implementation == attention.WINDOWS
+    assert model.batches
+    assert model.config._attn_implementation == attention.NAME
     assert set(model.kind.windows) - {0} == {WINDOW}
     for name in ("sliding_window", "attention_chunk_size"):
         assert getattr(model.config, name, None) == getattr(config, name, None)
 
 
-def test_a_mask_is_made_where_a_window_ends():
-    mask = attention._mask_of_windows
-    about = {
-        "batch_size": 1,
-        "q_length": 4,
-        "mask_function": lambda _b, _h, query, key: (key <= query) & (key > query - 8),
-    }
-    assert mask(kv_length=8, local_size=8, q_offset=4, **about) is None
-    assert mask(kv_length=80, q_offset=76, **about) is None
-    found = mask(kv_length=11, kv_offset=1, local_size=8, q_offset=8, **about)
-    assert found.sum(dim=-1).flatten().tolist() == [8, 8, 8, 8]
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "llama4_text", "gpt_oss", "llama"])
+@pytest.mark.parametrize("size", [TILE - 3, TILE, 2 * TILE + 90])
+def test_tiled_attention_is_attention(kind, size):
+    """Windows, chunks and sinks over several tiles, as the library computes them; and in passes cut anywhere."""
+    model, tiled = model_of(kind), CausalModel(model_of(kind))
+    assert tiled.attends
+    ids = torch.randint(256, (1, size), generator=torch.Generator().manual_seed(size))
+    with torch.inference_mode():
+        expected = model(ids).logits[0]
+    buffer, found = KVBuffer(tiled.shape, size), []
+    for start, stop in itertools.pairwise((0, size // 3, size // 3 + 1, size - 5, size)):
+        found.append(tiled.forward_all(ids[:, start:stop], buffer))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=2e-3, atol=2e-3)

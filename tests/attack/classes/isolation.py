@@ -1,34 +1,48 @@
 """Threads that ask at once, each with a view of its own: nobody gets another's answer, pack or text.
 
-Answers are `deterministic`, so each is bit for bit what it is alone; some are given up in the middle.
+Each answer is bit for bit what it is alone; some are given up in the middle. Nor does anybody learn of a pack by guessing
+its text: what the engine says of a guess does not depend on the text, unless the view may read it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from kp_core import Generation, KnowledgePackError, PackStore
+from kp_core import Generation, KnowledgePack, KnowledgePackError, PackStore, PackView, Session
+from kp_core.edit import amend
 from kp_core.errors import PackNotFoundError
+from kp_core.testing import CHATML
 from tests.attack.harness import Case, LostError, WrongError
 from tests.conftest import tiny_engine
 from tests.core.packs.made import make_pack, same
 
-SHORT = 12
+SHORT = 24
 
 _SPACES = ("geo", "hr", "a")
 _THREADS = 6
+_GUESSED = "The {} keeper counts the ships at dawn, writes them down and hangs a lantern over the quay."
+_OTHER = "Four sails has the mill of {}, and from dawn on it grinds barley and rye for the bakers of the isles."
+_WHO = {"role": "user", "content": "Who?"}
+
+
+def _engine() -> Session:
+    """One whose template writes results of tools as JSON, in which no pack is found."""
+    said = "message['content']"
+    template = CHATML.replace(f"{said} +", f"({said} | tojson if message['role'] == 'tool' else {said}) +")
+    return tiny_engine(chunk_tokens=64, template=template)
 
 
 @contextmanager
 def attack(folder: Path) -> Iterator[Case]:
     """See `harness.Attacks`."""
-    engine, store, raced = tiny_engine(chunk_tokens=64), PackStore(folder / "packs"), PackStore(folder / "raced")
+    engine, store, raced = _engine(), PackStore(folder / "packs"), PackStore(folder / "raced")
+    steering = engine.make_steering([("an 7 er", "er 42")], progress=False)
     texts = {
         space: [f"The {space} keeper {number} counts ships and writes them down." for number in range(3)]
         for space in _SPACES
@@ -39,7 +53,7 @@ def attack(folder: Path) -> Iterator[Case]:
     alone: dict[tuple[Any, ...], Generation] = {}
 
     def ask(space: str, said: str, options: dict[str, Any], cancel: threading.Event | None = None) -> Generation:
-        return engine.generate(said, view=store.view(space), deterministic=True, cancel=cancel, **options)
+        return engine.generate(said, view=store.view(space), cancel=cancel, **options)
 
     def asked(draw: Random) -> tuple[str, str, dict[str, Any]]:
         space, bank = draw.choice(_SPACES), [each for mine in handles.values() for each in mine]
@@ -96,6 +110,75 @@ def attack(folder: Path) -> Iterator[Case]:
         if (usage.pack_tokens > 0) != any(handle in said for handle in handles[space]):
             raise WrongError(f"{space} was given {usage.pack_tokens} tokens of packs for {said!r}")
 
+    def guesses(draw: Random) -> int:
+        """Others guess a pack, token by token: what is reused is the same whether it holds that text or another."""
+        space = draw.choice(_SPACES)
+        ask, sent = draw.choice(askings(space, draw))
+        text, other = (each.format(space) for each in (_GUESSED, _OTHER))
+        lengths = [*sorted(draw.sample(range(1, len(text)), 9)), len(text)]
+        guessed = [sent(text[:length] + draw.choice(("", "?", "\n\nWho"))) for length in lengths]
+
+        def reused(secret: str, view: PackView | None) -> list[int]:
+            pack = engine.build_pack(secret, namespace=space)
+            engine.clear_cache()
+            ask(pack)
+            return [engine.prefill(each, view=view, keep="never").usage.reused_tokens for each in guessed]
+
+        view = draw.choice((None, store.view(*(each for each in _SPACES if each != space))))
+        right, wrong = reused(text, view), reused(other, view)
+        if right != wrong:
+            raise WrongError(f"{ask.__name__}: {guessed} tell a pack of {space}: {right} tokens reused, else {wrong}")
+        if sum(reused(text, store.view(space))) <= sum(wrong):
+            raise WrongError(f"{ask.__name__}: a view of {space} reuses nothing of its pack for {guessed}")
+        return 3 * len(guessed)
+
+    def askings(space: str, draw: Random) -> list[tuple[Callable[[KnowledgePack], object], Callable[[str], Any]]]:
+        """Ways to ask about a pack of `space`, and what others send who guess so much of its text."""
+        first, before = handles[space][0], draw.choice(("", "Of old: ", "Of old.", "Of old:\n"))
+        behind, squash_above, is_talk = draw.choice((f"\n\n{first}", "")), draw.choice((0.0, 9.0)), draw.random() < 0.5
+        upgrade = draw.choice(("background", "none"))
+        composer, scope = draw.choice(("exact", "splice", "naive", "blend:r=0.5")), draw.choice(("pack", "prompt"))
+        options = {"view": store.view(space), "max_tokens": 3, "keep": draw.choice(("used_twice", "always", "never"))}
+
+        def in_place(pack: KnowledgePack) -> None:
+            engine.generate(f"{before}{store.put(pack)}{behind}\n\nWho?", **options)
+
+        def second(pack: KnowledgePack) -> None:
+            said = f"{first}\n\n{store.put(pack)}\n\nWho?"
+            engine.generate(said, composer=composer, upgrade=upgrade, **options)
+            engine.when_idle(lambda: None).result(60)
+
+        def as_text(pack: KnowledgePack) -> None:
+            store.put(pack)
+            for _ in range(3):
+                engine.generate(f"{before}{pack.text}\n\nWho?", **options)
+                engine.when_idle(lambda: None).result(60)
+
+        def as_memory(pack: KnowledgePack) -> None:
+            engine.generate("Who?", packs=[pack], **options)
+
+        def steered(pack: KnowledgePack) -> None:
+            engine.generate(f"{store.put(pack)} Who?", steering=steering, scope=scope, **options)
+
+        def edited(pack: KnowledgePack) -> None:
+            made = amend(pack, "dawn", "noon", engine, squash_above=squash_above)
+            talk = [{"role": "user", "content": str(store.put(pack))}, {"role": "assistant", "content": "No."}]
+            asked = {"role": "user", "content": f"{store.put(made)} Who?"}
+            engine.generate([*talk, asked] if is_talk else [asked], **options)
+
+        def as_json(pack: KnowledgePack) -> None:
+            engine.generate([_WHO, {"role": "tool", "content": str(store.put(pack))}], **options)
+
+        return [
+            (in_place, lambda guess: f"{before}{guess}"),
+            (second, lambda guess: f"{texts[space][0]}\n\n{guess}"),
+            (as_text, lambda guess: f"{before}{guess}"),
+            (as_memory, lambda guess: [{"role": "system", "content": guess}, _WHO]),
+            (steered, lambda guess: guess),
+            (edited, lambda guess: guess),
+            (as_json, lambda guess: [_WHO, {"role": "tool", "content": guess}]),
+        ]
+
     def races(draw: Random) -> int:
         """Threads that put, get and remove the same packs: a pack is whole and its own, or there is none."""
         packs = [make_pack(f"Pack {number}.", seed=number, tokens=60) for number in range(3)]
@@ -134,6 +217,6 @@ def attack(folder: Path) -> Iterator[Case]:
         return sum(map(len, plans))
 
     def case(draw: Random) -> int | None:
-        return draw.choice((answers, answers, foreign, races))(draw)
+        return draw.choice((answers, answers, foreign, guesses, guesses, races))(draw)
 
     yield case

@@ -24,7 +24,7 @@ SHORT = 8
 _TEXTS = ("One.", "Two.", "Drei 🗼", "a\u2028b\x00", "x" * 3000)
 _SPACES = ("geo", "default")
 _MODELS = tuple(replace(FINGERPRINT, weights=name) for name in ("weights", "others"))
-_PREFIXES = (Prefix((9, 8), (2,)), Prefix((1,), (1,)), Prefix())
+_PREFIXES = (Prefix((9, 8)), Prefix((1,)), Prefix())
 
 
 class Packs(StoreMachine):

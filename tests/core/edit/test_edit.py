@@ -14,6 +14,7 @@ import torch
 from kp_core import KnowledgePack, PackStore, Session, edit
 from kp_core.errors import FingerprintMismatchError, KnowledgePackError, PackError
 from kp_core.packs.edits import Edit
+from kp_core.packs.pack import common_length
 from tests.conftest import tiny_engine
 
 TEXT = "The mill of Veyl has four sails. It was built in 1802 by Orla Venn. It grinds barley and rye on Thursdays."
@@ -59,14 +60,13 @@ def pack(engine: Session) -> KnowledgePack:
 
 
 def same_answer(engine: Session, pack: KnowledgePack, folder: Path) -> None:
-    """From KV, from the forward pass alone, and from a pack whose KV was lost: the same bits."""
-    logits = []
+    """From KV, from the forward pass alone, from a pack whose KV was lost, and from plain text: the same bits."""
+    logits = [engine.prefill(f"{pack.text}{ASKED}", reuse=False).logits]
     for name, each, reuse in (("kv", pack, True), ("kv", pack, False), ("lazy", pack.without_kv(), True)):
         store = PackStore(folder / name)
         engine.clear_cache()
         logits.append(engine.prefill(f"{store.put(each)}{ASKED}", view=store.view("mill"), reuse=reuse).logits)
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
+    assert all(torch.equal(logits[0], each) for each in logits[1:])
 
 
 def test_an_erratum_is_all_that_is_computed(engine: Session, pack: KnowledgePack, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_an_erratum_is_all_that_is_computed(engine: Session, pack: KnowledgePack
     assert made.token_ids[:own] == pack.token_ids
     assert made.text.startswith(TEXT + "\n")
     assert made.text.count("has six sails") == made.text.count("\n") == 1
-    assert made.cuts == (own,)
+    assert made.errata_start == own
     assert edit.current_text(made) == TEXT.replace("four", "six")
     new = store.put(made)
     assert new != old
@@ -125,7 +125,8 @@ def test_what_stands_before_an_erratum_stays_in_memory(tmp_path: Path) -> None:
     warm = engine.prefill(f"{a}\n{c}{ASKED}", view=view)
     behind = len(warm.prompt) - warm.prompt.spans[-1].stop
     assert warm.usage.computed_tokens == warm.usage.errata_tokens + behind
-    assert torch.equal(warm.logits, engine.prefill(f"{a}\n{c}{ASKED}", view=view, reuse=False).logits)
+    plain = f"{first.text}\n{store.get(c).text}{ASKED}"
+    assert torch.equal(warm.logits, engine.prefill(plain, reuse=False).logits)
 
 
 def test_in_a_conversation_the_new_handle_brings_its_erratum_alone(
@@ -165,7 +166,8 @@ def test_errata_stand_in_order_and_a_later_one_replaces_that_of_its_field(
     assert two.kv is not None
     assert one.kv is not None
     assert two.kv.slice(0, len(one.token_ids)).equal(one.kv)
-    assert two.cuts == (len(pack.token_ids), len(one.token_ids))
+    assert two.edits.starts == (len(pack.token_ids), len(one.token_ids))
+    assert two.errata_start == len(pack.token_ids)
     three = edit.amend(two, "six sails", "no sails", engine, **AT_HAND)
     lines = [each.line for each in three.edits.corrections]
     assert three.text == "\n".join((TEXT, *lines))
@@ -184,7 +186,8 @@ def test_errata_stand_in_order_and_a_later_one_replaces_that_of_its_field(
     assert edit.current_text(wide) == TEXT.replace("four sails. It was built in 1802", "a wheel of 1820")
     assert len(wide.edits.corrections) == 1
     back = edit.amend(one, "six", "four", engine, **AT_HAND)
-    assert (back.text, back.cuts, len(back.history)) == (TEXT, (), 2)
+    assert (back.text, back.edits.starts, len(back.history)) == (TEXT, (), 2)
+    assert back.errata_start == len(back.token_ids)
     assert back.kv is not None
     assert pack.kv is not None
     assert back.kv.equal(pack.kv)
@@ -219,7 +222,8 @@ def test_errata_are_squashed_into_the_text(engine: Session, pack: KnowledgePack,
         edit.squash(made, engine),
         edit.amend(edit.amend(pack, "four", "six", engine), "rye", "oats", engine),
     ):
-        assert (found.text, found.token_ids, found.cuts) == (plain.text, plain.token_ids, ())
+        assert (found.text, found.token_ids) == (plain.text, plain.token_ids)
+        assert (found.edits.starts, found.errata_start) == ((), len(found.token_ids))
         assert found.kv is not None
         assert plain.kv is not None
         assert found.kv.equal(plain.kv)
@@ -240,19 +244,19 @@ def test_a_long_pack_keeps_its_erratum(engine: Session) -> None:
     assert len(made.token_ids) < 1.2 * len(pack.token_ids)
 
 
-def test_rebuilding_computes_from_the_last_cut_before_the_change(engine: Session, pack: KnowledgePack) -> None:
+def test_rebuilding_computes_from_the_first_token_that_differs(engine: Session, pack: KnowledgePack) -> None:
     text = TEXT.replace("barley", "oats")
     engine.prefill("Hello.")
     with counting(engine) as computed:
         made = edit.rebuild(pack, text, engine)
-        kept = len(made.token_ids) - computed()
+        kept = common_length(pack.token_ids, made.token_ids)
+        assert computed() == len(made.token_ids) - kept
     plain = engine.build_pack(text, namespace="mill")
     assert made.kv is not None
     assert plain.kv is not None
     assert made.kv.equal(plain.kv)
     assert (made.token_ids, made.prefix, made.text) == (plain.token_ids, plain.prefix, text)
-    assert kept % 16 == 0
-    assert kept >= 16
+    assert engine.tokenizer.decode(made.token_ids[:kept]).endswith("It grinds ")
     assert made.history == (Edit("rebuild", "barley", "oats"),)
     amended = edit.amend(pack, "four", "six", engine, **AT_HAND)
     assert edit.rebuild(amended, text, engine).kv.equal(plain.kv)  # type: ignore[union-attr]

@@ -223,11 +223,13 @@ def test_threads_get_the_answers_of_one(smol, store):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batches_change_no_bit(dtype):
+def test_batches_change_no_bit(dtype, monkeypatch):
     engine = tiny_engine(dtype=dtype)
     texts = [f"Fact {n:02d} of {40 + n}." for n in range(36)] + ["A longer text about nothing at all, over chunks."]
+    passes, ragged = [], engine.engine.model.ragged
+    monkeypatch.setattr(engine.engine.model, "ragged", lambda *each: passes.append(len(each[0])) or ragged(*each))
     together = list(engine.build_packs(texts, progress=False))
-    assert engine.engine._builder._exact_shapes, "a batch was tried, and used where it was exact"
+    assert max(passes) > 1
     engine.clear_cache()
     for text, pack in zip(texts, together, strict=True):
         alone = engine.build_pack(text)
@@ -264,7 +266,7 @@ def test_packs_of_another_model_are_refused_or_rebuilt(smol, store, caplog):
     question, view = f"{handle}{ASK}", store.view("veyl")
     with pytest.raises(FingerprintMismatchError, match="weights: pack has") as caught:
         smol.generate(question, view=view)
-    assert {"weights", "config", "tokenizer", "chat_template", "chunk_tokens"} <= set(caught.value.differences)
+    assert {"weights", "config", "tokenizer", "chat_template"} <= set(caught.value.differences)
     with pytest.raises(FingerprintMismatchError):
         smol.generate("Who?", packs=[foreign])
     rebuilt = smol.generate(question, view=view, mismatch="rebuild", max_tokens=8)
@@ -285,7 +287,7 @@ def test_explicit_handles_must_resolve(smol, store):
 
 
 def test_pinned_packs_survive_pressure(store):
-    room = 60_000 + 256 * 256  # Of the tree, and a buffer.
+    room = 120_000 + 256 * 512  # Of the tree, and a buffer.
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=room)
     pack = engine.build_pack("The pinned fact that must stay at hand.", namespace="pins")
     # Stored without its KV, so that only the tree can have it.
@@ -296,7 +298,7 @@ def test_pinned_packs_survive_pressure(store):
     def press():
         for n in range(20):
             engine.generate(f"Question number {n} that fills the cache with other things.", max_tokens=2)
-        assert engine.cached_bytes <= 60_000
+        assert engine.cached_bytes <= 120_000
 
     press()
     assert engine.generate(question, view=view, max_tokens=1).usage.reused_tokens >= len(pack.token_ids)
@@ -308,12 +310,12 @@ def test_pinned_packs_survive_pressure(store):
 
 
 def test_the_tree_stays_within_its_budget():
-    room = 100_000 + 256 * 256  # Of the tree, and a buffer.
+    room = 200_000 + 256 * 512  # Of the tree, and a buffer.
     engine = load_engine(tiny_model("qwen3"), tokenizer=tiny_tokenizer(), chunk_tokens=16, cache_bytes=room)
     for n in range(30):
         engine.generate(f"{n} " * 40, max_tokens=3)
-        assert engine.cached_bytes <= 100_000
-    assert engine.cached_bytes > 50_000
+        assert engine.cached_bytes <= 200_000
+    assert engine.cached_bytes > 100_000
 
 
 def test_a_request_takes_one_buffer():

@@ -314,7 +314,7 @@ def add_one(tensor):
         lambda model: add_one(model.get_parameter("base_model.model.model.norm.weight")),
         lambda model: model.get_parameter("base_model.model.lm_head.weight").data.mul_(2),
         lambda model: model.to(torch.bfloat16),
-        lambda model: setattr(model.base_model.model, "lm_head", torch.nn.Linear(32, 268, bias=False)),
+        lambda model: setattr(model.base_model.model, "lm_head", torch.nn.Linear(64, 268, bias=False)),
         lambda model: torch.optim.AdamW(model.parameters(), lr=0.1).step(
             lambda: model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward() or 0.0
         ),

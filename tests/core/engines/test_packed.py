@@ -6,10 +6,12 @@ from torch import nn
 
 from kp_core.engines.hf import packed
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.packed import pack_weights
+from kp_core.engines.hf.packed import pack_weights, rows_agree, rows_needed
 from kp_core.testing import tiny_model
 
-pytestmark = pytest.mark.skipif(not packed._is_known(), reason="oneDNN does not know bfloat16 on this processor")
+pytestmark = pytest.mark.skipif(
+    not packed._is_known(torch.zeros(1, dtype=torch.bfloat16)), reason="oneDNN does not know bfloat16 on this processor"
+)
 
 
 def layers(dtype=torch.bfloat16):
@@ -32,9 +34,8 @@ def test_a_packed_layer_is_the_plain_one(tokens):
 
 
 def test_what_would_not_gain_stays_as_it_is(monkeypatch):
-    assert pack_weights(layers(torch.float32)) == []
-    model = layers()
-    assert pack_weights(model, head=model[2]) == [model[0]]
+    assert pack_weights(layers(torch.float64)) == []
+    assert len(pack_weights(layers(torch.float32))) == 2
     monkeypatch.setattr(packed, "_MOST_BYTES", 100)
     assert pack_weights(layers()) == []
 
@@ -44,3 +45,33 @@ def test_the_callers_model_is_left_alone():
     own = CausalModel(model)
     assert any("forward" in vars(layer) for layer in own._model.modules() if type(layer) is nn.Linear)
     assert not any("forward" in vars(layer) for layer in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rows_are_padded_until_they_agree(dtype):
+    """A single row of more than 1,500 terms is summed in another order on some processors; two are not."""
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(2048, 600)).to(dtype)
+    found = pack_weights(wide)
+    least = rows_needed(found, found)
+    assert least in packed._LEAST_ROWS
+    rows = (torch.randn(64, 2048) * torch.exp(1.5 * torch.randn(64, 2048))).to(dtype)
+    with torch.inference_mode():
+        whole = wide(rows)
+        for at in range(64):
+            assert torch.equal(wide(rows[at : at + 1]), whole[at : at + 1])
+
+
+def test_products_that_depend_on_the_rows_beside_them_are_noticed():
+    class Odd(nn.Linear):
+        def forward(self, rows):
+            # As a library that sums in another order from 33 rows on.
+            return super().forward(rows) * (1 + (rows.shape[1] > 32) / 100)
+
+    odd = Odd(64, 48)
+    assert not rows_agree(odd, 64, torch.float32)
+
+    def single(rows):  # As a kernel of its own for a single row.
+        return nn.functional.linear(rows, odd.weight) * (1 + (rows.shape[1] == 1) / 100)
+
+    assert not rows_agree(single, 64, torch.float32)

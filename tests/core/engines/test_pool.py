@@ -21,7 +21,7 @@ from kp_core.plan import Limit
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import until
 
-BUFFER = 256 * 256
+BUFFER = 256 * 512
 """Bytes of the tiny model's KV of 256 tokens, which is a buffer."""
 NEVER = Limit()
 
@@ -64,7 +64,7 @@ def test_the_budget_holds_and_nothing_that_fits_is_refused():
             match draw.randrange(6):
                 case 0 | 1:
                     capacity, path = draw.randrange(1, 1400), draw.choice(paths) if paths else None
-                    size = min(-(-capacity // 256) * BUFFER, budget)
+                    size = -(-capacity // 256) * BUFFER
                     idle = any(buffer.capacity >= capacity for buffer in pool._waiting)
                     taken = sum(each.nbytes for each in used) + sum(reserved)
                     fits = idle or taken + tree.held_bytes() + size <= budget
@@ -80,7 +80,7 @@ def test_the_budget_holds_and_nothing_that_fits_is_refused():
                     pool.free(reserved.pop())
                 case _:
                     ids = tuple(draw.randrange(9) for _ in range(draw.randrange(1, 300)))
-                    path, kv = tree.match(ids, [(0, len(ids))]), KVBuffer(shape, len(ids))
+                    path, kv = tree.match(ids), KVBuffer(shape, len(ids))
                     kv.passed(len(ids))
                     path.extend(ids, kv.read(0, len(ids)))
                     paths.append(path)
@@ -128,7 +128,7 @@ def test_a_request_larger_than_the_budget_is_an_error_of_its_caller_alone():
         lambda: asyncio.run(engine.agenerate(large)),
         lambda: list(engine.generate_many({"a": large}, progress=False)),
     ):
-        with pytest.raises(CacheBudgetError, match=r"at most the budget of 131,072 bytes\. .* larger cache_bytes"):
+        with pytest.raises(CacheBudgetError, match=r"at most the budget of 262,144 bytes\. .* larger cache_bytes"):
             ask()
     assert running.result().text == expected
     assert engine.generate("Hi", max_tokens=2).usage.completion_tokens > 0

@@ -13,7 +13,7 @@ import torch
 
 from kp_core import PackStore, load_engine
 from kp_core.engines.local import scheduler as scheduler_module
-from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.openmp import _pause, let_go
 from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.errors import OptionError
@@ -30,17 +30,18 @@ def filler_of(session):
 
 def behind(filler, prefix, own):
     """A buffer that begins with the run `prefix`, as a request that found it in the tree has it."""
-    buffer = KVBuffer(filler.model.shape, 512)
+    buffer = KVBuffer(filler.model.shape, 1024)
     filler.forward(prefix, buffer, logits=False)
-    buffer.runs = [(7, len(prefix))]
+    buffer.runs = [(7, 0, len(prefix))]
     if own:
         filler.forward(own, buffer, logits=False)
     return buffer
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-@pytest.mark.parametrize("shared", [160, 40])
+@pytest.mark.parametrize("shared", [2 * TILE + 9, TILE + 200, 40])
 def test_rows_are_what_each_is_alone(name, shared):
+    """Also where rows cross the edge of a tile at different steps."""
     filler = filler_of(tiny_engine(name, chunk_tokens=1024))
     if not filler.model.batches:
         pytest.skip("one by one: its attention is the library's own")
@@ -53,21 +54,25 @@ def test_rows_are_what_each_is_alone(name, shared):
     together, alone = ([behind(filler, *pair) for pair in zip(starts, owns, strict=True)] for _ in range(2))
     for buffers in (together, alone):
         for row in (2, 4):
-            buffers[row].runs = [(20 + row, shared)]
+            buffers[row].runs = [(20 + row, 0, shared)]
     rows = filler.model.rows(together)
     for step in range(70):  # More than a tail has room for at first.
         tokens = [draw.randrange(256) for _ in owns]
         found = rows.step(tokens)
         expected = torch.stack([filler.forward([token], buffer) for token, buffer in zip(tokens, alone, strict=True)])
-        assert torch.allclose(found, expected, atol=1e-4), step
+        assert same(filler, found, expected), step
     for one, other in zip(together, alone, strict=True):
         assert one.length == other.length
-        kept = [(buffer.read(0, buffer.length).keys, buffer.read(0, buffer.length).values) for buffer in (one, other)]
-        assert all(
-            torch.allclose(mine, theirs, atol=1e-4)
-            for sides in zip(*kept, strict=True)
-            for mine, theirs in zip(*sides, strict=True)
-        )
+        kept = [buffer.read(0, buffer.length) for buffer in (one, other)]
+        sides = zip(kept[0].keys + kept[0].values, kept[1].keys + kept[1].values, strict=True)
+        assert all(same(filler, mine, theirs) for mine, theirs in sides)
+
+
+def same(filler, one, other):
+    """The same bits where the model gives them, else the same but for rounding."""
+    if "bitwise" in filler.model.lacks:
+        return torch.allclose(one, other, atol=1e-4)
+    return torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -85,7 +90,7 @@ def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(name):
         asked = [[draw.randrange(256) for _ in range(count)] for count in counts]
         found = filler.model.ragged(together, asked)
         expected = torch.stack([filler.forward(ids, buffer) for ids, buffer in zip(asked, alone, strict=True)])
-        assert torch.allclose(found, expected, atol=1e-4), counts
+        assert same(filler, found, expected), counts
         assert [each.length for each in together] == [each.length for each in alone]
 
 
@@ -115,8 +120,6 @@ def asked(tmp_path):
                 options |= {"temperature": 0.8, "seed": draw.randrange(99)}
             if draw.random() < 0.2:
                 options["stop"] = ["e"]
-            if draw.random() < 0.2:
-                options["deterministic"] = True
             if draw.random() < 0.2:
                 options["response_schema"] = {
                     "type": "object",
@@ -157,33 +160,32 @@ def passes(engine, monkeypatch):
     return seen
 
 
-def test_answers_fall_into_step_and_those_alone_do_not(monkeypatch):
+def test_answers_fall_into_step(monkeypatch):
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64)
     scheduler = filler_of(engine).scheduler
     seen = passes(engine, monkeypatch)
     start = threading.Barrier(4)
 
-    def ask(number, is_alone):
+    def ask(number):
         buffer = KVBuffer(filler_of(engine).model.shape, 128)
         filler_of(engine).forward([1, 2, 3 + number], buffer, logits=False)
-        decoding = Decoding(buffer, is_alone)
+        decoding = Decoding(buffer)
         start.wait()
         for _ in range(30):
             scheduler.step(decoding, 5)
         scheduler.leave(decoding)
 
-    for is_alone, least in ((False, 3.0), (True, 1.0)):
-        seen.clear()
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(ask, range(4), [is_alone] * 4))
-        steps = [rows for rows in seen if rows > 0]
-        assert sum(steps) == 120
-        assert (sum(steps) / len(steps) >= least) if not is_alone else set(steps) == {1}
+    seen.clear()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
+    steps = [rows for rows in seen if rows > 0]
+    assert sum(steps) == 120
+    assert sum(steps) / len(steps) >= 3.0
 
 
 def test_who_went_on_alone_comes_back_with_all_its_keys():
     filler = filler_of(tiny_engine(chunk_tokens=1024))
-    prefix = [number * 7 % 256 for number in range(160)]
+    prefix = [number * 7 % 256 for number in range(TILE + 60)]
     together, alone = ([Decoding(behind(filler, prefix, [row, 3])) for row in range(3)] for _ in range(2))
     scheduler, token = Scheduler(filler.model), itertools.cycle(range(1, 200, 3))
     for rows in [(0, 1, 2), (0, 1, 2), (1,), (0, 1, 2), (2,), (2,), (0, 1), (0, 1, 2)]:
@@ -191,7 +193,7 @@ def test_who_went_on_alone_comes_back_with_all_its_keys():
             together[row].tokens = alone[row].tokens = (next(token),)
         found = scheduler._logits([together[row] for row in rows])
         expected = [filler.forward(alone[row].tokens, alone[row].buffer) for row in rows]
-        assert torch.allclose(found, torch.stack(expected), atol=1e-4), rows
+        assert same(filler, found, torch.stack(expected)), rows
 
 
 def test_openmp_lets_go_and_computes_again():
@@ -311,7 +313,7 @@ def test_questions_that_come_together_are_one_pass(monkeypatch):
             assert not scheduler.may_join(200)
         decoding = Decoding(None)
         scheduler.step(decoding, *range(20 + number))
-        assert decoding.is_shared
+        assert decoding.logits is not None
         scheduler.step(decoding, 1)
         scheduler.leave(decoding)
 
@@ -344,8 +346,7 @@ def test_questions_asked_together_get_their_own_tokens_and_leave_no_other_bits(t
             len(each.prompt.token_ids) - each.usage.reused_tokens for each in found
         ]
     assert any(sum(count > 1 for count in each) > 1 for each in counts), counts
-    again = [engine.generate(each, **options, deterministic=True) for each in asked]
-    assert all(torch.equal(one.first_logits, other.first_logits) for one, other in zip(again, alone, strict=True))
+    assert all(torch.equal(one.first_logits, other.first_logits) for one, other in zip(found, alone, strict=True))
 
 
 def test_prompts_that_wait_for_something_else_hold_steps_up_once(monkeypatch):

@@ -1,6 +1,7 @@
 """Sessions on engines of any kind, plans, and background work."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,8 +21,7 @@ class Parrot:
     def __init__(self):
         self.tokenizer, self.max_positions, self.supports = tiny_tokenizer(), 512, frozenset()
         self.plans = []
-        unknown = ModelFingerprint.unknown().to_dict()
-        self.identity = ModelFingerprint.from_dict({**unknown, "chunk_tokens": "16"})
+        self.identity = replace(ModelFingerprint.unknown(), weights="none")
 
     def run(self, plan):
         self.plans.append(plan)
@@ -61,7 +61,6 @@ def test_an_engine_of_six_members_answers(parrot, tmp_path):
         (lambda session: session.build_pack("Two islands."), "building packs"),
         (lambda session: session.stream("Hi", tools=[{"name": "tide"}]), "tools and response schemas"),
         (lambda session: session.stream("Hi", response_schema=True), "tools and response schemas"),
-        (lambda session: session.stream("Hi", deterministic=True), "deterministic=True"),
         (lambda session: session.stream("Hi", temperature=1.0), "sampled answers"),
         (lambda session: session.prefill("Hi"), "a prefill alone"),
         (lambda session: session.perplexity("Hi", "Ho"), "the likelihood of a given answer"),
@@ -127,12 +126,11 @@ def test_one_request_is_planned_once(monkeypatch, tmp_path):
 
         monkeypatch.setattr(planning, name, count)
 
-    for name in ("cut", "plan_regions"):
-        counted(name)
+    counted("plan_regions")
     for _ in ("cold", "warm"):
         calls.clear()
         engine.generate(question, view=store.view("isles"), max_tokens=2)
-        assert calls == ["cut", "plan_regions"]
+        assert calls == ["plan_regions"]
 
 
 def test_a_plan_tells_where_kv_comes_from_before_anything_is_computed(tmp_path):
@@ -266,16 +264,36 @@ def test_work_that_was_cut_short_is_not_called_done():
 
 
 def test_kv_of_other_numerics_is_used_only_when_asked_for(tmp_path):
-    made, reader = tiny_engine(chunk_tokens=16), tiny_engine(chunk_tokens=8)
-    store = PackStore(tmp_path)
-    handle = store.put(made.build_pack("The harbour of Veyl had seven boats, two of them red.", namespace="isles"))
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    made = engine.build_pack("The harbour of Veyl had seven boats, two of them red.", namespace="isles")
+    handle = store.put(replace(made, fingerprint=replace(made.fingerprint, engine="local/eager")))
     question, view = f"{handle}\n\nHow many?", store.view("isles")
-    with pytest.raises(kp_core.errors.FingerprintMismatchError, match="chunk_tokens"):
-        reader.generate(question, view=view)
-    reader.clear_cache()
-    found = reader.prefill(question, view=view, mismatch="accept")
+    with pytest.raises(kp_core.errors.FingerprintMismatchError, match="engine"):
+        engine.generate(question, view=view)
+    engine.clear_cache()
+    found = engine.prefill(question, view=view, mismatch="accept")
     assert found.usage.approximate_tokens == found.prompt.pack_tokens > 0
-    exact = reader.prefill(question, view=view, mismatch="rebuild")
+    exact = engine.prefill(question, view=view, mismatch="rebuild")
     assert exact.usage.approximate_tokens == 0
-    assert torch.equal(exact.logits, reader.prefill(question, view=view, mismatch="rebuild", reuse=False).logits)
+    assert torch.equal(exact.logits, engine.prefill(question, view=view, mismatch="rebuild", reuse=False).logits)
     assert torch.allclose(found.logits, exact.logits, atol=1e-3)
+
+
+def test_a_pack_of_another_kind_of_processor_is_computed_anew_and_stored_beside_it(tmp_path, caplog):
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    made = engine.build_pack("The harbour of Veyl had seven boats, two of them red.", namespace="isles")
+    theirs = replace(made, fingerprint=replace(made.fingerprint, passes="tiles of 256, torch 2.13.0, AVX2"))
+    handle = store.put(theirs)
+    question, view = f"{handle}\n\nHow many?", store.view("isles")
+    engine.clear_cache()
+    found = engine.prefill(question, view=view)
+    assert "another release or kind of processor" in caplog.text
+    assert torch.equal(found.logits, engine.prefill(f"{made.text}\n\nHow many?", reuse=False).logits)
+    engine.when_idle(lambda: iter(())).result(30)
+    entries = {entry.fingerprint.passes: entry for entry in store.entries(handle)}
+    assert entries.keys() == {theirs.fingerprint.passes, engine.fingerprint.passes}
+    assert all(entry.stored_bytes for entry in entries.values())
+    caplog.clear()
+    engine.clear_cache()
+    assert engine.prefill(question, view=view).usage.reused_tokens >= len(made.token_ids)
+    assert not caplog.text

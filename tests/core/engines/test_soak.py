@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = float(os.environ.get("KP_SOAK_SECONDS") or 130)
 WORKERS = 50
-BUDGET = 24 * 256 * 256
+BUDGET = 24 * 256 * 512
 """Bytes of KV: of about twenty requests at once, so that others wait."""
 BOOK = "The keeper counts ships, and writes each of them into a long book. " * 4
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
@@ -76,8 +76,6 @@ class World:
             options |= {"temperature": 0.8, "seed": draw.randrange(99)}
         if draw.random() < 0.2:
             options["stop"] = ["e"]
-        if draw.random() < 0.2:
-            options["deterministic"] = True
         if draw.random() < 0.15:
             options |= {"response_schema": SCHEMA, "max_tokens": 40}
         elif draw.random() < 0.15:
@@ -238,10 +236,11 @@ def test_soak(seconds, tmp_path, caplog):
     assert all(node.users == 0 for node in list(engine.engine._filler.tree._age))
     until(lambda: sum(not each.name.startswith("kp-async") for each in threading.enumerate()) <= before)
     # Sums of three that are read one after the other; a request beyond the budget would show.
-    assert max(kv for *_, kv in seen) <= BUDGET + 6 * 256 * 256
+    assert max(kv for *_, kv in seen) <= BUDGET + 6 * 256 * 512
     logger.info("%s; memory, threads, KV: %s", dict(done), seen[:: max(1, len(seen) // 10)])
     if seconds >= 60:
         early, late = seen[len(seen) // 3 : len(seen) // 2], seen[-len(seen) // 4 : -3]
         was, now = ([median(column) for column in zip(*part, strict=True)] for part in (early, late))
-        assert now[0] <= was[0] + 50e6, "memory grows"
+        # oneDNN keeps up to 1,024 kernels, one for each number of rows and shape: new lengths bring new ones.
+        assert now[0] <= was[0] + 300e6, "memory grows"
         assert now[1] <= was[1] + 10, "threads grow, beyond those that asyncio's requests share"

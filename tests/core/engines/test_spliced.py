@@ -50,7 +50,7 @@ def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(
     pieces = StoredPieces(store, model, rope=Rope.from_dict(json.loads(json.dumps(rope.to_dict()))))
     said, ids = said_of(remote, store, handles_of(remote, store))
     prefix = store.get(Handle.parse(said["moved"][0][2]), PackKey(model)).prefix
-    found = replace(Spliced.of(said, ids), prefix=prefix.token_ids, cuts=prefix.cuts)
+    found = replace(Spliced.of(said, ids), prefix=prefix.token_ids)
     assert len(found.moved) == 3  # The first one stands where it was compiled.
     laid = found.begins(model, ("a",), ids)
     assert [part.start for part in laid.parts[1:]] == [part.stop for part in laid.parts[:-1]]
@@ -98,7 +98,7 @@ def stranger(part):
 def test_rights_to_move_count_for_one_prompt_and_one_salt(tmp_path, remote):
     store = PackStore(tmp_path)
     said, ids = said_of(remote, store, handles_of(remote, store))
-    found = replace(Spliced.of(said, ids), prefix=(1, 2), cuts=(2,))
+    found = replace(Spliced.of(said, ids), prefix=(1, 2))
     rights = Rights(("a",), "salt", altered=found)
     assert Rights.read(rights.sign(KEY), "salt", KEY).altered == found
     assert Rights.read(rights.sign(KEY), "other", KEY) is None
@@ -108,9 +108,8 @@ def test_rights_to_move_count_for_one_prompt_and_one_salt(tmp_path, remote):
         replace(found, moved=found.moved[:-1]),
         replace(found, moved=found.moved[::-1]),
         replace(found, prefix=(1,)),
-        replace(found, cuts=(1, 2)),
     ]
-    assert len({salt_of(["a"], KEY, each.label) for each in (found, *others)}) == 5
+    assert len({salt_of(["a"], KEY, each.label) for each in (found, *others)}) == 4
 
 
 def test_the_server_compiles_and_computes_what_is_missing_once(server, remote):

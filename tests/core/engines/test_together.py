@@ -42,11 +42,11 @@ def test_what_is_often_found_together_is_read_together(isles):
     assert len(entry.packs) == 2
     found, sent = ask("ba", question="And now?")
     assert sent == "ab", "the larger one was compiled for the place"
-    assert found.usage.computed_tokens == len(found.prompt) - found.prompt.spans[-1].stop
+    assert found.usage.computed_tokens <= len(found.prompt) - found.prompt.spans[-1].stop
     # With another pack, that one alone is computed.
     found, sent = ask("fba", question="And with it?")
     assert sent == "abf"
-    assert found.usage.computed_tokens == len(found.prompt) - found.prompt.spans[1].stop
+    assert found.usage.computed_tokens <= len(found.prompt) - found.prompt.spans[1].stop
     oracle, _ = ask("abf", question="And with it?", order="given", reuse=False)
     assert torch.equal(found.logits, oracle.logits)
 

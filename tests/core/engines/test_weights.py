@@ -78,7 +78,8 @@ def test_a_misspelt_name_is_refused_with_the_near_miss(wrong, right, unloaded, t
 def test_an_attention_that_was_asked_for_is_kept_and_told_apart(tmp_path):
     save(tmp_path)
     plain, eager = engine_of(tmp_path), engine_of(tmp_path, attn_implementation="eager")
-    assert eager.fingerprint.diff(plain.fingerprint) == {"engine": ("local/eager", "local")}
+    assert eager.fingerprint.diff(plain.fingerprint)["engine"] == ("local/eager", "local")
+    assert eager.engine.lacks["bitwise"] == "its attention is its own"
     assert eager.engine.model.config._attn_implementation == "eager"
     same_from_pack_as_from_text(eager, tmp_path)
     with pytest.raises(ModelError, match="no_such_attention"):
@@ -178,7 +179,7 @@ def test_a_model_that_rounds_its_weights_at_each_pass_is_another_one(tmp_path):
     with torch.compiler.set_stance("force_eager"):
         engine = engine_of(tmp_path, dtype="float32")
         answer = same_from_pack_as_from_text(engine, tmp_path)
-    assert set(engine.fingerprint.diff(known)) == {"config"}
+    assert {"config"} <= set(engine.fingerprint.diff(known)) <= {"config", "passes"}
     assert (answer.first_logits - expected).norm() > 0.01 * expected.norm()
 
 

@@ -1,12 +1,11 @@
 import logging
-from itertools import pairwise
+from dataclasses import replace
 
 import pytest
 
 from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackStore, PackView, Prefix
 from kp_core.errors import PromptError, TemplateError, UnsupportedContentError
 from kp_core.packs.view import PackRef
-from kp_core.prompt.cuts import cut
 from kp_core.testing import CHATML, tiny_tokenizer
 
 HANDLE, OTHER, FOREIGN = (f"kp:{space}/{letter * 21}" for space, letter in (("a", "a"), ("a", "b"), ("b", "a")))
@@ -334,30 +333,37 @@ def test_breaks_fall_where_generation_prompts_end():
     assert len(first) in second.breaks
 
 
-def test_chunks_depend_on_what_stands_before_only():
+def test_what_stands_before_a_pack_does_not_depend_on_what_follows():
     made = template("plain")
     view = Packs().view()
     short = made.render(f"{HANDLE}", view=view)
     long = made.render(f"{HANDLE} {OTHER} and more", view=view)
-    stop = short.spans[0].stop
-    chunks = cut(long, 8).chunks
-    assert [c for c in cut(short, 8).chunks if c[1] <= stop] == [c for c in chunks if c[1] <= stop]
-    assert all(b - a <= 8 for a, b in chunks)
-    assert [a for a, _ in chunks][1:] == [b for _, b in chunks][:-1]
-
-
-def test_packs_that_bring_no_kv_are_one_chunk_with_what_follows():
-    made, view = template("plain"), Packs().view()
-    together = made.render(f"{HANDLE} and {OTHER} and more", view=view)
-    first, second = together.spans
-    assert cut(together, 1000).chunks == ((0, first.start), (first.start, len(together)))
-    # Where a pack's own KV may stand, it is a chunk of its own, and a pack in another message begins one.
-    edges = [0, first.start, first.stop, second.start, second.stop, len(together)]
-    assert cut(together, 1000, lambda *_: True).chunks == tuple(pairwise(edges))
-    apart = made.render(
-        [{"role": role, "content": text} for role, text in (("system", HANDLE), ("user", OTHER))], view=view
+    assert (
+        short.prefix_of(short.spans[0])
+        == long.prefix_of(long.spans[0])
+        == Prefix(long.token_ids[: long.spans[0].start])
     )
-    assert apart.spans[1].start in [start for start, _ in cut(apart, 1000).chunks]
+    assert short.prefix_of(short.spans[0]) == made.tokenise_pack(Packs().texts[HANDLE]).prompt.prefix_of(short.spans[0])
+    assert len(long.prefix_of(long.spans[1])) == long.spans[1].start
+
+
+def test_every_token_of_a_pack_belongs_to_its_namespace():
+    made = template("plain")
+    prompt = made.render(f"{HANDLE} and {OTHER} and more", view=Packs().view())
+    first, second = prompt.spans
+    parts = [
+        *((0, first.start, ""), (first.start, first.stop, "a"), (first.stop, second.start, "")),
+        *((second.start, second.stop, "a"), (second.stop, len(prompt), "")),
+    ]
+    assert list(prompt.owned(0, len(prompt))) == parts
+    assert list(prompt.owned(first.start + 1, second.start + 2)) == [
+        *((first.start + 1, first.stop, "a"), (first.stop, second.start, ""), (second.start, second.start + 2, "a")),
+    ]
+    assert list(prompt.owned(3, 3)) == []
+    # So does that of a pack that is computed as its text, e.g. where KV of its own does not fit.
+    as_text = replace(prompt, spans=(second,), as_text=(first,))
+    assert list(as_text.owned(0, len(prompt))) == parts
+    assert list(prompt.until(first.stop - 1).owned(0, first.stop - 1)) == [parts[0], (first.start, first.stop - 1, "a")]
 
 
 def test_roles_and_namespaces_that_may_not_stay_text(caplog):

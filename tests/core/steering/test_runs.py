@@ -103,7 +103,7 @@ def test_many_at_a_time_are_answered_as_one_by_one(scope):
     engine = tiny_engine()
     method = "last_token" if scope == "last_token" else "mean"
     pairs = preset("formal")[:2]
-    steering = engine.make_steering(pairs, method=method, layers=(0.0, 1.0), progress=False).at_strength(2)
+    steering = engine.make_steering(pairs, method=method, layers=(0.0, 1.0), progress=False).at_strength(8)
     asked = ["Who?", "Who is the 7th er of the 42 words?", "an, the"]
     packs = [engine.build_pack("A fact of the an. " * length, compiled_for="system") for length in (3, 1, 2)]
     requests = {
@@ -112,10 +112,10 @@ def test_many_at_a_time_are_answered_as_one_by_one(scope):
         for at, (text, pack) in enumerate(zip(asked, packs, strict=True))
     }
     found = engine.generate_many(requests, at_once=5, scope=scope, max_tokens=6, progress=False)
-    found = {key: answer.text for key, answer in found}
+    found = {key: answer.token_ids for key, answer in found}
     assert len({tuple(found[name, at] for at in range(3)) for name, _ in requests}) == 3
     for key, request in requests.items():
-        assert engine.generate(**request, scope=scope, max_tokens=6).text == found[key], key
+        assert engine.generate(**request, scope=scope, max_tokens=6).token_ids == found[key], key
 
 
 def test_formality_and_brevity_order_texts():

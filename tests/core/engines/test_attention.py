@@ -1,0 +1,99 @@
+"""Tiled attention: what it computes, and that its bits depend on positions alone."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kp_core.engines.hf import attention
+from kp_core.engines.hf.attention import Sees
+from kp_core.engines.hf.bitwise import why_not_bitwise
+from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.local.buffer import TILE, KVBuffer
+from kp_core.testing import tiny_model
+
+# With gradients, as training has them, attention is the library's own.
+attend = torch.inference_mode()(attention.attend)
+WHAT = [Sees(), Sees(100), Sees(TILE + 40), Sees(300, is_chunked=True)]
+
+
+def states(tokens, dtype=torch.float32, heads=6, kv_heads=2, dim=16, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    shapes = (heads, tokens, dim), (kv_heads, tokens, dim), (kv_heads, tokens, dim)
+    return [torch.randn(1, *shape, generator=draw).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("sees", WHAT)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_it_is_attention_over_what_each_token_sees(sees, has_sinks):
+    """As by a mask over all keys, which is also how accelerators compute it."""
+    query, key, value = states(3 * TILE + 20)
+    sinks = torch.randn(6) if has_sinks else None
+    for positions in (range(3 * TILE + 20), range(700, 701), range(500, 530), (3, 250, 256, 600, 787)):
+        asked = query[:, :, list(positions)]
+        found = attend(asked, key, value, positions, None, sees, sinks)
+        expected = attention._by_mask(asked, key, value, positions, None, sees, sinks)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    cuts=st.sets(st.integers(1, 3 * TILE + 19), max_size=6),
+    sees=st.sampled_from(WHAT),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_cut_gives_the_same_bits(cuts, sees, dtype):
+    if CausalModel(tiny_model("llama", dtype)).lacks.get("bitwise"):
+        pytest.skip("on this processor rows depend on one another")
+    tokens = 3 * TILE + 20
+    query, key, value = states(tokens, dtype)
+    whole = attend(query, key, value, range(tokens), None, sees)
+    for start, stop in itertools.pairwise([0, *sorted(cuts), tokens]):
+        part = attend(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], range(start, stop), None, sees)
+        assert torch.equal(part, whole[:, :, start:stop])
+
+
+def test_many_tiles_are_added_in_one_order_whatever_the_number_of_rows(monkeypatch):
+    """More than a group of them; in one call, as for a few rows, and one by one, as for many."""
+    tokens = 18 * TILE + 5
+    query, key, value = states(tokens, torch.bfloat16, heads=4)
+    last = range(tokens - 12, tokens)
+    found = attend(query[:, :, -12:], key, value, last)
+    monkeypatch.setattr(attention, "_SMALL", 0)
+    assert torch.equal(attend(query[:, :, -12:], key, value, last), found)
+
+
+def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
+    model = CausalModel(tiny_model("llama"))
+    ids = torch.randint(256, (1, 2 * TILE), generator=torch.Generator().manual_seed(0))
+    clean, dirty = KVBuffer(model.shape, 2 * TILE), KVBuffer(model.shape, 2 * TILE)
+    for layer in dirty.layers:
+        layer.keys.fill_(float("nan"))
+        layer.values.fill_(float("nan"))
+    for start, stop in itertools.pairwise((0, 40, 41, TILE - 1, TILE, TILE + 30)):
+        expected, found = (model.forward(ids[:, start:stop], each) for each in (clean, dirty))
+        assert torch.equal(found, expected)
+    # What was there is forgotten, and something else is written behind it.
+    for buffer in (clean, dirty):
+        buffer.truncate(30)
+        buffer.append(dirty.read(0, 9))
+    for layer in dirty.layers:
+        layer.keys[:, :, 60:] = float("nan")
+        layer.values[:, :, 60:] = float("inf")
+    dirty.truncate(20)
+    clean.truncate(20)
+    assert torch.equal(model.forward(ids[:, 50:70], dirty), model.forward(ids[:, 50:70], clean))
+
+
+def test_a_probe_that_finds_a_difference_says_so(monkeypatch):
+    model = CausalModel(tiny_model("llama"))
+    assert why_not_bitwise(model, model._packed) == ""
+    plain = model.forward_all
+
+    def rounding(ids, buffer):  # As a library whose sums depend on how many tokens a pass has.
+        return plain(ids, buffer) * (1 + (ids.shape[1] == 1) * 1e-6)
+
+    monkeypatch.setattr(model, "forward_all", rounding)
+    assert "cut in other places" in why_not_bitwise(model, model._packed)
