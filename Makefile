@@ -108,7 +108,10 @@ bench: setup
 	$(BIN)/python -m benchmarks.figures --results $(BENCH_OUT) --out $(BENCH_OUT)/figures
 	KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.several --limit 40 --json $(BENCH_OUT)/several.json
 	for dtype in float32 bfloat16; do \
-	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 500 --dtype $$dtype --json $(BENCH_OUT)/equivalence-$$dtype.json || exit 1; \
+	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 500 --columns pack_text --dtype $$dtype \
+	    --json $(BENCH_OUT)/equivalence-$$dtype.json || exit 1; \
+	  KP_DATA=$(KP_DATA) $(BIN)/python -m benchmarks.equivalence --limit 60 --compare-only --dtype $$dtype \
+	    --json $(BENCH_OUT)/equivalence-ways-$$dtype.json || exit 1; \
 	done
 	if [ -x $(VLLM)/bin/python ]; then export KP_DATA=$(KP_DATA); \
 	  $(VLLM)/bin/python -m benchmarks.vllm --after-restart 10 --spliced 5 --json $(BENCH_OUT)/vllm.json && \

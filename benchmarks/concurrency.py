@@ -44,6 +44,10 @@ _ASKED = "Tell a long story about what you read."
 _VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
 
 
+_PASS_TOKENS = 1024
+"""Of one forward pass, by default."""
+
+
 def listen(engine: Session, asked: str, tokens: int, **options: Any) -> tuple[int, list[float]]:  # noqa: ANN401
     """The tokens of an answer, and when it was asked for and each piece of it came."""
     heard = [time.perf_counter()]
@@ -130,7 +134,7 @@ def _vllm(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace, folder:
 def _beside_a_long_prompt(engine: Session, texts: Iterator[str], arguments: argparse.Namespace) -> dict[str, float]:
     """Gaps in four running answers while a long prompt is prefilled, and how long a chunk of it takes, and its last."""
     [long] = passages(engine, texts, arguments.long, 1)
-    chunk_tokens = int(engine.fingerprint.chunk_tokens)
+    chunk_tokens = _PASS_TOKENS
     start = engine.tokenizer.decode(engine.tokenizer.encode(long)[:-chunk_tokens]) or "Hello."
     seconds = []
     for text in (long, start):

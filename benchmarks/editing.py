@@ -180,7 +180,6 @@ class _Bench:
             return {}
         size, place = len(rebuilt.token_ids), len(base.prefix)
         same = _common(base.token_ids, rebuilt.token_ids)
-        grid = same - same % int(engine.fingerprint.chunk_tokens)
         tail = _common(base.token_ids[same:][::-1], rebuilt.token_ids[same:][::-1])
 
         def result(answer: Generation, stays: int, computed: int, seconds: float, *, reasoned: bool = False) -> _Result:
@@ -188,9 +187,9 @@ class _Bench:
             says = _says(answer.text, change, reasoned=reasoned)
             return _Result(says, kept, computed / size, seconds + answer.usage.ttft_s)
 
-        made = {"rebuild": result(after, grid, size - grid, took)}
+        made = {"rebuild": result(after, same, size - same, took)}
         thought = self.ask(rebuilt, change, _REASON)
-        made["rebuild, reasoning"] = result(thought, grid, size - grid, took, reasoned=True)
+        made["rebuild, reasoning"] = result(thought, same, size - same, took, reasoned=True)
         began = time.perf_counter()
         written = edit.overwrite(base, change.old, change.new, engine)
         took = time.perf_counter() - began
@@ -200,7 +199,7 @@ class _Bench:
         began = time.perf_counter()
         amended = edit.amend(base, change.old, change.new, engine, squash_above=math.inf)
         took = time.perf_counter() - began
-        stays, line = amended.cuts[0], len(amended.token_ids) - amended.cuts[0]
+        stays, line = amended.errata_start, len(amended.token_ids) - amended.errata_start
         made["erratum"] = result(self.ask(amended, change, _ASK), stays, line, took)
         asked = {"role": "user", "content": f"{self.store.put(base)}\n\n{_ASK}\n{change.question}"}
         talk = [asked, {"role": "assistant", "content": before.text}]

@@ -156,9 +156,9 @@ class _Bench:
         return found.usage.ttft_s, found.prompt.token_ids
 
     def pack_memory(self, question: str) -> tuple[float, tuple[int, ...]]:
-        """Seconds with the pack in the prefix tree, and the prompt; `RuntimeError` when more or less was reused."""
+        """Seconds with the pack in the prefix tree, and the prompt; `RuntimeError` when less was reused."""
         found = self._engine.generate(self._said(question), view=self._view, max_tokens=1)
-        if found.usage.reused_tokens != len(self._prefix):
+        if found.usage.reused_tokens < len(self._prefix):
             raise RuntimeError(
                 f"Got {found.usage}; expected the {len(self._prefix)} tokens of head and pack to be reused."
             )

@@ -112,7 +112,7 @@ class _Bench:
     def measure(self, question: str) -> dict[str, float]:
         """Seconds of one question; `RuntimeError` when the pack was not reused."""
         first, found = self._timed(question, 1)
-        if found.usage.reused_tokens != len(self.prefix):
+        if found.usage.reused_tokens < len(self.prefix):
             raise RuntimeError(f"Got {found.usage}; expected the {len(self.prefix)} tokens before it to be reused.")
         ids = found.prompt.token_ids
         began = self._clock()
