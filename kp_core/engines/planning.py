@@ -38,6 +38,8 @@ class Learned:
     token_ids: tuple[int, ...]
     prefix: Prefix
     model: ModelFingerprint
+    before: tuple[Span, ...]
+    """The packs in `prefix`, whose tokens belong to their namespaces."""
 
     def pack(self) -> KnowledgePack:
         """The pack as it would be compiled for this prefix, without its KV."""
@@ -157,10 +159,11 @@ class Planner:
         plan = Plan(sourced.prompt, sourced.regions(blocks))
         return replace(plan, below=replace(plan, regions=sourced.regions())) if blocks else plan
 
-    def wanted(self, prefix: Prefix, token_ids: Sequence[int]) -> Plan:
-        """The plan for the KV of `token_ids` behind `prefix`."""
+    def wanted(self, prefix: Prefix, token_ids: Sequence[int], before: Sequence[Span] = ()) -> Plan:
+        """The plan for the KV of `token_ids` behind `prefix`, in which the packs `before` stand."""
         ids = (*prefix.token_ids, *token_ids)
-        return Plan(Prompt(ids), plan_regions(Prompt(prefix.token_ids)), wanted=(len(prefix), len(ids)))
+        prompt, regions = Prompt(ids, as_text=tuple(before)), plan_regions(Prompt(prefix.token_ids))
+        return Plan(prompt, regions, wanted=(len(prefix), len(ids)))
 
     def _sourced(
         self, prompt: Prompt, request: Request, source: PackSource | None = None, *, learn: bool = False
@@ -183,7 +186,7 @@ class Planner:
                     packs.add(kept)
                 elif is_plain and self._again(span, prompt, learn=learn):
                     spans.append(span)
-                    learned.append(Learned(span, ids, prompt.prefix_of(span), mine))
+                    learned.append(Learned(span, ids, prompt.prefix_of(span), mine, _before(span, prompt)))
                 else:
                     texts.append(span)
                 continue
@@ -195,7 +198,7 @@ class Planner:
                 composed[span] = NaiveComposer("accept")
             elif home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
                 # It is stored as another engine computed it: from now on also as this one does.
-                learned.append(Learned(span, ids, prompt.prefix_of(span), mine))
+                learned.append(Learned(span, ids, prompt.prefix_of(span), mine, _before(span, prompt)))
             elif entry is not None:
                 span = kept  # noqa: PLW2901 - the same place, and KV that was computed for it
                 packs.add(span)
@@ -255,3 +258,8 @@ class Planner:
         if wanted > left:
             raise ContextOverflowError(len(prompt), wanted, self._max_positions)
         return wanted
+
+
+def _before(span: Span, prompt: Prompt) -> tuple[Span, ...]:
+    """What belongs to packs before `span`."""
+    return tuple(each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start)
