@@ -24,7 +24,7 @@ MOST = 1700
 
 matrix = pytest.mark.parametrize("architecture", ARCHITECTURES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
-quick = settings(deadline=None, max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 thorough = settings(quick, max_examples=60)
 
 
@@ -102,7 +102,7 @@ class Memory:
 def engine_of(architecture, dtype):
     engine = tiny_engine(architecture, dtype)
     if "bitwise" not in engine.engine.supports:
-        pytest.skip(f"its {engine.engine.lacks['bitwise']}")
+        pytest.skip(f"not bitwise: {engine.engine.lacks['bitwise']}")
     engine.clear_cache()
     return engine
 

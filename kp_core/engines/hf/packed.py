@@ -71,18 +71,20 @@ def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 
 
 @torch.inference_mode()
-def rows_agree(multiply: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> bool:
+def rows_agree(
+    multiply: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, *, rows: int = _ROWS, tries: int = _TRIES
+) -> bool:
     """Whether a product of rows of so many elements gives each row the same bits, whatever rows are beside it.
 
     The elements are very unlike in size: where a few large ones are added to many small ones, the order of a sum shows.
     """
     chance = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, _ROWS, width, generator=chance)
-    rows = (rows * torch.exp(_SPREAD * torch.randn(rows.shape, generator=chance))).to(dtype)
-    whole = multiply(rows)
+    plain = torch.randn(1, rows, width, generator=chance)
+    batch = (plain * torch.exp(_SPREAD * torch.randn(plain.shape, generator=chance))).to(dtype)
+    whole = multiply(batch)
     for count in _COUNTS:
-        for start in torch.randint(_ROWS - count + 1, (max(_TRIES // count, 2),), generator=chance).tolist():
-            if not torch.equal(multiply(rows[:, start : start + count]), whole[:, start : start + count]):
+        for start in torch.randint(rows - count + 1, (max(tries // count, 2),), generator=chance).tolist():
+            if not torch.equal(multiply(batch[:, start : start + count]), whole[:, start : start + count]):
                 return False
     return True
 

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from kp_core import Handle, PacketComposer, PackStore, SpliceComposer
 from kp_core.compose import Wrapper, composer_of, load_wrapper, save_wrapper
 from kp_core.compose.wrapper import SHIPPED
+from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError, OptionError, WrapperError, WrapperMismatchError
 from kp_core.packs import durable
 from kp_core.packs.pack import common_length
@@ -132,6 +133,18 @@ def test_steered_packs_are_computed(isles):
     exact = engine.prefill(question, **plain(options), steering=steering)
     assert found.usage.approximate_tokens == 0
     assert torch.equal(found.logits, exact.logits)
+
+
+def test_packs_that_go_as_text_keep_their_owners_behind_wrapped_ones(isles):
+    engine, store, options, question = isles
+    recognised = "A fourth island, which lies behind all others, has neither harbour nor light, nor any path."
+    store.put(engine.build_pack(recognised, namespace="isles"))
+    plan, _ = engine._plan(f"{question}\n\n{recognised}\n\nWhy?", Request.of(options))
+    [text] = plan.prompt.as_text
+    assert engine.tokenizer.decode(plan.prompt.token_ids[text.start : text.stop]) in recognised
+    assert len(text) > len(recognised) / 2
+    owned = [(start, stop) for start, stop, owner in plan.prompt.owned(0, len(plan.prompt)) if owner]
+    assert (text.start, text.stop) in owned
 
 
 def test_an_answer_over_packets_is_made_exact_when_idle(isles):

@@ -366,6 +366,34 @@ def test_every_token_of_a_pack_belongs_to_its_namespace():
     assert list(prompt.until(first.stop - 1).owned(0, first.stop - 1)) == [parts[0], (first.start, first.stop - 1, "a")]
 
 
+def test_a_token_that_a_pack_shares_with_what_stands_before_it_belongs_to_its_namespace():
+    made = template("plain", merges=7)
+    view = Packs(**{HANDLE: "\nOrla Venn keeps the light."}).view()
+    for before, shared in (("Facts:\n", "\n\n"), ("Facts.", ".\n"), ("Facts: ", "")):
+        prompt = made.render(f"{before}{HANDLE}\n\nWho?", view=view)
+        [span] = prompt.spans
+        owned = [part for part in prompt.owned(0, len(prompt)) if part[2]]
+        begin = min(start for start, _, _ in owned)
+        assert made._tokenizer.decode(prompt.token_ids[begin : span.start]) == shared
+        assert all(owner == "a" for *_, owner in owned)
+        assert sum(stop - start for start, stop, _ in owned) == span.stop - begin
+
+
+@pytest.mark.parametrize(
+    "change", ["message['content'] | tojson", "message['content'] | upper", "message['content'][:30]"]
+)
+def test_a_pack_that_goes_as_text_belongs_to_its_namespace(change):
+    """As results of tools that a template writes as JSON; nothing is found but through the first tokens of a prompt."""
+    made = ChatTemplate(tiny_tokenizer(CHATML.replace("message['content']", f"({change})")))
+    view = Packs(**{HANDLE: 'Orla Venn "keeps the light" of Veyl.'}).view()
+    prompt = made.render(f"{HANDLE}\n\nWho?", view=view)
+    assert prompt.spans == ()
+    seen = made.text(prompt).lower()
+    [(start, *_), *_] = [part for part in prompt.owned(0, len(prompt)) if part[2] == "a"]
+    assert start <= len(made._tokenizer.encode(seen[: seen.index("orla")], add_special_tokens=False))
+    assert list(made.render("Who?", view=view).owned(0, 3)) == [(0, 3, "")]
+
+
 def test_roles_and_namespaces_that_may_not_stay_text(caplog):
     made = template("plain")
     messages = [
