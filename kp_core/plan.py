@@ -191,7 +191,8 @@ class Plan:
     @property
     def owners(self) -> frozenset[str]:
         """Whose KV the prompt may meet in the prefix tree."""
-        return self.readable | {span.pack.namespace for span in (*self.prompt.spans, *self.prompt.as_text)}
+        packs = (*self.prompt.spans, *self.prompt.as_text)
+        return self.readable | {self.prompt.owner, *(span.pack.namespace for span in packs)}
 
     @property
     def ends(self) -> frozenset[int]:

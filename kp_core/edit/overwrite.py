@@ -82,7 +82,7 @@ def overwrite(
 
 
 def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span]) -> Plan:
-    before = Prompt(pack.prefix.token_ids)
+    before = Prompt(pack.prefix.token_ids, owner=pack.namespace)
     start, stop = len(before), len(before) + len(ids)
     made = Region(
         *(start, stop, "composed"),
@@ -91,5 +91,5 @@ def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span]) -> Pla
         label=-1,
         spans=tuple(spans),
     )
-    prompt = Prompt((*before.token_ids, *ids), tuple(spans))
+    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
     return Plan(prompt, (*plan_regions(before), made), wanted=(start, stop))

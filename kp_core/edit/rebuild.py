@@ -64,14 +64,14 @@ def tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: Com
 
 def compiled(pack: KnowledgePack, made: Text, engine: Session, edits: Edits) -> KnowledgePack:
     """The pack of a text at the place of `pack`, whose KV serves as far as they share it."""
-    before, packs = Prompt(pack.prefix.token_ids), set[Span]()
+    before, packs = Prompt(pack.prefix.token_ids, owner=pack.namespace), set[Span]()
     # The states of recurrent layers are known at the end of a pack alone.
     reused = 0 if pack.kv is None or (pack.kv.states and made.reused < len(pack.token_ids)) else made.reused
     if reused and pack.kv is not None:
         start, stop = len(before), len(before) + reused
         shared = replace(pack, token_ids=made.token_ids[:reused], kv=pack.kv.slice(0, reused))
         span = Span(start, stop, PackRef("", shared))
-        before, packs = Prompt(before.token_ids + shared.token_ids, (span,)), {span}
+        before, packs = replace(before, token_ids=before.token_ids + shared.token_ids, spans=(span,)), {span}
     ids = pack.prefix.token_ids + made.token_ids
     plan = Plan(replace(before, token_ids=ids), plan_regions(before, packs), wanted=(len(pack.prefix), len(ids)))
     kv = computed(engine, plan)

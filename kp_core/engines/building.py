@@ -39,7 +39,7 @@ def tokenised(
 def built(  # noqa: PLR0913 - what a pack is made of
     jobs: Iterable[Job],
     engine: Engine,
-    wanted: Callable[[Prefix, Sequence[int]], Plan],
+    wanted: Callable[[Prefix, Sequence[int], str], Plan],
     namespace: str,
     made: Mapping[str, str],
     *,
@@ -52,7 +52,7 @@ def built(  # noqa: PLR0913 - what a pack is made of
         for job, about in jobs:
             prefix = job.prompt.prefix_of(job.prompt.spans[0])
             waiting.append((job, prefix, about))
-            yield wanted(prefix, job.token_ids)
+            yield wanted(prefix, job.token_ids, namespace)
 
     for kv in (None for _ in plans()) if lazy else engine.kv(plans()):
         job, prefix, about = waiting.popleft()

@@ -154,15 +154,21 @@ class Planner:
 
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
         """The plan that holds `pack` behind the prefix it was compiled for, and nothing behind it."""
-        sourced = self._sourced(Prompt(pack.prefix.token_ids + pack.token_ids, (span,)), Request())
+        prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
+        sourced = self._sourced(prompt, Request())
         blocks = self.blocks(sourced.prompt, Request(), answering=False)
         plan = Plan(sourced.prompt, sourced.regions(blocks))
         return replace(plan, below=replace(plan, regions=sourced.regions())) if blocks else plan
 
-    def wanted(self, prefix: Prefix, token_ids: Sequence[int], before: Sequence[Span] = ()) -> Plan:
-        """The plan for the KV of `token_ids` behind `prefix`, in which the packs `before` stand."""
+    def wanted(
+        self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()
+    ) -> Plan:
+        """The plan for the KV of `token_ids` behind `prefix`, in which the packs `before` stand.
+
+        What else stands in the prefix belongs to `namespace`, as its last token may hold the beginning of a pack.
+        """
         ids = (*prefix.token_ids, *token_ids)
-        prompt, regions = Prompt(ids, as_text=tuple(before)), plan_regions(Prompt(prefix.token_ids))
+        prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix.token_ids))
         return Plan(prompt, regions, wanted=(len(prefix), len(ids)))
 
     def _sourced(

@@ -312,5 +312,5 @@ class Session(OfEngine):
 
         with suppress(BusyError):  # It will be met again.
             for each in learned:
-                wanted = self._planner.wanted(each.prefix, each.token_ids, each.before)
+                wanted = self._planner.wanted(each.prefix, each.token_ids, each.span.pack.namespace, each.before)
                 self.when_idle(partial(stored, each.pack(), self.engine, wanted, put))

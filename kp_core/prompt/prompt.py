@@ -65,6 +65,8 @@ class Prompt:
     often: Often | None = field(default=None, compare=False, repr=False)
     as_text: tuple[Span, ...] = field(default=(), compare=False, repr=False)
     """Packs, and parts of packs, that are computed as the text that they are."""
+    owner: str = field(default="", compare=False)
+    """The namespace of all other tokens, where they are what a pack is compiled behind; blank in a conversation."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -89,14 +91,15 @@ class Prompt:
             begin, end = max(span.start, start), min(span.stop, stop)
             if begin < end:
                 if start < begin:
-                    yield start, begin, ""
+                    yield start, begin, self.owner
                 yield begin, end, span.pack.namespace
                 start = end
         if start < stop:
-            yield start, stop, ""
+            yield start, stop, self.owner
 
     def until(self, stop: int) -> Prompt:
         """The first `stop` tokens as a prompt, without its rendered text; a pack that stands across is cut short."""
         spans = tuple(replace(span, stop=min(span.stop, stop)) for span in self.spans if span.start < stop)
         texts = tuple(replace(span, stop=min(span.stop, stop)) for span in self.as_text if span.start < stop)
-        return Prompt(self.token_ids[:stop], spans, tuple(at for at in self.breaks if at < stop), as_text=texts)
+        breaks = tuple(at for at in self.breaks if at < stop)
+        return Prompt(self.token_ids[:stop], spans, breaks, as_text=texts, owner=self.owner)

@@ -40,7 +40,30 @@ def learned(engine, store, text):
         engine.when_idle(lambda: None).result(60)
 
 
-@pytest.mark.parametrize("ask", [in_place, edited, learned], ids=lambda ask: ask.__name__)
+def behind(text):
+    """A place in a message of one's own, behind this text."""
+    return [{"role": "user", "content": f"{text}\n\n{{pack}}"}]
+
+
+def built(engine, store, text):
+    """What a pack is compiled behind is no secret of the pack's, but of its namespace."""
+    store.put(engine.build_pack(SECOND, namespace="geo", compiled_for=behind(text)))
+
+
+def pinned(engine, store, text):
+    pack = engine.build_pack(SECOND, namespace="geo", compiled_for=behind(text))
+    engine.clear_cache()
+    store.put(pack)
+    engine.unpin(engine.pin(pack))
+
+
+def rebuilt(engine, store, text):
+    pack = engine.build_pack(SECOND, namespace="geo", compiled_for=behind(text))
+    engine.clear_cache()
+    store.put(amend(pack, "first", "third", engine, compiled_for=behind(text)))
+
+
+@pytest.mark.parametrize("ask", [in_place, edited, learned, built, pinned, rebuilt], ids=lambda ask: ask.__name__)
 @pytest.mark.parametrize("namespace", [None, "hr"])
 def test_a_guess_token_by_token_is_told_nothing(ask, namespace, tmp_path):
     guesses = [f"{KEEPER[:length]}?" for length in range(1, len(KEEPER) + 1)]
