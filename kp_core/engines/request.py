@@ -49,7 +49,9 @@ _Where: TypeAlias = Literal["model", "call", "core"]
 _EXACT = ExactComposer()
 DEPRECATED: Mapping[str, str] = {"absorb": "compact", "foreign": "mismatch"}
 """Names of the last release, which warn, and the present ones."""
-WITHOUT_EFFECT: Mapping[str, str] = {"deterministic": "what is reused has the bits of what is computed"}
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'"
+}
 """Options of the last release that are taken and do nothing, as they always hold now."""
 
 _ABOUT: Mapping[str, str] = {

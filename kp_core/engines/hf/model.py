@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kp_core.engines.hf import attention
@@ -60,7 +60,6 @@ class CausalModel:
         self.lacks = self.kind.lacks
         """See `PlacedModel.lacks`."""
         self._model = own_view(model).eval()
-        self._packed: list[nn.Linear] = []
         self.pack()
         if self.kind.is_recurrent:
             scan_from_states(self._model)
@@ -97,9 +96,8 @@ class CausalModel:
         let_go()  # Requests may come in other threads.
 
     def pack(self) -> None:
-        """Take the weights as they are now; rows are padded as they were found to need it."""
-        least = vars(self._packed[0])["forward"].keywords["least"] if self._packed else 2
-        self._packed = pack_weights(self._model, least)
+        """Take the weights as they are now."""
+        self._packed = pack_weights(self._model)
 
     @property
     def max_positions(self) -> int:

@@ -24,14 +24,14 @@ _TRIES = 64
 _SPREAD = 1.5
 
 
-def pack_weights(model: nn.Module, least: int = 2) -> list[nn.Linear]:
-    """Let the linear layers of `model` multiply with packed weights, of at least so many rows; gives those that do.
+def pack_weights(model: nn.Module) -> list[nn.Linear]:
+    """Let the linear layers of `model` multiply with packed weights; gives those that do.
 
     For bfloat16 and float32 on a CPU that oneDNN knows. There a plain linear layer in bfloat16 brings its weights into
     oneDNN's own layout anew at each call, which takes as long as 20 to 40 tokens do; and a row of a product has the
     same bits whatever rows are beside it, which in float32 the plain one does not give. Weights that change later are
-    not followed until this is called again: an engine refuses a model that changed. With gradients the layers compute
-    as before.
+    not followed until this is called again, which leaves what `rows_needed` found: an engine refuses a model that
+    changed. With gradients the layers compute as before.
     """
     layers = [each for each in model.modules() if type(each) is nn.Linear]
     # Quantised weights are of other types, whatever dtype they say they have.
@@ -39,7 +39,8 @@ def pack_weights(model: nn.Module, least: int = 2) -> list[nn.Linear]:
     if sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
         return []
     for layer in layers:
-        vars(layer)["forward"] = _packed(layer, least)
+        known = vars(layer).get("forward")
+        vars(layer)["forward"] = _packed(layer, known.keywords["least"] if isinstance(known, partial) else 1)
     return layers
 
 
@@ -48,20 +49,23 @@ def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[nn.Linear]) -> int
     """The fewest rows to which products of `packed` layers are padded so that each row has the same bits in any batch.
 
     `None` where no number does, or one of `layers` that are not packed needs more than one row. Tried on one layer of
-    each shape, with parts of many lengths out of one batch. The packed layers pad by themselves from then on.
+    each shape, with parts of many lengths out of one batch; where that shape needs it, layers pad by themselves.
     """
     padding = {id(layer) for layer in packed}
-    shapes = {(layer.in_features, layer.out_features, id(layer) in padding): layer for layer in layers}
-    unlike = list(shapes.values())
-    for least in _LEAST_ROWS:
-        for layer in packed:
-            vars(layer)["forward"].keywords["least"] = least
-        unlike = [each for each in unlike if not rows_agree(_product_of(each), each.in_features, each.weight.dtype)]
-        if not unlike:
-            return least
-        if any(id(layer) not in padding for layer in unlike):
-            break
-    return None
+    shapes: dict[object, list[nn.Linear]] = {}
+    for layer in layers:
+        shapes.setdefault((layer.in_features, layer.out_features, id(layer) in padding), []).append(layer)
+    most = 1
+    for alike in shapes.values():
+        for least in _LEAST_ROWS if id(alike[0]) in padding else _LEAST_ROWS[:1]:
+            for layer in alike if id(alike[0]) in padding else ():
+                vars(layer)["forward"].keywords["least"] = least
+            if rows_agree(_product_of(alike[-1]), alike[-1].in_features, alike[-1].weight.dtype):
+                most = max(most, least)
+                break
+        else:
+            return None
+    return most
 
 
 def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -83,7 +87,9 @@ def rows_agree(
     batch = (plain * torch.exp(_SPREAD * torch.randn(plain.shape, generator=chance))).to(dtype)
     whole = multiply(batch)
     for count in _COUNTS:
-        for start in torch.randint(rows - count + 1, (max(tries // count, 2),), generator=chance).tolist():
+        # A single row is what a kernel of its own is most often for.
+        several = torch.randint(rows - count + 1, (max(tries // count, 2),), generator=chance).tolist()
+        for start in range(rows) if count == 1 else several:
             if not torch.equal(multiply(batch[:, start : start + count]), whole[:, start : start + count]):
                 return False
     return True

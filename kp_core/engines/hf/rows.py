@@ -16,6 +16,9 @@ from kp_core.engines.local.tree import common_tokens
 
 __all__ = ["Rows", "run_ragged"]
 
+_SHORT = 2 * TILE
+"""Tokens of rows that are attended to in one call though they share nothing: each has a copy of its keys there."""
+
 
 class Rows:
     """Decodes one token of each of `buffers` in one forward pass; implements `local.scheduler.DecodedRows`.
@@ -116,7 +119,7 @@ def run_ragged(
 
 
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
-    """The rows that begin with the same tiles, and how many tiles these are; rows that share none are left out."""
+    """The rows that begin with the same tiles, and how many tiles these are; long rows that share none are left out."""
     groups: list[tuple[list[int], int]] = []
     if buffers[0].layers[0].keys.device.type != "cpu":
         return groups
@@ -128,11 +131,13 @@ def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
                 break
         else:
             groups.append(([row], buffer.length // TILE))
-    return [(rows, tiles) for rows, tiles in groups if len(rows) > 1]
+    short = [rows[0] for rows, _ in groups if len(rows) == 1 and buffers[rows[0]].length < _SHORT]
+    found = [(rows, tiles) for rows, tiles in groups if len(rows) > 1]
+    return [*found, (short, 0)] if len(short) > 1 else found
 
 
 class _Group:
-    """Some `rows` of `buffers` that share their first `tiles`, with a copy of what each has behind these.
+    """Some `rows` of `buffers` that share their first `tiles`, if any, with a copy of what each has behind these.
 
     Only in `layers`; the others see windows.
     """
@@ -175,22 +180,16 @@ class _Group:
         each, held = torch.arange(len(self.rows)), self._buffers[0].layers[layer]
         own_keys[each, :, self._ends] = key[self._index, :, 0]
         own_values[each, :, self._ends] = value[self._index, :, 0]
-        count, heads, _, dim = query.shape
-        kv_heads = own_keys.shape[1]
+        heads, kv_heads = query.shape[1], own_keys.shape[1]
         share = heads // kv_heads
-        together = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
-        padded, _ = grouped_rows(together, kv_heads)
-        shared, weight = past_tiles(padded, held.keys, held.values, range(self._tiles), scale)
-        shape = (self._tiles, kv_heads, count, share)
-        shared = shared[:, :, : count * share].reshape(*shape, -1).transpose(1, 2)
-        weight = weight[:, :, : count * share].reshape(shape).transpose(1, 2)
+        shared = self._attend_shared(query, held, kv_heads, scale) if self._tiles else None
         grouped, _ = grouped_rows(query, kv_heads)
         for before, among, mask in self._parts:
             rows, keys, values = grouped, own_keys, own_values
-            outputs, weights = [shared], [weight]
+            outputs, weights = ([], []) if shared is None else ([shared[0]], [shared[1]])
             if among is not None:
                 rows, keys, values = grouped[among], own_keys[among], own_values[among]
-                outputs, weights = [shared[:, among]], [weight[:, among]]
+                outputs, weights = [each[:, among] for each in outputs], [each[:, among] for each in weights]
             spread = mask.expand(-1, 1, rows.shape[2], -1)
             for at in (before, *range(before)):
                 tile = slice(at * TILE, (at + 1) * TILE)
@@ -202,6 +201,20 @@ class _Group:
             behind = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(len(rows), -1, -1)
             result = joined(outputs, weights, query.dtype, behind).reshape(len(rows), heads, 1, -1)
             found[self._index if among is None else self._index[among]] = result
+
+    def _attend_shared(
+        self, query: Tensor, held: BufferLayer, kv_heads: int, scale: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Results and log-sum-exps over the shared tiles, `(tiles, rows, kv_heads, share, ...)`: keys are read once."""
+        count, heads, _, dim = query.shape
+        share = heads // kv_heads
+        together = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
+        output, weight = past_tiles(
+            grouped_rows(together, kv_heads)[0], held.keys, held.values, range(self._tiles), scale
+        )
+        shape = (self._tiles, kv_heads, count, share)
+        shared = output[:, :, : count * share].reshape(*shape, -1).transpose(1, 2)
+        return shared, weight[:, :, : count * share].reshape(shape).transpose(1, 2)
 
     def _copied(self, layer: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
         held, start = [buffer.layers[layer] for buffer in self._buffers], self._tiles * TILE
