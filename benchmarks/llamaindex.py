@@ -2,9 +2,7 @@
 
 Query engine: the gold facts of all questions make one `KnowledgePackIndex`. Each question is asked of a
 `RetrieverQueryEngine` in `compact` mode twice on one engine, with packs and with the same nodes as text, the cache
-cleared before each. Answers are compared as text. They are the same in float32; in bfloat16 a prompt with packs is cut
-at their edges and one without is not, so the two round differently (`benchmarks.equivalence` compares equal cuts). The
-score counts answers that contain the gold answer as words.
+cleared before each. Answers are compared as text. The score counts answers that contain the gold answer as words.
 
 Agent: a `FunctionAgent` searches at every one of so many steps, and each search gives the next passage of the data. The
 tool choice is forced, as a small model would stop or repeat itself. `packs`: search gives handles, and exchanges are

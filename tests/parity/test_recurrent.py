@@ -47,14 +47,12 @@ def test_warm_is_cold_whatever_came_before(kind, dtype, tmp_path):
     for at in range(15):
         messages = draw.choice(begun)
         if draw.random() < 0.6 and len(messages) < 6:
-            answer = engine.generate(
-                messages, view=store.view("n"), max_tokens=draw.randrange(1, 9), deterministic=True
-            )
+            answer = engine.generate(messages, view=store.view("n"), max_tokens=draw.randrange(1, 9))
             content = draw.choice([answer.text or "x", letters(12, at)])
             more = draw.choice([letters(20, at), f"{draw.choice(handles)}\nB?"])
             messages = [*messages, {"role": "assistant", "content": content}, *ask(more)]
             begun.append(messages)
-        reused += same_cold(engine, messages, view=store.view("n"), deterministic=True).reused_tokens
+        reused += same_cold(engine, messages, view=store.view("n")).reused_tokens
     assert reused > 200
 
 

@@ -46,7 +46,7 @@ def test_two_models_share_a_store(tmp_path):
         assert torch.equal(found.logits, asked(engine, store, handle, "user", reuse=False).logits)
 
 
-def test_an_entry_that_comes_later_moves_no_cut(tmp_path):
+def test_an_entry_that_comes_later_is_read(tmp_path):
     """A pack that is second in its message is cut as it was, also when the store learns of its position later."""
     engine, store = tiny_engine(dtype=torch.bfloat16), PackStore(tmp_path)
     first, second = (store.put(engine.build_pack(text, namespace="veyl")) for text in ("One.\n", TEXT))
