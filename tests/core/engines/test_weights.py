@@ -208,7 +208,7 @@ def test_a_model_quantised_by_torchao_answers_from_packs_as_from_text(torchao_co
     # Other weights of the same shapes are another model.
     save(tmp_path, tiny_model("llama", torch.bfloat16, seed=1))
     other = engine_of(tmp_path, dtype="bfloat16", quantization_config=torchao_config)
-    assert set(other.fingerprint.diff(quantised.fingerprint)) == {"weights"}
+    assert {"weights"} <= set(other.fingerprint.diff(quantised.fingerprint)) <= {"weights", "passes"}
 
 
 def test_a_checkpoint_that_was_saved_quantised_is_told_by_its_files(torchao_config, tmp_path):
