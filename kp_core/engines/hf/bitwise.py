@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kp_core.engines.hf.attention import attend
-from kp_core.engines.hf.packed import rows_agree, rows_needed
+from kp_core.engines.hf.packed import PackedLinear, rows_agree, rows_needed
 from kp_core.engines.local.buffer import TILE, CacheShape, KVBuffer
 from kp_core.engines.local.scheduler import DecodedRows
 
@@ -27,8 +27,9 @@ __all__ = ["why_not_bitwise"]
 
 _CUTS = ((), (1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
-_UNPACKED_ROWS = 2048
-"""Of products with matrices that are not packed: where they differ, it may be one row in 500."""
+_MANY_ROWS = 2049
+"""Of products with matrices that are not packed, which may differ in one row of 500, and of what threads divide: an odd
+number, so that two of them meet within a row."""
 _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
@@ -61,7 +62,7 @@ class _Model(Protocol):
 
 
 def why_not_bitwise(  # noqa: PLR0911 - one reason after the other
-    model: _Model, packed: Sequence[nn.Linear]
+    model: _Model, packed: Sequence[PackedLinear]
 ) -> str:
     """Why bits depend on how a prompt is cut into passes, as a clause; blank where they were seen not to."""
     shape = model.shape
@@ -90,7 +91,7 @@ def _others_agree(network: nn.Module, linear: Sequence[nn.Linear]) -> bool:
         matrix = weight.detach().reshape(-1, *weight.shape[-2:])[0]
         for each in (matrix, matrix.T):
             product = partial(nn.functional.linear, weight=each)
-            if not rows_agree(product, each.shape[1], each.dtype, rows=_UNPACKED_ROWS, tries=_UNPACKED_ROWS):
+            if not rows_agree(product, each.shape[1], each.dtype, rows=_MANY_ROWS, tries=_MANY_ROWS):
                 return False
     return True
 
@@ -101,12 +102,25 @@ def _activations_agree(model: _Model) -> bool:
     The library divides their numbers among threads, and computes the last few of each part in another way.
     """
     width = getattr(model.network.config.get_text_config(decoder=True), "intermediate_size", None)
+    if not isinstance(width, int):
+        return True
+    # Some models take the gate out of a product that is twice as wide, so its rows do not lie one behind the other.
+    is_half = any(isinstance(each, nn.Linear) and each.out_features == 2 * width for each in model.network.modules())
     leaves = [each for each in model.network.modules() if not [*each.children(), *each.parameters(), *each.buffers()]]
     for module in {type(each): each for each in leaves}.values():
         with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # It is no function of rows.
-            if isinstance(width, int) and not rows_agree(module, width, model.shape.dtype):
+            if not rows_agree(module, width, model.shape.dtype, rows=_MANY_ROWS):
+                return False
+            halves = partial(_of_half, module, width)
+            if is_half and not rows_agree(halves, 2 * width, model.shape.dtype, rows=_MANY_ROWS):
                 return False
     return True
+
+
+def _of_half(module: nn.Module, width: int, rows: Tensor) -> Tensor:
+    """What a function gives of the first half of each row."""
+    made: Tensor = module(rows[..., :width])
+    return made
 
 
 @torch.inference_mode()

@@ -66,7 +66,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         nonlocal source, watch
         # Whatever its files say: it was changed here.
         source, watch = loaded, ModelWatch(loaded)
-        causal.pack()
+        causal.renew()
         identity.cache_clear()
 
     def check() -> None:

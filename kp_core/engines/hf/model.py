@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -57,17 +57,15 @@ class CausalModel:
     def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False) -> None:
         self.kind = kind_of(model.config)
         """What its layers keep."""
-        self.lacks = self.kind.lacks
-        """See `PlacedModel.lacks`."""
         self._model = own_view(model).eval()
-        self.pack()
-        if self.kind.is_recurrent:
-            scan_from_states(self._model)
         self.config: Any = self._model.config
         """The architecture's configuration."""
         self._text: Any = self.config.get_text_config(decoder=True)
         self.device: torch.device = self._model.device
         """Where token ids go in."""
+        self.pack()
+        if self.kind.is_recurrent:
+            scan_from_states(self._model)
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         parameters = inspect.signature(self._model.forward).parameters
@@ -77,8 +75,6 @@ class CausalModel:
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether it can be asked for the logits of some tokens alone."""
         self.shape = measured_shape(self._model, self.kind.windows, _PROBE, self._takes_cache)
-        if self.shape.devices:
-            self.lacks = {"compose": "its layers are on several devices", **self.lacks}
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
         self.engine = "local"
@@ -89,15 +85,29 @@ class CausalModel:
             self._install_attention()
         if self.kind.is_recurrent:
             self._check_states()
-        if "batch" not in self.lacks and not self.batches:
-            self.lacks = {"batch": _NO_ROWS, **self.lacks}
-        if why := why_not_bitwise(self, self._packed):
-            self.lacks = {"bitwise": why, **self.lacks}
+        self.lacks = self._found_lacks()
+        """See `PlacedModel.lacks`."""
         let_go()  # Requests may come in other threads.
 
     def pack(self) -> None:
-        """Take the weights as they are now."""
-        self._packed = pack_weights(self._model)
+        """Pack the weights as they are now."""
+        one_pass = partial(self._model.base_model, input_ids=self._probe_ids(), use_cache=False)
+        self._packed = pack_weights(self._model, one_pass)
+
+    def renew(self) -> None:
+        """Take the weights as they are now, and probe what is done with them."""
+        self.pack()
+        self.lacks = self._found_lacks()
+
+    def _found_lacks(self) -> dict[str, str]:
+        lacks = dict(self.kind.lacks)
+        if self.shape.devices:
+            lacks = {"compose": "its layers are on several devices", **lacks}
+        if "batch" not in lacks and not self.batches:
+            lacks["batch"] = _NO_ROWS
+        if why := why_not_bitwise(self, self._packed):
+            lacks["bitwise"] = why
+        return lacks
 
     @property
     def max_positions(self) -> int:

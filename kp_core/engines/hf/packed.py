@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["own_view", "pack_weights", "rows_agree", "rows_needed"]
+__all__ = ["PackedLinear", "own_view", "pack_weights", "rows_agree", "rows_needed"]
 
 _MOST_BYTES = 2 * 2**30
 """Of packed weights, which are a second copy: what they spare is the more the smaller the model is."""
@@ -24,48 +26,128 @@ _TRIES = 64
 _SPREAD = 1.5
 
 
-def pack_weights(model: nn.Module) -> list[nn.Linear]:
-    """Let the linear layers of `model` multiply with packed weights; gives those that do.
+class PackedLinear:
+    """Linear layers that are given the same input, as one product with packed weights.
+
+    The first layer that is called multiplies for all of them, and keeps the result until the last one has its part: one
+    product of 960 columns takes half as long as three of 576, 192 and 192. `layers` are in the order of their calls.
+    With gradients each layer computes as before. Weights that change later are not followed.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        first = layers[0]
+        self.layers = tuple(layers)
+        self.rows = 1
+        """The fewest rows that are multiplied; fewer are padded."""
+        self.in_features, self.dtype = first.in_features, first.weight.dtype
+        self._columns = [layer.out_features for layer in layers]
+        self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
+        with torch.inference_mode():
+            weights = [layer.weight for layer in layers]
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001 - as torch's compiler does
+            biases = [layer.bias for layer in layers if layer.bias is not None]
+            self._bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
+        for at, layer in enumerate(layers):
+            vars(layer)["forward"] = partial(self._output, at, partial(nn.Linear.forward, layer))
+
+    @property
+    def out_features(self) -> int:
+        """Columns of the product."""
+        return sum(self._columns)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """What all layers give of `rows`, side by side: `(..., in_features)` to `(..., out_features)`."""
+        count = rows.numel() // self.in_features
+        if count >= self.rows:
+            return self._product(rows)
+        padded = rows.reshape(1, count, -1).expand(-(-self.rows // max(count, 1)), -1, -1).flatten(0, 1)[: self.rows]
+        return self._product(padded)[:count].reshape(*rows.shape[:-1], self.out_features)
+
+    def _output(self, at: int, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:  # noqa: A002 - as `nn.Linear`
+        """What layer `at` gives; `plain` computes it by itself."""
+        if torch.is_grad_enabled():
+            return plain(input)
+        if len(self.layers) == 1:
+            return self(input)
+        last = self._last
+        if last is None or last[0] is not input:
+            # As each would give it: what follows may round by where a row begins in memory.
+            last = input, tuple(part.contiguous() for part in self(input).split_with_sizes(self._columns, -1))
+        self._last = None if at == len(self.layers) - 1 else last
+        return last[1][at]
+
+    def _product(self, rows: Tensor) -> Tensor:
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")  # noqa: SLF001
+        return made
+
+
+def pack_weights(model: nn.Module, one_pass: Callable[[], object] | None = None) -> list[PackedLinear]:
+    """Let the linear layers of `model` multiply with packed weights; gives the products.
 
     For bfloat16 and float32 on a CPU that oneDNN knows. There a plain linear layer in bfloat16 brings its weights into
     oneDNN's own layout anew at each call, which takes as long as 20 to 40 tokens do; and a row of a product has the
-    same bits whatever rows are beside it, which in float32 the plain one does not give. Weights that change later are
-    not followed until this is called again, which leaves what `rows_needed` found: an engine refuses a model that
-    changed. With gradients the layers compute as before.
+    same bits whatever rows are beside it, which in float32 the plain one does not give. Which layers are given the same
+    input is seen in `one_pass` of the model. Only those of attention multiply together: what other layers give is so
+    large that to bring it apart takes as long as it spares.
     """
     layers = [each for each in model.modules() if type(each) is nn.Linear]
+    for layer in layers:
+        vars(layer).pop("forward", None)
     # Quantised weights are of other types, whatever dtype they say they have.
     layers = [each for each in layers if type(each.weight) is nn.Parameter and _is_known(each.weight)]
     if sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
         return []
-    for layer in layers:
-        known = vars(layer).get("forward")
-        vars(layer)["forward"] = _packed(layer, known.keywords["least"] if isinstance(known, partial) else 1)
-    return layers
+    attention = {id(child) for module in model.modules() if hasattr(module, "layer_idx") for child in module.children()}
+    asked, others = ([each for each in layers if (id(each) in attention) is wanted] for wanted in (True, False))
+    return [PackedLinear(together) for together in (*_sharing_input(asked, one_pass), *([each] for each in others))]
+
+
+def _sharing_input(layers: Sequence[nn.Linear], one_pass: Callable[[], object] | None) -> list[list[nn.Linear]]:
+    """The layers, together where each is called once in a pass, with the same tensor."""
+    calls: list[tuple[nn.Linear, Tensor]] = []
+    hooks = [layer.register_forward_pre_hook(lambda called, args: calls.append((called, args[0]))) for layer in layers]
+    try:
+        with suppress(TypeError, ValueError, AttributeError, LookupError, RuntimeError), torch.inference_mode():
+            if one_pass is not None:  # A model that does not run is refused where its cache is looked at.
+                one_pass()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    once = Counter(id(layer) for layer, _ in calls)
+    groups: dict[object, list[nn.Linear]] = {}
+    for layer, given in calls:
+        kind = (id(given), layer.weight.dtype, layer.bias is None)
+        if once[id(layer)] == 1:
+            groups.setdefault(kind, []).append(layer)
+    grouped = {id(layer) for group in groups.values() for layer in group}
+    return [*groups.values(), *([layer] for layer in layers if id(layer) not in grouped)]
 
 
 @torch.inference_mode()
-def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[nn.Linear]) -> int | None:
-    """The fewest rows to which products of `packed` layers are padded so that each row has the same bits in any batch.
+def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> int | None:
+    """The fewest rows to which `packed` products are padded so that each row has the same bits in any batch.
 
-    `None` where no number does, or one of `layers` that are not packed needs more than one row. Tried on one layer of
-    each shape, with parts of many lengths out of one batch; where that shape needs it, layers pad by themselves.
+    `None` where no number does, or one of `layers` that are not packed needs more than one row. Tried on one product of
+    each shape, with parts of many lengths out of one batch; where that shape needs it, products pad by themselves.
     """
-    padding = {id(layer) for layer in packed}
-    shapes: dict[object, list[nn.Linear]] = {}
-    for layer in layers:
-        shapes.setdefault((layer.in_features, layer.out_features, id(layer) in padding), []).append(layer)
+    shapes: dict[tuple[int, int], list[PackedLinear]] = {}
+    for product in packed:
+        shapes.setdefault((product.in_features, product.out_features), []).append(product)
     most = 1
     for alike in shapes.values():
-        for least in _LEAST_ROWS if id(alike[0]) in padding else _LEAST_ROWS[:1]:
-            for layer in alike if id(alike[0]) in padding else ():
-                vars(layer)["forward"].keywords["least"] = least
-            if rows_agree(_product_of(alike[-1]), alike[-1].in_features, alike[-1].weight.dtype):
+        for least in _LEAST_ROWS:
+            for product in alike:
+                product.rows = least
+            if rows_agree(alike[-1], alike[-1].in_features, alike[-1].dtype):
                 most = max(most, least)
                 break
         else:
             return None
-    return most
+    known = {id(layer) for product in packed for layer in product.layers}
+    others = {(each.in_features, each.out_features): each for each in layers if id(each) not in known}
+    agree = (rows_agree(_product_of(each), each.in_features, each.weight.dtype) for each in others.values())
+    return most if all(agree) else None
 
 
 def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -103,35 +185,6 @@ def own_view(model: PreTrainedModel) -> PreTrainedModel:
     shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
     tensors = itertools.chain(model.parameters(), shared)
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def _packed(layer: nn.Linear, least: int) -> Callable[[Tensor], Tensor]:
-    with torch.inference_mode():
-        weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight, None)  # noqa: SLF001 - as torch's compiler does
-    return partial(_multiplied, layer, partial(nn.Linear.forward, layer), weight, least=least)
-
-
-def _multiplied(
-    layer: nn.Linear,
-    plain: Callable[[Tensor], Tensor],
-    weight: Tensor,
-    input: Tensor,  # noqa: A002 - as `nn.Linear` calls it
-    *,
-    least: int,
-) -> Tensor:
-    """The product of `input` with packed weights, of at least so many rows."""
-    if torch.is_grad_enabled():
-        return plain(input)
-    rows = input.numel() // layer.in_features
-    if rows >= least:
-        return _product(input, weight, layer.bias)
-    padded = input.reshape(rows, -1).repeat(-(-least // max(rows, 1)), 1)[:least]
-    return _product(padded, weight, layer.bias)[:rows].reshape(*input.shape[:-1], layer.out_features)
-
-
-def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")  # noqa: SLF001
-    return made
 
 
 def _is_known(weight: Tensor) -> bool:

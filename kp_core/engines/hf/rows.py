@@ -145,7 +145,7 @@ class _Group:
     def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], tiles: int, layers: Sequence[int]) -> None:
         self.rows, self._layers, self._tiles = rows, layers, tiles
         self._buffers = [buffers[row] for row in rows]
-        self._index = torch.tensor(rows)
+        self._index, self._each = torch.tensor(rows), torch.arange(len(rows))
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         self._room = 0
         self._parts: list[tuple[int, Tensor | None, Tensor]] = []
@@ -176,10 +176,11 @@ class _Group:
         found: Tensor,
     ) -> None:
         """Attention of these rows of `query`, `(all rows, heads, 1, head_dim)`, written to their rows of `found`."""
-        query, (own_keys, own_values) = query[self._index], self._own[layer]
-        each, held = torch.arange(len(self.rows)), self._buffers[0].layers[layer]
-        own_keys[each, :, self._ends] = key[self._index, :, 0]
-        own_values[each, :, self._ends] = value[self._index, :, 0]
+        if len(self.rows) < len(query):
+            query, key, value = query[self._index], key[self._index], value[self._index]
+        held, (own_keys, own_values) = self._buffers[0].layers[layer], self._own[layer]
+        own_keys[self._each, :, self._ends] = key[:, :, 0]
+        own_values[self._each, :, self._ends] = value[:, :, 0]
         heads, kv_heads = query.shape[1], own_keys.shape[1]
         share = heads // kv_heads
         shared = self._attend_shared(query, held, kv_heads, scale) if self._tiles else None
@@ -254,7 +255,7 @@ class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
             for side in (key_states, value_states)
         ]
         for layer, keys, values in zip(self._layers, *parts, strict=True):
-            layer.update(keys, values)
+            layer.write(keys, values)
         return key_states, value_states
 
     def get_seq_length(self) -> int:

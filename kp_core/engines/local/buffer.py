@@ -78,10 +78,14 @@ class BufferLayer:
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new tokens behind the filled ones; gives views of all filled tokens."""
+        self.write(keys, values)
+        return self.until(self.length)
+
+    def write(self, keys: Tensor, values: Tensor) -> None:
+        """Write the new tokens behind the filled ones."""
         start, self.length = self.length, self.length + keys.shape[2]
         self.keys[:, :, start : self.length] = keys
         self.values[:, :, start : self.length] = values
-        return self.until(self.length)
 
     def put(self, keys: Tensor, values: Tensor, places: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """Write tokens at `places`, whatever is filled; gives views of the first `stop` tokens."""
@@ -172,7 +176,7 @@ class KVBuffer:
             self.passed(self.length + kv.tokens)
         else:
             for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True):
-                layer.update(key[None], value[None])
+                layer.write(key[None], value[None])
         self._blank = range(self.length, max(self.length, self._blank.stop))
         self._restore(kv.states)
 

@@ -88,7 +88,7 @@ def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
 
 
 def test_a_probe_that_finds_a_difference_says_so(monkeypatch):
-    model = CausalModel(tiny_model("llama"))
+    model = CausalModel(tiny_model("llama").to(torch.bfloat16))
     assert why_not_bitwise(model, model._packed) == ""
     plain = model.forward_all
 

@@ -24,7 +24,7 @@ def test_a_packed_layer_is_the_plain_one(tokens):
     model, inputs = layers(), torch.randn(1, tokens, 64).to(torch.bfloat16)
     with torch.inference_mode():
         plain = model(inputs)
-        assert pack_weights(model) == [model[0], model[2]]
+        assert [product.layers for product in pack_weights(model)] == [(model[0],), (model[2],)]
         found = model(inputs)
     assert (found.float() - plain.float()).abs().max() <= 0.01 * plain.float().abs().max()
     # With gradients, which the packed product does not know, the layer computes as it did.
@@ -52,14 +52,57 @@ def test_rows_are_padded_until_they_agree(dtype):
     """A single row of more than 1,500 terms is summed in another order on some processors; two are not."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(2048, 600)).to(dtype)
-    found = pack_weights(wide)
-    least = rows_needed(found, found)
+    least = rows_needed(list(wide), pack_weights(wide))
     assert least in packed._LEAST_ROWS
     rows = (torch.randn(64, 2048) * torch.exp(1.5 * torch.randn(64, 2048))).to(dtype)
     with torch.inference_mode():
         whole = wide(rows)
         for at in range(64):
             assert torch.equal(wide(rows[at : at + 1]), whole[at : at + 1])
+
+
+class Fork(nn.Module):
+    """Three layers that read one tensor, one that reads another, and one that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer_idx = 0  # As attention has it.
+        self.left, self.right, self.biased = (
+            nn.Linear(64, 96, bias=False),
+            nn.Linear(64, 32, bias=False),
+            nn.Linear(64, 8),
+        )
+        self.back, self.twice = nn.Linear(96, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, rows):
+        back = self.back(self.left(rows) * self.right(rows).repeat(1, 1, 3))
+        return self.twice(self.twice(rows)) + back + self.biased(rows).sum()
+
+
+def test_layers_that_read_one_tensor_are_one_product():
+    torch.manual_seed(0)
+    model, rows = Fork().to(torch.bfloat16), torch.randn(1, 40, 64).to(torch.bfloat16)
+    with torch.inference_mode():
+        plain = model(rows)
+        found = {product.layers for product in pack_weights(model, lambda: model(rows))}
+        assert found == {(model.left, model.right), (model.biased,), (model.back,), (model.twice,)}
+        assert (model(rows) - plain).abs().max() <= 0.02 * plain.abs().max()
+        # In any order, of any inputs.
+        one, other = rows[:, :5].clone(), rows[:, 5:9].clone()
+        expected = [nn.functional.linear(each, model.right.weight) for each in (one, other)]
+        assert model.left(one).shape == (1, 5, 96)
+        for given, right in ((other, expected[1]), (one, expected[0]), (one, expected[0])):
+            assert torch.allclose(model.right(given), right, rtol=0.02, atol=0.02)
+        model.left(one)
+        assert torch.allclose(model.right(other), expected[1], rtol=0.02, atol=0.02)
+    # Weights are taken anew, and a pass that fails is no reason not to pack.
+    with torch.no_grad():
+        model.left.weight.mul_(2)
+    with torch.inference_mode():
+        assert len(pack_weights(model, lambda: model(rows[:, :, :3]))) == 5
+        assert torch.allclose(
+            model.left(one), 2 * nn.functional.linear(one, model.left.weight / 2), rtol=0.02, atol=0.02
+        )
 
 
 def test_products_that_depend_on_the_rows_beside_them_are_noticed():
