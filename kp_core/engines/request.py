@@ -53,6 +53,10 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'"
 }
 """Options of the last release that are taken and do nothing, as they always hold now."""
+_REMOVED: Mapping[str, str] = {
+    "co_compile": "leave it out; `keep='always'` keeps what a request computes behind other packs"
+}
+"""Options of an earlier release, and what to do instead."""
 
 _ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
@@ -89,10 +93,6 @@ _ABOUT: Mapping[str, str] = {
     "upgrade": (
         "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the next "
         "request with these packs is exact and as fast. `none` (default) leaves it."
-    ),
-    "co_compile": (
-        "With `order='free'`: packs that are often found together are compiled behind one another when the engine is "
-        "idle, and kept in the store of the view, in at most so many bytes; 0 (default) compiles none."
     ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
@@ -142,7 +142,6 @@ class Request(Sampling):
     keep: Keep = "used_twice"
     keep_in: str | None = None
     upgrade: Upgrade = "none"
-    co_compile: int = 0
     mismatch: Mismatch = "error"
     steering: AskedSteering | None = None
     scope: Scope | None = None
@@ -182,8 +181,6 @@ class Request(Sampling):
         for name in ("packs", "tools"):
             if isinstance(given := getattr(self, name), str | Mapping) or not isinstance(given, Iterable):
                 raise OptionError(f"Got {name}={given!r}; expected a list.")
-        if not isinstance(self.co_compile, int) or self.co_compile < 0:
-            raise OptionError(f"Got co_compile={self.co_compile!r}; expected a number of bytes, or 0.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:
@@ -242,6 +239,9 @@ def current_names(options: Mapping[str, Any], what: str, known: Iterable[str] = 
     Raises `OptionError` for names that are not among `known`, naming `what` does not have them.
     """
     names = tuple(known)
+    for name in options:
+        if name in _REMOVED:
+            raise OptionError(f"{what} has no option {name!r} any more: {_REMOVED[name]}.")
     refuse_unknown(
         [name for name in options if DEPRECATED.get(name) not in names and name not in WITHOUT_EFFECT], names, what
     )

@@ -42,7 +42,6 @@ VALUES = {
     "keep": lambda _: "always",
     "keep_in": lambda _: "open",
     "upgrade": lambda _: "background",
-    "co_compile": lambda _: 1000,
     "mismatch": lambda _: "rebuild",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),
     "scope": lambda _: "system",
@@ -176,6 +175,14 @@ def test_old_names_work_with_a_warning(adapter, old, value, store):
         assert getattr(heard(adapter, store, {old: value}), new) == value
     with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
         assert getattr(heard(adapter, store, {}, **{old: value}), new) == value
+
+
+@either
+@pytest.mark.parametrize(("name", "instead"), [("co_compile", "`keep='always'`")])
+def test_a_removed_option_is_refused_and_says_what_to_do(adapter, name, instead, store):
+    for ask in (lambda: heard(adapter, store, {name: 1}), lambda: heard(adapter, store, {}, **{name: 1})):
+        with pytest.raises(OptionError, match=f"no option '{name}' any more: .*{instead}"):
+            ask()
 
 
 @either
