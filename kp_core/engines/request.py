@@ -26,7 +26,6 @@ from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
 __all__ = [
-    "DEPRECATED",
     "OPTIONS",
     "WITHOUT_EFFECT",
     "CompiledFor",
@@ -36,7 +35,7 @@ __all__ = [
     "Option",
     "Prefill",
     "Request",
-    "current_names",
+    "checked_options",
     "refuse_unknown",
 ]
 
@@ -47,14 +46,20 @@ Upgrade: TypeAlias = Literal["none", "background"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 
 _EXACT = ExactComposer()
-DEPRECATED: Mapping[str, str] = {"absorb": "compact", "foreign": "mismatch"}
-"""Names of the last release, which warn, and the present ones."""
 WITHOUT_EFFECT: Mapping[str, str] = {
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'"
 }
 """Options of the last release that are taken and do nothing, as they always hold now."""
+_RENAMED: Mapping[str, Sequence[str]] = {
+    "absorb": ("compact",),
+    "bank": ("fact_store", "namespaces"),
+    "banks": ("namespaces",),
+    "foreign": ("mismatch",),
+    "inside": ("compiled_for",),
+}
+"""Names of an earlier release, and what they may be called now."""
 _REMOVED: Mapping[str, str] = {
-    "co_compile": "leave it out; `keep='always'` keeps what a request computes behind other packs"
+    "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs."
 }
 """Options of an earlier release, and what to do instead."""
 
@@ -188,7 +193,7 @@ class Request(Sampling):
 
         Raises `OptionError` for a name that is no option, with the near miss.
         """
-        named = current_names(options, "A request")
+        named = checked_options(options, "A request")
         return cls(**named) if base is None else replace(base, **named)
 
     @cached_property
@@ -224,37 +229,31 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `OptionError` for the first of `given` that is not `known`, naming what it may have been meant to be."""
+    """Raise `OptionError` for the first of `given` that is not `known`, naming what to write instead."""
     names = sorted(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            renamed = [new for new in _RENAMED.get(name, ()) if new in names]
+            near = renamed or difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Expected some of: {', '.join(names)}."
+            hint = _REMOVED.get(name, hint)
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 
-def current_names(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
-    """`options` under their present names, `None` as the default it stands for.
+def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
+    """`options` without those that have no effect, `None` as the default it stands for.
 
     Raises `OptionError` for names that are not among `known`, naming `what` does not have them.
     """
     names = tuple(known)
-    for name in options:
-        if name in _REMOVED:
-            raise OptionError(f"{what} has no option {name!r} any more: {_REMOVED[name]}.")
-    refuse_unknown(
-        [name for name in options if DEPRECATED.get(name) not in names and name not in WITHOUT_EFFECT], names, what
-    )
-    named = {}
-    for given, value in options.items():
-        if why := WITHOUT_EFFECT.get(given):
-            warnings.warn(f"`{given}` has no effect any more: {why}.", DeprecationWarning, stacklevel=4)
-            continue
-        name = DEPRECATED.get(given, given)
-        if name != given:
-            warnings.warn(f"`{given}` is now called `{name}`.", DeprecationWarning, stacklevel=4)
-        named[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
-    return named
+    refuse_unknown([name for name in options if name not in WITHOUT_EFFECT], names, what)
+    checked = {}
+    for name, value in options.items():
+        if why := WITHOUT_EFFECT.get(name):
+            warnings.warn(f"`{name}` has no effect any more: {why}.", DeprecationWarning, stacklevel=4)
+        else:
+            checked[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
+    return checked
 
 
 @dataclass(frozen=True)

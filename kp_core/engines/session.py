@@ -39,7 +39,6 @@ from kp_core.progress import bar_of
 from kp_core.prompt.prompt import Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.renamed import renamed
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
 
@@ -169,7 +168,6 @@ class Session(OfEngine):
             raise CancelledError("The measurement was cancelled.")
         return math.exp(fmean(losses))
 
-    @renamed(inside="compiled_for")
     def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
         text: str,
@@ -189,7 +187,6 @@ class Session(OfEngine):
         options: dict[str, Any] = {"lazy": lazy, "provenance": about, "compress": compress}
         return next(self.build_packs([text], namespace=namespace, compiled_for=compiled_for, **options))
 
-    @renamed(inside="compiled_for")
     def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
         self,
         texts: Sequence[str],
