@@ -70,7 +70,7 @@ def follow(engine: Session, store: PackStore, passages: Sequence[str], name: str
     middleware: list[AgentMiddleware[Any, Any, Any]] = [ModelCallLimitMiddleware(run_limit=len(passages)), reading]
     if name == "packs":
         middleware.insert(0, KnowledgePackMiddleware())
-    model = ChatKnowledgePacks(engine=engine, store=store, bank="read", max_tokens=40)
+    model = ChatKnowledgePacks(engine=engine, store=store, namespaces="read", max_tokens=40)
     agent: Any = create_agent(model, [read_on], middleware=middleware)
     # Building leaves KV behind; each agent starts from the store.
     engine.clear_cache()

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from kp_core.renamed import keep_modules
 
 if TYPE_CHECKING:
     # The same as in `_PLACES`, for type checkers and editors.
@@ -133,33 +130,15 @@ _PLACES = {
     "usage": "Usage",
 }
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
-_OLD = {"Head": "Prefix", "ChromaFactBank": "ChromaFactStore", "FactBank": "FactStore"}
-_OLD |= {"MemoryFactBank": "MemoryFactStore"}
 
 
 if not TYPE_CHECKING:  # A type checker is to miss what is not there.
 
     def __getattr__(name: str) -> object:
         """A name of `__all__`, or a folder of the package, imported when it is first asked for."""
-        if name in _OLD:
-            warnings.warn(f"`{__name__}.{name}` is now called `{_OLD[name]}`.", DeprecationWarning, stacklevel=2)
-            return __getattr__(_OLD[name])
         if name in _MODULES:
             globals()[name] = found = getattr(importlib.import_module(_MODULES[name]), name)
             return found
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-_FOLDERS = {"packs": ("fingerprint", "handle", "pack", "store"), "prompt": ("resolve", "template")}
-keep_modules(
-    {
-        "kp_core.bankpacks": "kp_core.delivery",
-        "kp_core.embed": "kp_core.facts.embed",
-        "kp_core.packfile": "kp_core.packs.file",
-        **{f"kp_core.banks{name}": f"kp_core.facts{name}" for name in ("", ".base", ".chroma", ".filters", ".rerank")},
-        **{f"kp_core.sources{name}": f"kp_core.facts.sources{name}" for name in ("", ".drafts")},
-        **{f"kp_core.{name}": f"kp_core.{folder}.{name}" for folder, names in _FOLDERS.items() for name in names},
-    }
-)

@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.request import OPTIONS, Request, current_names
+from kp_core.engines.request import OPTIONS, Request, checked_options
 from kp_core.engines.session import Session
 from kp_core.engines.shared import session_of, shared_engine
 from kp_core.errors import ToolError
@@ -148,17 +148,15 @@ class ModelSettings(EngineSettings, _Options):
     """
 
     namespaces: tuple[str, ...] = Field(
-        default=(),
-        validation_alias=AliasChoices("namespaces", "banks", "bank"),
-        description="Namespaces whose handles resolve; required with `store`. Also taken as `banks`, or one as `bank`.",
+        default=(), description="Namespaces whose handles resolve; required with `store`. One may be a string."
     )
 
     @classmethod
-    def _present(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
-        """The fields `given`, under their present names."""
+    def _checked(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
+        """The fields `given`, without those `ignored`."""
         aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
         known = {*cls.model_fields, *(name for names in aliases for name in names)}
-        named = current_names(given, cls.__name__, (*known, *ignored))
+        named = checked_options(given, cls.__name__, (*known, *ignored))
         return {name: value for name, value in named.items() if name not in ignored}
 
     @field_validator("namespaces", mode="before")
@@ -200,7 +198,7 @@ class ModelSettings(EngineSettings, _Options):
 
     def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:
         """The settings, overridden by the `options` of one call; `also` are options of this model alone."""
-        asked = current_names(options, type(self).__name__, (*CALL_OPTIONS, *also))
+        asked = checked_options(options, type(self).__name__, (*CALL_OPTIONS, *also))
         if "tool_choice" in asked:
             asked["tool_choice"] = core_choice(asked["tool_choice"])
         return {"view": self._view(), **self._set(), **asked}

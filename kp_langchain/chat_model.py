@@ -57,7 +57,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     streaming: bool = False
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        super().__init__(**self._present(settings))
+        super().__init__(**self._checked(settings))
 
     @property
     def _llm_type(self) -> str:

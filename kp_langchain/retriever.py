@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -26,7 +25,6 @@ from kp_core.engines.request import refuse_unknown
 from kp_core.errors import BankError
 from kp_core.facts import Filter, Reranker
 from kp_core.packs.view import Packs
-from kp_core.renamed import renamed
 from kp_langchain.documents import PackRetriever, to_fact
 from kp_langchain.wrapped import WrappedRetriever
 
@@ -66,15 +64,11 @@ class KnowledgePackRetriever(PackRetriever):
     @model_validator(mode="before")
     @classmethod
     def _check_given(cls, given: Any) -> Any:  # noqa: ANN401 - what a caller gave
-        if "bank" in given:
-            warnings.warn("`bank=` is now called `fact_store=`.", DeprecationWarning, stacklevel=2)
-            given = {"fact_store" if name == "bank" else name: value for name, value in given.items()}
         if given.get("fact_store") is not None:
             open_facts(given["fact_store"])
         return given
 
     @classmethod
-    @renamed(bank="fact_store")
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
         cls,
         facts: Iterable[Fact],

@@ -21,7 +21,6 @@ from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery, Unit
 from kp_core.facts.embed import normalised
 from kp_core.packs.view import Packs
-from kp_core.renamed import renamed
 from kp_llamaindex.base import PackIndex
 from kp_llamaindex.nodes import REF_DOC, REF_HASH, to_fact
 from kp_llamaindex.retriever import KnowledgePackRetriever, open_settled
@@ -46,7 +45,6 @@ class KnowledgePackIndex(PackIndex):
 
     _RETRIEVAL: ClassVar = ("similarity_top_k", "probes", "filters", "score_cutoff", "rerank", "content", "unit")
 
-    @renamed(bank="fact_store")
     def __init__(
         self,
         engine: Session,
@@ -77,7 +75,6 @@ class KnowledgePackIndex(PackIndex):
         return cls.from_nodes(nodes, transformations=transformations, **settings)
 
     @classmethod
-    @renamed(bank="fact_store")
     def from_nodes(  # noqa: PLR0913 - one keyword per part it is made of
         cls,
         nodes: Sequence[BaseNode],

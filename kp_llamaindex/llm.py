@@ -100,7 +100,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         return data | marks | {"trusted_roles": sorted(self.trusted_roles)}
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        super().__init__(**self._present(settings))
+        super().__init__(**self._checked(settings))
 
     @classmethod
     def class_name(cls) -> str:

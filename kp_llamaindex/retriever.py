@@ -22,7 +22,6 @@ from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import BankError
 from kp_core.facts import Reranker
 from kp_core.packs.view import Packs
-from kp_core.renamed import renamed
 from kp_llamaindex.filters import to_where
 from kp_llamaindex.nodes import to_node
 
@@ -49,7 +48,6 @@ class KnowledgePackRetriever(BaseRetriever):
     Raises `OptionError` for options that do not exist, and as `FactStore.search` does.
     """
 
-    @renamed(bank="fact_store")
     def __init__(  # noqa: PLR0913 - one keyword per choice
         self,
         fact_store: FactStore,
@@ -84,7 +82,6 @@ class KnowledgePackRetriever(BaseRetriever):
         self.delivery  # noqa: B018 - it refuses what is no unit and no namespace
 
     @classmethod
-    @renamed(bank="fact_store")
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
         cls,
         facts: Iterable[Fact],

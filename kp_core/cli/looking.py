@@ -19,8 +19,6 @@ from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["inspect"]
 
-_SHOWN = 5  # Entries that were used most.
-
 
 @spread
 def inspect(
@@ -96,8 +94,7 @@ def _collection(store: ChromaFactStore) -> dict[str, Any]:
 def _store(path: str | Path) -> dict[str, Any]:
     store = PackStore(path)
     entries = [entry for handle in store for entry in store.entries(handle)]
-    kept, hits = list(store.kept), store.hits
-    used = sorted(kept, key=lambda entry: -entry.hits)[:_SHOWN]
+    kept = list(store.kept)
     return {
         "store": str(path),
         "packs": len(store),
@@ -107,15 +104,10 @@ def _store(path: str | Path) -> dict[str, Any]:
         "bytes": store.nbytes,
         "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
-        "hits": sum(count for name, count in hits.items() if name.startswith("kp:")),
         "kept": {
             "entries": len(kept),
             "tokens": sum(entry.tokens for entry in kept),
             "bytes": store.kept.nbytes,
-            "hits": sum(entry.hits for entry in kept),
-            "most_used": [
-                {"hits": each.hits, "tokens": each.tokens, "behind": list(each.packs)} for each in used if each.hits
-            ],
         },
     }
 

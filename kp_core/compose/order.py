@@ -23,7 +23,6 @@ Handles: TypeAlias = tuple[str, ...]
 _PLACES = 256
 _LOOKED_AT = 4  # Each costs a rendering.
 _SEQUENCES = 256  # At one place, a few hundred bytes each.
-_OFTEN = 2  # Times that a set is met again before it counts as often found together.
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,6 @@ class OrderMemory:
 
     def __init__(self) -> None:
         self._places: OrderedDict[Hashable, OrderedDict[Handles, None]] = OrderedDict()
-        self._met: OrderedDict[tuple[Hashable, frozenset[str]], int] = OrderedDict()
         self._lock = threading.Lock()
 
     def keep(self, sent: Iterable[tuple[Hashable, Handles]]) -> None:
@@ -97,23 +95,6 @@ class OrderMemory:
         """The order in which these very packs were sent at this place."""
         wanted = set(group.handles)
         return next((known for known in self._known(group) if wanted == set(known)), None)
-
-    def together(self, group: Group) -> frozenset[str]:
-        """The most packs of `group` that were found together here often, and never sent alone; empty where none were.
-
-        A set that was sent here before tells nothing: it is that of a conversation that goes on.
-        """
-        mine = frozenset(group.handles)
-        known = {frozenset(sent) for sent in self._known(group)}
-        common = set() if mine in known else {mine & other for other in known} - known
-        often: list[frozenset[str]] = []
-        with self._lock:
-            for each in (each for each in common if len(each) > 1):
-                count = self._met[group.place, each] = self._met.pop((group.place, each), 0) + 1
-                often += [each] if count >= _OFTEN else []
-            while len(self._met) > _PLACES * _LOOKED_AT:
-                self._met.popitem(last=False)
-        return max(often, key=len, default=frozenset())
 
     def candidates(self, group: Group, is_home: Callable[[PackRef], bool]) -> list[Handles]:
         """Orders worth looking at: the longest known beginnings, and the largest pack at home, each continued."""

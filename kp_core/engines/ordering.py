@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from kp_core.compose.order import Arrangement, Group, Handles, OrderMemory
 from kp_core.packs.view import PackRef
 from kp_core.plan import Plan
-from kp_core.prompt.prompt import Often, Prompt
+from kp_core.prompt.prompt import Prompt
 
 __all__ = ["Ordering", "missing_tokens"]
 
@@ -49,8 +48,6 @@ class Ordering:
         if learn and given.groups:
             sent = Arrangement(orders)
             sent(given.turns)
-            if is_free:
-                prompt = replace(prompt, often=self._often(render, prompt, sent))
             self._memory.keep((group.place, orders.get(at, group.handles)) for at, group in enumerate(sent.groups))
         moved = [
             mine != theirs
@@ -85,23 +82,6 @@ class Ordering:
                     if (found := cost(trial)) < best:
                         prompt, best, orders = trial, found, {**orders, at: order}
         return prompt, orders
-
-    def _often(self, render: _Render, prompt: Prompt, sent: Arrangement) -> Often | None:
-        """Those of the last packs that are often found together, in the order that a free one would have them in."""
-        at, group = len(sent.groups) - 1, sent.groups[-1]
-        handles = self._memory.together(group)
-        packs = {pack.handle: pack for pack in group.packs if pack.handle in handles}
-        if not packs:
-            return None
-        place, orders = group.place, dict(sent.orders)
-        order = self._memory.candidates(Group(place, tuple(packs.values())), partial(_stands, prompt))[0]
-
-        def made() -> tuple[Prompt, int]:
-            self._memory.keep([(place, order)])
-            found = render(arrange=Arrangement({**orders, at: order}))
-            return found, max(span.stop for span in found.spans if span.handle in order)
-
-        return made
 
     @staticmethod
     def _group(at: int, orders: dict[int, Handles], given: Arrangement) -> Group:

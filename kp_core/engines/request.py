@@ -26,7 +26,6 @@ from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
 
 __all__ = [
-    "DEPRECATED",
     "OPTIONS",
     "WITHOUT_EFFECT",
     "CompiledFor",
@@ -36,7 +35,7 @@ __all__ = [
     "Option",
     "Prefill",
     "Request",
-    "current_names",
+    "checked_options",
     "refuse_unknown",
 ]
 
@@ -47,12 +46,22 @@ Upgrade: TypeAlias = Literal["none", "background"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 
 _EXACT = ExactComposer()
-DEPRECATED: Mapping[str, str] = {"absorb": "compact", "foreign": "mismatch"}
-"""Names of the last release, which warn, and the present ones."""
 WITHOUT_EFFECT: Mapping[str, str] = {
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'"
 }
 """Options of the last release that are taken and do nothing, as they always hold now."""
+_RENAMED: Mapping[str, Sequence[str]] = {
+    "absorb": ("compact",),
+    "bank": ("fact_store", "namespaces"),
+    "banks": ("namespaces",),
+    "foreign": ("mismatch",),
+    "inside": ("compiled_for",),
+}
+"""Names of an earlier release, and what they may be called now."""
+_REMOVED: Mapping[str, str] = {
+    "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs."
+}
+"""Options of an earlier release, and what to do instead."""
 
 _ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
@@ -89,10 +98,6 @@ _ABOUT: Mapping[str, str] = {
     "upgrade": (
         "`background`: what an approximate composer made is computed exactly when the engine is idle, so that the next "
         "request with these packs is exact and as fast. `none` (default) leaves it."
-    ),
-    "co_compile": (
-        "With `order='free'`: packs that are often found together are compiled behind one another when the engine is "
-        "idle, and kept in the store of the view, in at most so many bytes; 0 (default) compiles none."
     ),
     "mismatch": (
         "What to do with a pack that another model made: `error`, `rebuild` it from its text, or `accept` KV "
@@ -142,7 +147,6 @@ class Request(Sampling):
     keep: Keep = "used_twice"
     keep_in: str | None = None
     upgrade: Upgrade = "none"
-    co_compile: int = 0
     mismatch: Mismatch = "error"
     steering: AskedSteering | None = None
     scope: Scope | None = None
@@ -182,8 +186,6 @@ class Request(Sampling):
         for name in ("packs", "tools"):
             if isinstance(given := getattr(self, name), str | Mapping) or not isinstance(given, Iterable):
                 raise OptionError(f"Got {name}={given!r}; expected a list.")
-        if not isinstance(self.co_compile, int) or self.co_compile < 0:
-            raise OptionError(f"Got co_compile={self.co_compile!r}; expected a number of bytes, or 0.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:
@@ -191,7 +193,7 @@ class Request(Sampling):
 
         Raises `OptionError` for a name that is no option, with the near miss.
         """
-        named = current_names(options, "A request")
+        named = checked_options(options, "A request")
         return cls(**named) if base is None else replace(base, **named)
 
     @cached_property
@@ -227,34 +229,31 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `OptionError` for the first of `given` that is not `known`, naming what it may have been meant to be."""
+    """Raise `OptionError` for the first of `given` that is not `known`, naming what to write instead."""
     names = sorted(known)
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            renamed = [new for new in _RENAMED.get(name, ()) if new in names]
+            near = renamed or difflib.get_close_matches(name, names, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else f"Expected some of: {', '.join(names)}."
+            hint = _REMOVED.get(name, hint)
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
 
-def current_names(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
-    """`options` under their present names, `None` as the default it stands for.
+def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
+    """`options` without those that have no effect, `None` as the default it stands for.
 
     Raises `OptionError` for names that are not among `known`, naming `what` does not have them.
     """
     names = tuple(known)
-    refuse_unknown(
-        [name for name in options if DEPRECATED.get(name) not in names and name not in WITHOUT_EFFECT], names, what
-    )
-    named = {}
-    for given, value in options.items():
-        if why := WITHOUT_EFFECT.get(given):
-            warnings.warn(f"`{given}` has no effect any more: {why}.", DeprecationWarning, stacklevel=4)
-            continue
-        name = DEPRECATED.get(given, given)
-        if name != given:
-            warnings.warn(f"`{given}` is now called `{name}`.", DeprecationWarning, stacklevel=4)
-        named[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
-    return named
+    refuse_unknown([name for name in options if name not in WITHOUT_EFFECT], names, what)
+    checked = {}
+    for name, value in options.items():
+        if why := WITHOUT_EFFECT.get(name):
+            warnings.warn(f"`{name}` has no effect any more: {why}.", DeprecationWarning, stacklevel=4)
+        else:
+            checked[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
+    return checked
 
 
 @dataclass(frozen=True)

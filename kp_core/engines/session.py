@@ -21,14 +21,13 @@ from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
-from kp_core.engines.keeping import Keeper, write_kept
+from kp_core.engines.keeping import write_kept
 from kp_core.engines.many import Asked, Key, generate_many
 from kp_core.engines.offered import OfEngine
 from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.engines.together import Together
 from kp_core.engines.upgrading import exact_steps
 from kp_core.errors import BusyError, PromptError
 from kp_core.packs.codec import Compression
@@ -40,7 +39,6 @@ from kp_core.progress import bar_of
 from kp_core.prompt.prompt import Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.renamed import renamed
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
 
@@ -85,11 +83,6 @@ class Session(OfEngine):
     @cached_property
     def _planner(self) -> Planner:
         return Planner(self.template, self.engine.identity, self.max_positions, self._found)
-
-    @cached_property
-    def _together(self) -> Together:
-        keeper = Keeper(self.template, self.engine.identity)
-        return Together(self._cache("co_compile"), self._planner.exact, keeper)
 
     def _found(self, plan: Plan) -> int:
         """How many tokens of a prompt, from the first on, are in memory."""
@@ -175,7 +168,6 @@ class Session(OfEngine):
             raise CancelledError("The measurement was cancelled.")
         return math.exp(fmean(losses))
 
-    @renamed(inside="compiled_for")
     def build_pack(  # noqa: PLR0913 - as `build_packs`
         self,
         text: str,
@@ -195,7 +187,6 @@ class Session(OfEngine):
         options: dict[str, Any] = {"lazy": lazy, "provenance": about, "compress": compress}
         return next(self.build_packs([text], namespace=namespace, compiled_for=compiled_for, **options))
 
-    @renamed(inside="compiled_for")
     def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
         self,
         texts: Sequence[str],
@@ -243,8 +234,7 @@ class Session(OfEngine):
         """
         self._cache("refresh").refresh()
         with self._planning:
-            for made in ("_planner", "_together"):
-                self.__dict__.pop(made, None)
+            self.__dict__.pop("_planner", None)
 
     def close(self) -> None:
         """End background work; requests may still be made."""
@@ -274,14 +264,10 @@ class Session(OfEngine):
         composed, steered = (any(getattr(each, name) for each in plan.regions) for name in ("composer", "block"))
         self._need("steer", "steering", needed=steered)
         self._need("compose", f"composer={request.composer.key!r}", needed=composed)
-        self._need("cache", "co_compile", needed=request.co_compile > 0)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         if learn:
             self._doubts.say(plan, request.view, self.fingerprint.identity)
             self._compile(learned, request)
-            if plan.prompt.often and request.co_compile and plan.below is None:
-                with suppress(BusyError):  # It will be met again.
-                    self.when_idle(self._together.work(plan.prompt.often, plan, request))
             if request.upgrade == "background" and any(region.composer for region in plan.regions):
                 with suppress(BusyError):  # It will be met again.
                     self.when_idle(exact_steps(self.engine, planner.exact(plan)))

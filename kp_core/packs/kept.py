@@ -79,7 +79,7 @@ class EntryKey:
 
 @dataclass(frozen=True)
 class KeptEntry:
-    """One entry as `PackStore.kept` lists it; `last_use` in seconds since 1970, `hits` since it was kept."""
+    """One entry as `PackStore.kept` lists it; `last_use` in seconds since 1970."""
 
     id: str
     namespaces: frozenset[str]
@@ -88,13 +88,12 @@ class KeptEntry:
     model: str
     nbytes: int = 0
     last_use: float = 0.0
-    hits: int = 0
 
 
 class KeptEntries:
     """Entries within `max_bytes`: the least recently used go first, and those unused for `max_age` seconds.
 
-    Entries with a pinned pack stay. Nothing here is needed: what is lost or damaged is computed again.
+    Nothing here is needed: what is lost or damaged is computed again.
     """
 
     def __init__(
@@ -106,12 +105,11 @@ class KeptEntries:
         self._seen = lru_cache(_SEEN)(self._read_about)
 
     def __iter__(self) -> Iterator[KeptEntry]:
-        times, hits = self._uses.times(), self._uses.hits()
+        times = self._uses.times()
         for handle, found in sorted(self._listed().items()):
             if (about := self._about(handle, found)) is not None:
-                name = _name(handle)
-                last = max(times.get(name, 0), found.modified)
-                yield replace(about, nbytes=found.size, last_use=last, hits=hits[name])
+                last = max(times.get(_name(handle), 0), found.modified)
+                yield replace(about, nbytes=found.size, last_use=last)
 
     @property
     def nbytes(self) -> int:
@@ -153,7 +151,7 @@ class KeptEntries:
             return None
         if self._seal is not None and not self._seal.holds(pack):  # Exchanged between two looks.
             return None
-        self._uses.note(_name(handle), hit=True)
+        self._uses.note(_name(handle))
         same = common_length(pack.token_ids, key.token_ids)
         return pack.kv.slice(0, same) if pack.kv and same else None
 
@@ -180,37 +178,24 @@ class KeptEntries:
                 count += self._blobs.delete(_path(handle))
         return count
 
-    def pin(self, pack: Handle) -> None:
-        """Keep the entries with `pack`, whatever the budget and their age."""
-        self._blobs.write(f"pins/{pack.namespace}/{pack.id}", [])
-
-    def unpin(self, pack: Handle) -> bool:
-        """Undo `pin`; returns whether it was pinned."""
-        return self._blobs.delete(f"pins/{pack.namespace}/{pack.id}")
-
     def _make_room(self, own: Handle, size: int) -> bool:
         """Drop what is too old, then the least recently used entries, until `size` bytes fit beside the others."""
         listed = self._listed()
         listed.pop(own, None)
         times = self._uses.times()
         used = size + sum(found.size for found in listed.values())
-        pinned = {"kp:" + key.removeprefix("pins/") for key, _ in self._blobs.list("pins/")}
         for handle in sorted(listed, key=lambda each: max(times.get(_name(each), 0), listed[each].modified)):
             if used <= self.max_bytes and not self._is_old(handle, listed[handle]):
                 break
-            about = self._about(handle, listed[handle]) if pinned else None
-            if about is None or pinned.isdisjoint(about.packs):
-                self._blobs.delete(_path(handle))
-                used -= listed[handle].size
+            self._blobs.delete(_path(handle))
+            used -= listed[handle].size
         return used <= self.max_bytes
 
     def _is_old(self, handle: Handle, found: BlobStat) -> bool:
         if self.max_age is None or time.time() - found.modified <= self.max_age:
             return False
         last = max(self._uses.times().get(_name(handle), 0), found.modified)
-        about = self._about(handle, found)
-        pins = (f"pins/{each.removeprefix('kp:')}" for each in about.packs) if about else ()
-        return time.time() - last > self.max_age and not any(map(self._blobs.stat, pins))
+        return time.time() - last > self.max_age
 
     def _are_stored(self, packs: Collection[str]) -> bool:
         return all(self._blobs.stat(text_key(Handle.parse(each))) for each in packs)

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -109,11 +109,6 @@ class PackStore:
         """Bytes of all files under `packs/`, which is what `max_bytes` bounds."""
         return sum(found.size for _, found in self.blobs.list("packs/"))
 
-    @property
-    def hits(self) -> Mapping[str, int]:
-        """How often KV was read: of each pack by its handle, of what is kept by its name; written once a minute."""
-        return self._uses.hits()
-
     def handle(self, text: str, namespace: str) -> Handle:
         """The handle `text` has here, stored or not; raises `HandleError` for bad names and non-Unicode text."""
         return self.files.handle(text, namespace)
@@ -197,7 +192,7 @@ class PackStore:
             return known
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
-        self._uses.note(f"{handle}{slot}", hit=True)
+        self._uses.note(f"{handle}{slot}")
         return pack
 
     def open(self, handle: Handle, key: PackKey) -> OpenPack:
@@ -210,7 +205,7 @@ class PackStore:
             opened = self.files.open(handle, slot)
         except FileNotFoundError as error:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}.") from error
-        self._uses.note(f"{handle}{slot}", hit=True)
+        self._uses.note(f"{handle}{slot}")
         return opened
 
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
@@ -259,7 +254,6 @@ class PackStore:
         found += map(self.blobs.delete, (*files, *aside))
         if not any(found):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
-        self.kept.unpin(handle)
         self.kept.drop(pack=handle)  # What was kept since.
         self.files.note_change()
 

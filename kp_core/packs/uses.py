@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
 
 from kp_core.errors import PackCorruptError
@@ -21,44 +20,34 @@ _MOST_NAMES = 100_000
 class LastUse:
     """When each name was last used: in memory, and merged into the blob `used` at most once a minute and at the end.
 
-    Good for an order, not for counting: of two processes that write at one moment the second wins until the first
-    writes again, and what was used in the last minute before a kill is forgotten.
+    Good for an order: of two processes that write at one moment the second wins until the first writes again, and what
+    was used in the last minute before a kill is forgotten.
     """
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs, self._lock = blobs, threading.Lock()
         self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
-        self._hits = Counter[str]()
 
-    def note(self, name: str, *, hit: bool = False) -> None:
-        """`name` is used now; a `hit` is counted."""
+    def note(self, name: str) -> None:
+        """`name` is used now."""
         with self._lock:
             self._times[name], self._noted = time.time(), True
-            self._hits[name] += hit
         if time.monotonic() > self._flushed + _FLUSH_SECONDS:
             self.flush()
 
     def times(self) -> dict[str, float]:
         """The last use of each name by anyone, as far as it was written, in seconds since 1970."""
         with self._lock:
-            for name, when in self._written("used").items():
+            for name, when in self._written().items():
                 if isinstance(when, float):
                     self._times[name] = max(when, self._times.get(name, when))
             if len(self._times) > _MOST_NAMES:
                 self._times = dict(sorted(self._times.items(), key=lambda item: item[1])[-_MOST_NAMES:])
             return dict(self._times)
 
-    def hits(self) -> Counter[str]:
-        """The hits of each name by anyone, as far as they were written."""
-        with self._lock:
-            return self._hits + self._written_hits()
-
-    def _written_hits(self) -> Counter[str]:
-        return Counter({name: count for name, count in self._written("hits").items() if type(count) is int})
-
-    def _written(self, key: str) -> dict[str, object]:
+    def _written(self) -> dict[str, object]:
         with suppress(FileNotFoundError, PackCorruptError):
-            return mapping(from_json(bytes(self._blobs.read(key))), key)
+            return mapping(from_json(bytes(self._blobs.read("used"))), "used")
         return {}
 
     def flush(self) -> None:
@@ -68,8 +57,3 @@ class LastUse:
             if self._noted and is_made(self._blobs):
                 self._noted = False
                 self._blobs.write("used", [to_json(self.times()).encode()])
-                with self._lock:
-                    new, self._hits = +self._hits, Counter()
-                if new:
-                    total = (self._written_hits() + new).most_common(_MOST_NAMES)
-                    self._blobs.write("hits", [to_json(dict(total)).encode()])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.view import PackRef
 
-__all__ = ["Often", "Prompt", "Span"]
+__all__ = ["Prompt", "Span"]
 
 
 @dataclass(frozen=True)
@@ -45,24 +44,18 @@ class Span:
         return self.stop - self.start
 
 
-Often: TypeAlias = "Callable[[], tuple[Prompt, int]]"
-"""A prompt that is rendered when it is wanted, and where its packs end."""
-
-
 @dataclass(frozen=True)
 class Prompt:
     """The token ids of a whole conversation, rendered in one call, with the spans of its packs.
 
     `rendered` is what was tokenised, handles replaced by their text (special-token strings in data stand guarded in it;
-    `ChatTemplate.text` gives it back readable). `breaks` are the positions where messages begin. `often` makes the same
-    prompt with those of its packs alone that are often found together, where there are such, and tells where they end.
+    `ChatTemplate.text` gives it back readable). `breaks` are the positions where messages begin.
     """
 
     token_ids: tuple[int, ...]
     spans: tuple[Span, ...] = ()
     breaks: tuple[int, ...] = ()
     rendered: str = field(default="", compare=False, repr=False)
-    often: Often | None = field(default=None, compare=False, repr=False)
     as_text: tuple[Span, ...] = field(default=(), compare=False, repr=False)
     """Packs, and parts of packs, that are computed as the text that they are."""
     owner: str = field(default="", compare=False)

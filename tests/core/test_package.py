@@ -34,6 +34,12 @@ def test_every_module_says_what_it_exports():
         assert all(hasattr(module, name) for name in exported), about.name
 
 
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    for module in (kp_core, kp_core.packs):
+        with pytest.raises(AttributeError, match=f"'{module.__name__}' has no attribute 'Tail'"):
+            _ = module.Tail
+
+
 def test_errors_tell_what_to_do():
     from kp_core import errors
 

@@ -63,7 +63,7 @@ def pages(chat_engine, store):
 @pytest.fixture
 def model(chat_engine, call_tokens, store):
     return ChatKnowledgePacks(
-        engine=chat_engine, store=store, banks=["book"], placement="system", max_tokens=call_tokens
+        engine=chat_engine, store=store, namespaces=["book"], placement="system", max_tokens=call_tokens
     )
 
 
@@ -98,7 +98,7 @@ def test_the_prompt_of_step_20_is_as_long_as_that_of_step_2(placement, model, pa
 
 
 def test_a_model_absorbs_without_a_middleware(chat_engine, store, pages):
-    model = ChatKnowledgePacks(engine=chat_engine, store=store, banks=["book"], compact=True, max_tokens=1)
+    model = ChatKnowledgePacks(engine=chat_engine, store=store, namespaces=["book"], compact=True, max_tokens=1)
     messages = [HumanMessage("Read.")]
     sent = []
     for number, page in enumerate(pages[:3]):
@@ -163,7 +163,7 @@ def test_interrupts_leave_packs_alone(model, pages, tmp_path):
 def test_agents_that_share_an_engine_do_not_see_each_others_packs(model, pages, chat_engine, store):
     mine = create_agent(model, [reader(pages)], middleware=[KnowledgePackMiddleware(), Steps(1)])
     other = ChatKnowledgePacks(
-        engine=chat_engine, store=store, banks="elsewhere", placement="system", max_tokens=model.max_tokens
+        engine=chat_engine, store=store, namespaces="elsewhere", placement="system", max_tokens=model.max_tokens
     )
     foreign = Steps(1)
     theirs = create_agent(other, [reader(pages)], middleware=[KnowledgePackMiddleware(), foreign])

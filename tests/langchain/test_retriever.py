@@ -237,6 +237,7 @@ def test_misspelt_options_are_refused_before_anything_is_made(facts, shelf, embe
             "no option 'search_kwargs'",
         ),
         (lambda: KnowledgePackRetriever(fact_store=fact_store, store=shelf, namespce="a"), "Did you mean 'namespace'"),
+        (lambda: KnowledgePackRetriever(bank=fact_store, store=shelf), "Did you mean 'fact_store'"),
         (
             lambda: KnowledgePackRetriever.from_facts(facts, fact_store=fact_store, contents="text", **settings),
             "mean 'content'",
@@ -285,16 +286,6 @@ def test_any_store_that_keeps_the_protocol_will_do(facts, shelf, embedder):
     assert tool.invoke({"query": "flag"})
     with pytest.raises(ValidationError, match="Packs"):
         KnowledgePackRetriever(fact_store=retriever.fact_store, store=object())
-
-
-def test_the_keyword_of_the_release_before_works(facts, shelf, embedder):
-    store = MemoryFactStore(embedder)
-    settings = {"engine": tiny_engine(), "store": shelf, "lazy": True, "progress": False}
-    with pytest.warns(DeprecationWarning, match="`fact_store=`"):
-        made = KnowledgePackRetriever.from_facts(facts[:2], bank=store, **settings)
-    with pytest.warns(DeprecationWarning, match="`fact_store=`"):
-        again = KnowledgePackRetriever(bank=store, store=shelf)
-    assert made.fact_store is again.fact_store is store
 
 
 def test_facts_without_packs_are_compiled_when_they_are_found(facts, shelf):

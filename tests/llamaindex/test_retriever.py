@@ -78,17 +78,6 @@ def test_a_fact_without_a_pack_is_compiled_when_it_is_found(tiny_index, nodes, s
     assert store.get(handle).compression == "lossless"
 
 
-def test_the_old_keyword_works_for_one_release(nodes, store, embedder):
-    settings = {"engine": tiny_engine(), "store": store, "lazy": True, "progress": False}
-    for make in (
-        lambda facts: KnowledgePackIndex.from_nodes(nodes[:2], bank=facts, **settings).as_retriever(),
-        lambda facts: KnowledgePackRetriever.from_facts([Fact("Four sails.")], bank=facts, **settings),
-        lambda facts: KnowledgePackRetriever(bank=facts, store=store),
-    ):
-        with pytest.warns(DeprecationWarning, match="`bank=` of .* is now called `fact_store=`"):
-            assert make(MemoryFactStore(embedder)).fact_store.embedder is embedder
-
-
 def test_errors(tiny_index, store, embedder, tmp_path):
     with pytest.raises(BankError, match="blank question"):
         tiny_index.as_retriever().retrieve("  ")
@@ -236,7 +225,8 @@ def test_misspelt_options_are_refused_before_anything_is_made(nodes, store, embe
     for ask, says in (
         (lambda: KnowledgePackRetriever(bank, store, similarity_topk=2), "Did you mean 'similarity_top_k'"),
         (lambda: KnowledgePackRetriever(bank, store, k=2), "has no option 'k'"),
-        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], bank=bank, progres=False, **made), "'progress'"),
+        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], fact_store=bank, progres=False, **made), "'progress'"),
+        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], bank=bank, **made), "Did you mean 'fact_store'"),
         (lambda: KnowledgePackRetriever.from_facts([Fact("a")], path=tmp_path / "b", filter=1, **made), "'filters'"),
         (lambda: tiny_index.as_retriever(scorecutoff=0.5), "Did you mean 'score_cutoff'"),
         (lambda: tiny_index.as_query_engine(respons_mode="compact"), "Did you mean 'response_mode'"),

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kp_core import NaiveComposer, PackStore
 from kp_core.engines.base import CAPABILITIES
-from kp_core.engines.request import DEPRECATED, OPTIONS
+from kp_core.engines.request import OPTIONS
 from kp_core.errors import OptionError, PromptError, SamplingError
 from kp_core.testing import CHATML
 from kp_langchain import ChatKnowledgePacks
@@ -42,7 +42,6 @@ VALUES = {
     "keep": lambda _: "always",
     "keep_in": lambda _: "open",
     "upgrade": lambda _: "background",
-    "co_compile": lambda _: 1000,
     "mismatch": lambda _: "rebuild",
     "steering": lambda _: engine().make_steering(PAIRS, progress=False),
     "scope": lambda _: "system",
@@ -62,7 +61,6 @@ either = pytest.mark.parametrize("adapter", ADAPTERS)
 
 def page():
     """The page of options."""
-    old = {new: name for name, new in DEPRECATED.items()}
     lines = [
         "# Options",
         "",
@@ -73,14 +71,13 @@ def page():
         "alone; *core* one of a session's methods alone, as adapters set it themselves. `None` is the default of every",
         "option. Unknown names raise `OptionError`, a `TypeError`, which names the near miss.",
         "",
-        "| option | default | where | meaning | old name |",
-        "|---|---|---|---|---|",
+        "| option | default | where | meaning |",
+        "|---|---|---|---|",
     ]
     for name, option in OPTIONS.items():
         default = f"`{option.default!r}`"
-        former = f"`{old[name]}`, for one more release" if name in old else ""
         about = option.about.replace("|", "\\|")
-        lines.append(f"| `{name}` | {default} | {WHERE[option.where]} | {about} | {former} |")
+        lines.append(f"| `{name}` | {default} | {WHERE[option.where]} | {about} |")
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -169,13 +166,25 @@ def test_what_is_no_option_of_an_adapter(adapter, name, store):
 
 
 @either
-@pytest.mark.parametrize(("old", "value"), [("absorb", True), ("foreign", "rebuild")])
-def test_old_names_work_with_a_warning(adapter, old, value, store):
-    new = DEPRECATED[old]
-    with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
-        assert getattr(heard(adapter, store, {old: value}), new) == value
-    with pytest.warns(DeprecationWarning, match=f"`{old}` is now called `{new}`"):
-        assert getattr(heard(adapter, store, {}, **{old: value}), new) == value
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("absorb", "Did you mean 'compact'"),
+        ("foreign", "Did you mean 'mismatch'"),
+        ("co_compile", "It was removed; `keep='always'`"),
+    ],
+)
+def test_an_option_of_an_earlier_release_is_refused_and_says_what_to_do(adapter, name, instead, store):
+    for ask in (lambda: heard(adapter, store, {name: 1}), lambda: heard(adapter, store, {}, **{name: 1})):
+        with pytest.raises(OptionError, match=f"no option '{name}'. {instead}"):
+            ask()
+
+
+@either
+@pytest.mark.parametrize("name", ["bank", "banks"])
+def test_namespaces_have_one_name(adapter, name, store):
+    with pytest.raises(OptionError, match=f"no option '{name}'. Did you mean 'namespaces'"):
+        ADAPTERS[adapter](store=store, **{name: ["open"]})
 
 
 @either
@@ -193,7 +202,7 @@ def test_fields_of_the_framework_stay(adapter, base, store):
     made = ADAPTERS[adapter]
     given = {name: getattr(made(), name) for name in base.model_fields}
     assert all(getattr(made(**given), name) == value for name, value in given.items())
-    assert made(model_name="a", stop_sequences=["x"], store=store, bank="open").namespaces == ("open",)
+    assert made(model_name="a", stop_sequences=["x"], store=store, namespaces="open").namespaces == ("open",)
 
 
 @either

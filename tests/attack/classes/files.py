@@ -50,7 +50,7 @@ def _stored(draw: Random, folder: Path) -> None:
         other = files_of(store, second)[mine.index(file)].read_bytes()
         file.write_bytes(draw.choice((other, damaged(draw, file.read_bytes(), other), b"")))
         hurt.append(file)
-    for name in draw.sample(("used", "hits", "changes"), draw.randrange(3)):
+    for name in draw.sample(("used", "changes"), draw.randrange(3)):
         (store.path / name).write_bytes(draw.randbytes(draw.choice((0, 9, 99))))
     opened = PackStore(folder / "store")
     for handle, pack in packs.items():

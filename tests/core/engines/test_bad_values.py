@@ -48,7 +48,6 @@ def test_integers_and_none_are_taken(options):
         ({"timeout": "3"}, SamplingError, "timeout"),
         ({"view": "x"}, OptionError, "view='x'"),
         ({"cancel": 3}, OptionError, "cancel=3"),
-        ({"co_compile": "much"}, OptionError, "co_compile='much'"),
         ({"packs": 0.5}, OptionError, "packs=0.5; expected a list"),
         ({"packs": [0.5]}, HandleError, "0.5; expected a handle"),
         ({"tools": 0.5}, OptionError, "tools=0.5; expected a list"),
@@ -56,7 +55,7 @@ def test_integers_and_none_are_taken(options):
         ({"response_schema": DEEP}, ToolError, "100 levels"),
         ({"tools": [{"name": "f", "parameters": DEEP}]}, ToolError, "100 levels"),
     ],
-    ids=range(17),
+    ids=range(16),
 )
 def test_what_no_option_can_be_is_refused_by_name(options, error, said):
     with pytest.raises(error, match=said):

@@ -101,13 +101,6 @@ def test_a_misspelt_option_is_refused_with_the_near_miss(parrot, name):
     assert isinstance(caught.value, TypeError)
 
 
-def test_old_names_of_options_still_work(parrot):
-    with pytest.warns(DeprecationWarning, match="`absorb` is now called `compact`"):
-        parrot.generate("Hi", absorb=True, max_tokens=1)
-    with pytest.warns(DeprecationWarning, match="`foreign` is now called `mismatch`"):
-        parrot.generate("Hi", foreign="rebuild", max_tokens=1)
-
-
 def test_one_request_is_planned_once(monkeypatch, tmp_path):
     from kp_core.engines import planning
 

@@ -1,4 +1,4 @@
-"""Kept entries: budget, age, pins, damage, and writers that are killed."""
+"""Kept entries: budget, age, damage, and writers that are killed."""
 
 import os
 import time
@@ -142,21 +142,17 @@ def test_states_are_read_with_the_last_token_alone(tmp_path):
     assert read(store, starting(key, same=20)).states == ()
 
 
-def test_the_least_recently_used_goes_first_and_pins_stay(three):
+def test_the_least_recently_used_goes_first(three):
     store, handles, keys = three
     size = store.kept.nbytes
     read(store, keys[0])
+    assert max(store.kept, key=lambda entry: entry.last_use).id == store.handle(keys[0].text, "geo").id
     bound = PackStore(store.path, keep_bytes=size + 10)
     bound._uses.note("kept:geo/" + store.handle(keys[0].text, "geo").id)
     assert bound.kept.write(key_of(*handles, at=3), kv_of(3))
     assert [read(bound, key) is None for key in keys] == [False, True, False]
     assert bound.kept.nbytes <= size + 10
-    bound.kept.pin(handles[0])
-    other = bound.put(make_pack("three"))
-    assert not bound.kept.write(key_of(other), kv_of(4)), "all that is there is pinned"
-    bound.kept.unpin(handles[0])
-    assert bound.kept.write(key_of(other), kv_of(4))
-    assert not PackStore(store.path, keep_bytes=10).kept.write(key_of(other, at=9), kv_of(5))
+    assert not PackStore(store.path, keep_bytes=10).kept.write(key_of(*handles, at=9), kv_of(5))
 
 
 def test_what_was_not_used_for_long_is_gone(three):
@@ -169,7 +165,6 @@ def test_what_was_not_used_for_long_is_gone(three):
     assert [read(late, key) is None for key in keys] == [True, False, True]
     assert late.kept.write(key_of(*handles, at=9), kv_of(9))
     assert len(files(store)) == 2
-    late.kept.pin(handles[0])
     with pytest.raises(QuotaError, match="keep_seconds=0"):
         PackStore(store.path, keep_seconds=0)
     with pytest.raises(QuotaError, match="keep_bytes=-1"):

@@ -112,3 +112,43 @@ def test_a_store_that_was_deleted_is_not_made_again(tmp_path):
     del store
     gc.collect()
     assert not (tmp_path / "store").exists()
+
+
+# What another writer is putting at that moment.
+
+
+def half_put(path):
+    """A store with room for a third of its only pack, whose text is not written yet; the pack, and its text's file."""
+    writer = PackStore(path)
+    pack = make_pack("half", tokens=100)
+    pack_file, text_file = files_of(writer, writer.put(pack))
+    text_file.unlink()
+    return Watched(path), pack, pack_file, text_file
+
+
+@pytest.mark.parametrize("listings", [1, 2, 10])
+def test_a_pack_whose_text_comes_a_little_later_is_waited_for(tmp_path, listings):
+    blobs, pack, pack_file, text_file = half_put(tmp_path)
+    store = PackStore(blobs, max_bytes=pack_file.stat().st_size + 4_000)
+
+    def write_text(_number):
+        if blobs.done.count("list") == listings + 1 and not text_file.exists():
+            text_file.write_text(pack.text)
+
+    blobs.before = write_text
+    handle = store.put(make_pack("new", tokens=100))
+    assert not store.get(handle).is_lazy
+    assert store.get(store.handle("half", "geo")).is_lazy
+    assert store.nbytes <= store.max_bytes
+
+
+def test_a_text_that_never_comes_is_not_waited_for_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("kp_core.packs.room._SETTLE_SECONDS", 0.1)
+    blobs, _, pack_file, _ = half_put(tmp_path)
+    store = PackStore(blobs, max_bytes=pack_file.stat().st_size + 4_000)
+    before = snapshot(store)
+    with pytest.raises(QuotaError, match="max_bytes is"):
+        store.put(make_pack("new", tokens=100))
+    assert blobs.done.count("list") > 3, "it was looked at again"
+    assert snapshot(store) == before
+    assert files_of(store, store.put(make_pack("lazy", kv=None)))[0].exists(), "what fits is not held up"
