@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kp_core.engines.request import CompiledFor
@@ -14,18 +15,29 @@ from kp_core.errors import BankError, PackError, PromptError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.packs.codec import Compression, check_compression
+from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Packs
-from kp_core.rates import MUCH_BYTES, CompileCost, compile_cost
 from kp_core.units import Unit
 
-__all__ = ["compile_facts", "open_facts", "provenance_of", "refuse_unreadable"]
+__all__ = [
+    "MUCH_BYTES",
+    "CompileCost",
+    "compile_cost",
+    "compile_facts",
+    "open_facts",
+    "provenance_of",
+    "refuse_unreadable",
+]
 
 logger = logging.getLogger(__name__)
 
 _MANY = 256  # What fewer packs take, nobody asks beforehand.
 _LOOKED_AT, _SAMPLE = 1024, 64
+_COUNTED, _TIMED = 256, 8
+MUCH_BYTES = 10**9
+"""A compile that fills more of the disk is warned of."""
 
 
 def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -80,6 +92,38 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
             made[space, pack.text] = store.put(pack)
     return [made.get((fact.namespace, fact.text)) for fact in facts]
+
+
+@dataclass(frozen=True)
+class CompileCost:
+    """What compiling texts takes: packs, their tokens, the bytes of their files, and seconds of computing."""
+
+    packs: int
+    tokens: int
+    nbytes: int
+    seconds: float
+
+
+def compile_cost(
+    texts: Sequence[str], engine: Session, *, lazy: bool = False, compress: Compression = "none"
+) -> CompileCost:
+    """What compiling `texts` will take, by the tokens of up to 256 of them, and by compiling 8 of these."""
+    if not texts:
+        return CompileCost(0, 0, 0, 0.0)
+    sample = texts[:: -(-len(texts) // _COUNTED)]
+    scale = sum(map(len, texts)) / sum(map(len, sample))
+    counted = list(engine.build_packs(sample, lazy=True, progress=False, on_short=lambda *_: None))
+    tokens = round(scale * sum(len(pack.token_ids) for pack in counted))
+    nbytes = scale * sum(encode_pack(pack).nbytes + len(pack.text.encode()) for pack in counted)
+    # The first pack of a process is slow: kernels load, and what stands before every pack is computed once.
+    timed = [pack.text for pack in counted[:: max(1, len(counted) // _TIMED)]]
+    list(engine.build_packs(timed[:1], lazy=lazy, progress=False))
+    began = time.perf_counter()
+    made = list(engine.build_packs(timed, lazy=lazy, compress=compress, progress=False))
+    seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
+    stored = sum(encode_pack(pack).nbytes - encode_pack(pack.without_kv()).nbytes for pack in made)
+    kv = stored / max(1, sum(len(pack.token_ids) for pack in made))
+    return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
 
 
 def _say_cost(cost: CompileCost) -> None:

@@ -22,16 +22,14 @@ from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle, check_namespace, inert
 from kp_core.packs.view import Packs
-from kp_core.rates import Rates, measure_rates, near_folder
 from kp_core.units import Unit, Units
 
-__all__ = ["KV", "Compress", "Delivery", "Found", "Precompile", "Unit"]
+__all__ = ["KV", "Delivery", "Found", "Precompile", "Unit"]
 
 logger = logging.getLogger(__name__)
 
-KV: TypeAlias = Literal["stored", "lazy", "auto"]
+KV: TypeAlias = Literal["stored", "lazy"]
 Precompile: TypeAlias = Literal["use", "background"]
-Compress: TypeAlias = Literal["auto", "none", "lossless", "int8"]
 
 _GROWTH = 4  # Facts looked at per unit wanted, and how many times more when those were too few.
 
@@ -56,12 +54,11 @@ class Delivery:
     `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they came in; `document` all
     facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces: its
     pack is in that of its facts. Searches see `namespace` alone; `None` is all of them. `kv`: `stored` compiles a pack
-    when it is first found and keeps its KV, `lazy` keeps text and tokens, `auto` stores where this machine reads KV
-    faster than it computes it. `compress` is how KV is stored (see `KnowledgePack.compressed`); `auto` is what `rates`
-    say, where they were measured, else `none`. With `accept` packs of this model in other numerics, such as int8, are
-    not made again: requests are to say `mismatch="accept"`. With `precompile="background"` what is first found goes as
-    text, and is compiled when the engine is idle. Without an `engine` packs are only looked up. Without `facts` there
-    is only `deliver`.
+    when it is first found and keeps its KV, `lazy` keeps text and tokens alone: say so where the store is slower than
+    the model. `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept` packs of this model in
+    other numerics, such as int8, are not made again: requests are to say `mismatch="accept"`. With
+    `precompile="background"` what is first found goes as text, and is compiled when the engine is idle. Without an
+    `engine` packs are only looked up. Without `facts` there is only `deliver`.
 
     What has no pack goes as text, with a warning. Raises `BankError` for a unit, kv, compress or precompile that is
     none of these, `HandleError` for a namespace that is none.
@@ -74,42 +71,26 @@ class Delivery:
         store: Packs,
         *,
         unit: Unit = "fact",
-        kv: KV = "auto",
+        kv: KV = "stored",
         compiled_for: CompiledFor = "user",
         namespace: str | None = None,
-        compress: Compress = "auto",
+        compress: Compression = "none",
         accept: bool = False,
         precompile: Precompile = "use",
-        rates: Rates | None = None,
     ) -> None:
         words = {"unit": (unit, Unit), "kv": (kv, KV), "precompile": (precompile, Precompile)}
-        for name, (given, kind) in (words | {"compress": (compress, Compress)}).items():
+        for name, (given, kind) in (words | {"compress": (compress, Compression)}).items():
             if given not in get_args(kind):
                 raise BankError(f"Got {name}={given!r}; expected one of {', '.join(get_args(kind))}.")
         self._units, self.engine, self.store = Units(facts, unit), engine, store
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
-        self.compress, self.accept, self.rates = compress, accept, rates
+        self.compress, self.accept = compress, accept
 
     @property
     def facts(self) -> FactStore:
         """The fact store; raises `BankError` where there is none."""
         return self._units.facts
-
-    @property
-    def stores(self) -> bool:
-        """Whether KV is stored; under `auto` that is measured once."""
-        if self.kv != "auto":
-            return self.kv == "stored"
-        self.rates = self.rates or measure_rates(self._compiler, near_folder(self.store))
-        return self.rates.stores
-
-    @property
-    def compression(self) -> Compression:
-        """How KV is stored."""
-        if self.compress == "auto":
-            return self.rates.compression if self.rates else "none"
-        return self.compress
 
     def add(
         self,
@@ -260,8 +241,8 @@ class Delivery:
             *(units, self._compiler, self.store),
             unit=self.unit,
             compiled_for=self.compiled_for,
-            lazy=not self.stores,
-            compress=self.compression,
+            lazy=self.kv == "lazy",
+            compress=self.compress,
             accept=self.accept,
             progress=progress,
         )

@@ -7,14 +7,14 @@ from typing import Any, Literal, Self
 
 from langchain_core.documents import Document
 from langchain_core.indexing.base import DocumentIndex
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from kp_core import Fact, FactStore, Session
-from kp_core.delivery import KV, Compress, Delivery, Found, Precompile, Unit
+from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
 from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.packs.codec import Compression
 from kp_core.packs.handle import inert
 from kp_core.packs.view import Packs
-from kp_core.rates import Rates
 
 __all__ = ["PackRetriever", "to_fact"]
 
@@ -38,8 +38,7 @@ class PackRetriever(DocumentIndex):
     compiled_for: CompiledFor = Field(default="user", exclude=True)
     kv: KV = "stored"
     precompile: Precompile = "use"
-    compress: Compress = "auto"
-    _rates: Rates | None = PrivateAttr(default=None)
+    compress: Compression = "none"
 
     @model_validator(mode="before")
     @classmethod
@@ -67,7 +66,6 @@ class PackRetriever(DocumentIndex):
             namespace=self.namespace,
             precompile=self.precompile,
             compress=self.compress,
-            rates=self._rates,
         )
 
     def _packed(self, document: Document, found: Found, **known: object) -> Document:

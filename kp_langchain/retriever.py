@@ -192,9 +192,7 @@ class KnowledgePackRetriever(PackRetriever):
     ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
         asked = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        delivery = self._delivery()
-        found = delivery.search(query, **asked)
-        self._rates = delivery.rates
+        found = self._delivery().search(query, **asked)
         return [self._packed(_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in found]
 
     async def _aget_relevant_documents(

@@ -38,10 +38,11 @@ from langgraph.store.base import (
 
 from kp_core import Embedder, Fact, FactStore, Hit, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import KV, Compress, Delivery, Found
+from kp_core.delivery import KV, Delivery, Found
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import BankError
 from kp_core.facts import Filter
+from kp_core.packs.codec import Compression
 from kp_core.packs.view import Packs
 from kp_langchain.matching import has_labels, matches
 
@@ -129,7 +130,7 @@ class KnowledgePackStore(BaseStore):
         fields: Sequence[str] | None = None,
         kv: KV = "stored",
         compiled_for: CompiledFor = "system",
-        compress: Compress = "auto",
+        compress: Compression = "none",
         ttl: TTLConfig | None = None,
     ) -> None:
         self._facts = open_facts(facts, embedder, path)

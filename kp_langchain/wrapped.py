@@ -76,9 +76,7 @@ class WrappedRetriever(PackRetriever):
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         facts = [self._fact(document) for document in documents]
-        delivery = self._deliver(None)
-        found = iter(delivery.deliver([Hit(fact, 0.0) for fact in facts if fact is not None]))
-        self._rates = delivery.rates
+        found = iter(self._deliver(None).deliver([Hit(fact, 0.0) for fact in facts if fact is not None]))
         pairs = zip(documents, facts, strict=True)
         return [document if fact is None else self._packed(document, next(found)) for document, fact in pairs]
 

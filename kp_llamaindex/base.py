@@ -26,9 +26,10 @@ from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMP
 from llama_index.core.schema import BaseNode, Document, TransformComponent
 
 from kp_core import Session
-from kp_core.delivery import Compress, Precompile
+from kp_core.delivery import Precompile
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import PromptError
+from kp_core.packs.codec import Compression
 from kp_core.packs.view import Packs
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.nodes import NumberSources
@@ -64,7 +65,7 @@ class PackIndex(ABC):
         compiled_for: CompiledFor | None = None,
         lazy: bool = False,
         precompile: Precompile = "use",
-        compress: Compress = "auto",
+        compress: Compression = "none",
         llm: LLM | None = None,
         transformations: Sequence[TransformComponent] | None = None,
     ) -> None:

@@ -13,8 +13,9 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.schema import BaseNode, ImageNode, IndexNode, NodeWithScore, QueryBundle
 
 from kp_core import Fact
-from kp_core.delivery import Compress, Delivery, Precompile
+from kp_core.delivery import Delivery, Precompile
 from kp_core.facts import Hit
+from kp_core.packs.codec import Compression
 from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.nodes import PackNode
 from kp_llamaindex.place import pack_place
@@ -40,7 +41,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     compiled_for: Any = Field(default=None, description="A role, or messages as `pack_place` makes them.")
     lazy: bool = False
     precompile: Precompile = "use"
-    compress: Compress = "auto"
+    compress: Compression = "none"
 
     @model_validator(mode="after")
     def _check(self) -> Self:

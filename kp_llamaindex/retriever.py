@@ -17,10 +17,11 @@ from llama_index.core.vector_stores.types import MetadataFilters
 
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import Compress, Delivery, Precompile, Unit
+from kp_core.delivery import Delivery, Precompile, Unit
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import BankError
 from kp_core.facts import Reranker
+from kp_core.packs.codec import Compression
 from kp_core.packs.view import Packs
 from kp_llamaindex.filters import to_where
 from kp_llamaindex.nodes import to_node
@@ -57,7 +58,7 @@ class KnowledgePackRetriever(BaseRetriever):
         compiled_for: CompiledFor = "user",
         lazy: bool = False,
         precompile: Precompile = "use",
-        compress: Compress = "auto",
+        compress: Compression = "none",
         namespace: str = "default",
         unit: Unit = "fact",
         similarity_top_k: int = 4,

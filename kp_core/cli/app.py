@@ -41,7 +41,7 @@ _COMMANDS = {
     "size": ("sizing", "What packs of a collection or of files take: tokens, disk, minutes."),
     "inspect": ("looking", "What is in a collection, a store of packs or a pack file."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
-    "doctor": ("doctor", "Machine, packages, whether a model is supported, and whether storing KV pays."),
+    "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
     "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
     "serve": ("serving", "Serve a model with its packs to a team, on vLLM."),
     "key": ("serving", "Make a key for `kp serve`."),

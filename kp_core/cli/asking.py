@@ -32,7 +32,6 @@ from kp_core.compose import Order, composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch
 from kp_core.errors import ContextOverflowError
-from kp_core.rates import known_rates, near_folder
 from kp_core.steering import load_steering
 
 __all__ = ["ask", "chat"]
@@ -48,7 +47,9 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
     """Which facts, what packs hold, and how which model uses them."""
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
-    kv: Annotated[KV, typer.Option(help="Store KV or not; auto: where reading it is faster on this machine.")] = "auto"
+    kv: Annotated[
+        KV | None, typer.Option(help="Whether packs keep their KV. Default: stored; lazy where the engine gives none.")
+    ] = None
     composer: Annotated[
         str,
         typer.Option(
@@ -175,12 +176,17 @@ class _Asker:
             facts.search("anything")
         self.session = options.load()
         self._store, self._spaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
-        kv: KV = "lazy" if lazy or (options.kv == "auto" and "kv" not in self.session.engine.supports) else options.kv
-        self._rates = known_rates(self.session, near_folder(self._store)) if kv == "auto" else None
-        kept: dict[str, Any] = {"unit": options.unit, "kv": kv, "rates": self._rates}
-        self._packs = Delivery(facts, self.session, self._store, accept=options.mismatch == "accept", **kept)
+        default: KV = "stored" if "kv" in self.session.engine.supports else "lazy"
+        self._packs = Delivery(
+            facts,
+            self.session,
+            self._store,
+            unit=options.unit,
+            kv="lazy" if lazy else options.kv or default,
+            accept=options.mismatch == "accept",
+        )
         self._is_new = False
-        if once and self._packs.stores:
+        if once and self._packs.kv == "stored":
             # This process meets nothing twice; the next one does.
             self._asked["keep"] = "always"
 
@@ -206,16 +212,11 @@ class _Asker:
     def gain(self, made: Generation) -> str:
         """What stored KV saved this answer, or will save the next."""
         usage = made.usage
-        if not usage.pack_tokens or not self._packs.stores:
+        if not usage.pack_tokens or self._packs.kv == "lazy":
             return ""
         if self._is_new:
             return "New packs are stored now: a question that finds them again reads them, and computes less."
-        read, told = usage.reused_tokens, f"{usage.reused_tokens} tokens were read, not computed"
-        if self._rates is None or not self._rates.stores:
-            return f"{told}."
-        # Not at the pace of this answer: a short pass costs much for each of its tokens.
-        pace, saved = self._rates.prefill_tokens_per_s, read * self._rates.saved_s
-        return f"{told}: at {pace:,.0f} tokens a second, as measured on this machine, that saved about {saved:.2f} s."
+        return f"{usage.reused_tokens} tokens were read, not computed."
 
     def converse(self, request: dict[str, Any]) -> Generation:
         """The answer to the last message; the first are dropped while all are more than the model can read."""

@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
 from kp_core.cli.shared import ModelOptions
-from kp_core.compiling import provenance_of
-from kp_core.delivery import Compress, Delivery, Unit
+from kp_core.compiling import MUCH_BYTES, compile_cost, provenance_of
+from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.errors import PackError
@@ -23,7 +22,6 @@ from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
-from kp_core.rates import MUCH_BYTES, compile_cost, measure_rates, near_folder
 
 __all__ = ["CompileOptions", "say_plan", "units_of"]
 
@@ -43,36 +41,26 @@ class CompileOptions(ModelOptions):
         bool, typer.Option("--dry-run", help="Say how many packs, tokens, bytes and minutes --compile would take.")
     ] = False
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
-    kv: Annotated[Literal["stored", "lazy"], typer.Option(help="Whether --compile stores KV, or text alone.")] = (
-        "stored"
-    )
+    kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored"
     compress: Annotated[
-        Compress,
+        Compression | None,
         typer.Option(
-            help="How KV is stored: lossless changes no bit, int8 rounds and needs `--mismatch accept`; "
-            "auto: lossless where reading it is fast enough here, as `kp doctor` measures."
+            help="How KV is stored: none as it is, lossless changes no bit, int8 rounds and needs "
+            "`--mismatch accept`. Default: none; a server stores it as its `kp serve --compress` says."
         ),
-    ] = "auto"
+    ] = None
 
-    def chosen(self, session: Session, folder: Path | None = None) -> Compression:
-        """How KV is stored in `folder`; under `auto` that is measured there, or among temporary files."""
-        if isinstance(session.engine, VLLMEngine):
-            if self.compress != "auto":
-                raise typer.BadParameter(
-                    f"Got --compress {self.compress}; how a server stores KV is for `kp serve --compress` to say."
-                )
-            return "none"  # What is stored from here is text.
-        if self.compress != "auto":
-            return self.compress
-        if self.kv == "lazy":
-            return "none"
-        return measure_rates(session, folder or near_folder(None)).compression
+    def chosen(self, session: Session) -> Compression:
+        """How KV is stored from here; raises `BadParameter` for a choice that is the server's."""
+        if self.compress is not None and isinstance(session.engine, VLLMEngine):
+            raise typer.BadParameter(
+                f"Got --compress {self.compress}; how a server stores KV is for `kp serve --compress` to say."
+            )
+        return self.compress or "none"
 
-    def plan(
-        self, units: Iterable[Fact], store: PackStore | None, session: Session, compress: Compression | None = None
-    ) -> dict[str, Any]:
+    def plan(self, units: Iterable[Fact], store: PackStore | None, session: Session) -> dict[str, Any]:
         """What compiling the units takes that have no pack yet."""
-        compress = compress or self.chosen(session)
+        compress = self.chosen(session)
         texts, stored, allowed = [], 0, set(NUMERICS if compress == "int8" else ())
         for unit in units:
             pack = store and store.peek(store.handle(unit.text, unit.namespace))
@@ -91,10 +79,10 @@ class CompileOptions(ModelOptions):
 
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
         """Say what it takes, and compile; an interrupted run goes on where it stopped."""
-        compress, server = self.chosen(session, near_folder(store)), session.engine
-        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
+        server = session.engine
+        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=self.chosen(session))
         units = delivery.all_units()
-        plan = self.plan(units, store, session, compress)
+        plan = self.plan(units, store, session)
         say_plan(plan, err=as_json)
         with bar_of("Compiling", len(units), "pack") as bar:
             for at in range(0, len(units), _BATCH):

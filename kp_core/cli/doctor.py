@@ -6,14 +6,13 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from pathlib import Path
+import time
 from typing import Annotated, Any
 
 import typer
 
 from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, print_json, show_table, spread
 from kp_core.errors import KnowledgePackError
-from kp_core.rates import measure_rates, near_folder
 
 __all__ = ["doctor"]
 
@@ -27,6 +26,7 @@ _PACKAGES = (
     "llama-index-core",
     "vllm",
 )
+_PROBE_TEXT = "The lighthouse keeper counts ships, and writes each of them into a long book.\n" * 32
 
 
 @spread
@@ -36,12 +36,11 @@ def doctor(
         typer.Argument(metavar="[MODEL]", help="Say what will work with it, by its configuration: nothing is loaded."),
     ] = None,
     *,
-    folder: Annotated[Path | None, typer.Option(help="A folder for packs, whose disk is measured.")] = None,
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Machine, packages, whether a model is supported and why not (exit code 3), and whether storing KV pays."""
-    found = _foreseen(before, model.dtype) if before else _model(model, folder)
+    """Machine, packages, whether a model is supported and why not (exit code 3), and where storing KV pays."""
+    found = _foreseen(before, model.dtype) if before else _model(model)
     about: dict[str, Any] = {"machine": _machine(), "packages": _packages(), "model": found}
     if as_json:
         print_json(about)
@@ -102,7 +101,7 @@ def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
     return about | ({"state_bytes": seen.state_bytes} if seen.state_bytes else {})
 
 
-def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
+def _model(asked: ModelOptions) -> dict[str, Any]:
     name = asked.model or asked.engine or "bundled SmolLM2-135M-Instruct"
     try:
         session = asked.load()
@@ -123,18 +122,16 @@ def _model(asked: ModelOptions, folder: Path | None) -> dict[str, Any]:
     )
     if "kv" not in can:
         return about | {"advice": "keep packs lazy: this engine gives no KV to store"}
-    rates = measure_rates(session, folder or near_folder(None))
-    faster = rates.read_tokens_per_s / rates.prefill_tokens_per_s
+    text = _PROBE_TEXT[: session.max_positions * 3 // 4]
+    session.build_pack(text)  # Kernels load with the first.
+    began = time.perf_counter()
+    pack = session.build_pack(text)
+    pace = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)
+    size = pack.nbytes / len(pack.token_ids)
     return about | {
-        "kv_bytes_per_token": round(rates.bytes_per_token),
+        "kv_bytes_per_token": round(size),
         **({"state_bytes": session.state_bytes} if getattr(session.engine, "state_bytes", 0) else {}),
-        "prefill_tokens_per_s": round(rates.prefill_tokens_per_s),
-        "read_mb_per_s": round(rates.read_bytes_per_s / 1e6),
-        "read_tokens_per_s": round(rates.read_tokens_per_s),
-        "lossless_bytes": round(rates.lossless_bytes, 2),
-        "lossless_read_time": round(rates.lossless_time, 2),
-        "compress": rates.compression,
-        "advice": f"store KV: reading it is {faster:.1f} times as fast as computing it"
-        if rates.stores
-        else f"keep packs lazy: computing KV is {1 / faster:.1f} times as fast as reading it",
+        "prefill_tokens_per_s": round(pace),
+        "advice": f"store KV where the store gives more than {size * pace / 1e6:,.1f} MB a second; "
+        "elsewhere keep packs lazy: computing is faster",
     }

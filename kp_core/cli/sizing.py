@@ -13,10 +13,10 @@ from kp_core.cli.compiling import units_of
 from kp_core.cli.ingesting import SourceOptions
 from kp_core.cli.places import PlaceOptions, is_collection, open_collection
 from kp_core.cli.shared import JsonFlag, ModelOptions, console, counted, print_json, spread
+from kp_core.compiling import compile_cost
 from kp_core.delivery import Unit
 from kp_core.facts.banking import BANK_SIZE
 from kp_core.packs.codec import Compression
-from kp_core.rates import compile_cost
 
 __all__ = ["size"]
 

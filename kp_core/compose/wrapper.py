@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,15 +10,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from kp_core.errors import PackCorruptError, WrapperError, WrapperMismatchError
-from kp_core.packs.content import from_json, mapping, string, to_json
-from kp_core.packs.durable import replace_file
-from kp_core.packs.file import header_stop
+from kp_core.errors import PackCorruptError, PackError, WrapperError, WrapperMismatchError
+from kp_core.packs.envelope import Envelope, mapping
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 
 __all__ = [
@@ -36,8 +31,7 @@ __all__ = [
 SHIPPED = Path(__file__).parents[1] / "wrappers" / "smollm2-135m-instruct.safetensors"
 """The wrapper of the bundled model; the command that made it is in its training record."""
 
-_FORMAT, _VERSION = "knowledge-pack-wrapper", "1"
-_LARGEST_FILE = 1 << 30
+_ENVELOPE = Envelope("knowledge-pack-wrapper", "content", ("1",), covers_tensors=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,19 +84,19 @@ class Wrapper:
 
 def save_wrapper(wrapper: Wrapper, path: str | Path) -> Path:
     """Write `wrapper` to `path`, replacing what is there; the file is there whole or not at all."""
-    return write_signed(path, _FORMAT, *_content(wrapper))
+    return write_signed(path, _ENVELOPE, *_content(wrapper))
 
 
 def wrapper_bytes(wrapper: Wrapper) -> bytes:
     """`wrapper` as its file has it."""
-    return _signed(_FORMAT, *_content(wrapper))
+    return _ENVELOPE.write(*_content(wrapper))
 
 
 def wrapper_of(data: bytes) -> Wrapper:
     """The inverse of `wrapper_bytes`; raises `WrapperError`."""
     try:
-        return _wrapper(*_parse(data, _FORMAT))
-    except (PackCorruptError, SafetensorError, LookupError, ValueError, TypeError, AttributeError) as error:
+        return _wrapper(*_ENVELOPE.read(data))
+    except (PackError, LookupError, ValueError, TypeError, AttributeError) as error:
         raise WrapperError(f"Got what is no wrapper: {error}") from error
 
 
@@ -122,63 +116,31 @@ def load_wrapper(path: str | Path) -> Wrapper:
     Whether it fits a model is checked where it is used. Raises `WrapperError` for a file that is absent, damaged or of
     another kind.
     """
-    found = read_signed(path, _FORMAT)
+    found = read_signed(path, _ENVELOPE)
     try:
         return _wrapper(*found)
     except (PackCorruptError, LookupError) as error:
         raise WrapperError(f"{path} describes no wrapper: {error}. Train it anew, or load another copy.") from error
 
 
-def write_signed(path: str | Path, kind: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Write tensors and JSON `content` as one safetensors file of this `kind`, with a digest over both.
-
-    Raises `WrapperError` where the medium refuses; what was there is then as it was.
-    """
-    target = Path(path).absolute()
+def write_signed(
+    path: str | Path, envelope: Envelope, content: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> Path:
+    """`envelope.save`; raises `WrapperError` where the medium refuses; what was there is then as it was."""
     try:
-        replace_file(target, [_signed(kind, content, tensors)])
+        return envelope.save(path, content, tensors)
     except OSError as error:
         raise WrapperError(
-            f"{target} could not be written ({error.strerror or error}); what was there before is untouched. Make "
-            "room, or name another place."
+            f"{Path(path).absolute()} could not be written ({error.strerror or error}); what was there before is "
+            "untouched. Make room, or name another place."
         ) from error
-    return target
 
 
-def _signed(kind: str, content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    text = to_json(content, sort_keys=True)
-    found = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-    }
-    metadata = {"format": kind, "version": _VERSION, "digest": _digest(text, found), "content": text}
-    data: bytes = safetensors.torch.save(found, metadata)
-    return data
-
-
-def read_signed(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_signed(path: str | Path, envelope: Envelope) -> tuple[Any, dict[str, Tensor]]:
     """What `write_signed` wrote; raises `WrapperError` for anything else."""
-    file = Path(path)
     try:
-        return _parse(file.read_bytes() if file.stat().st_size <= _LARGEST_FILE else b"", kind)
+        return envelope.load(path)
     except FileNotFoundError as error:
-        raise WrapperError(f"There is no {file}. `kp packet train` makes one.") from error
-    except (PackCorruptError, SafetensorError, ValueError, TypeError, AttributeError) as error:
-        raise WrapperError(f"{file} cannot be used: {error} Train it anew, or load another copy.") from error
-
-
-def _parse(data: bytes, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    header = mapping(from_json(data[8 : header_stop(data, len(data))]), "header")
-    metadata = mapping(header.get("__metadata__"), "__metadata__")
-    if (metadata.get("format"), metadata.get("version")) != (kind, _VERSION):
-        raise PackCorruptError(f"It is no {kind} of version {_VERSION}.")
-    text, tensors = string(metadata.get("content"), "content"), safetensors.torch.load(data)
-    if metadata.get("digest") != _digest(text, tensors):
-        raise PackCorruptError("Its content does not match its digest.")
-    return json.loads(text), tensors
-
-
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = blake2b(f"{_VERSION}\n{text}".encode(), digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
+        raise WrapperError(f"There is no {path}. `kp packet train` makes one.") from error
+    except (PackError, ValueError, TypeError, AttributeError) as error:
+        raise WrapperError(f"{path} cannot be used: {error} Train it anew, or load another copy.") from error

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 
 from kp_core.errors import KnowledgePackError, PackCorruptError
 from kp_core.packs.codec import COMPRESSIONS
+from kp_core.packs.envelope import DTYPES, string, to_json
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 
-__all__ = ["DTYPES", "VERSION", "PackContent", "from_json", "mapping", "string", "tensor_names", "to_json"]
+__all__ = ["VERSION", "PackContent", "tensor_names"]
 
 VERSION = "5"
 """Of the format that is written."""
-
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-"""The dtypes a pack may have, and what safetensors calls them."""
 
 _STATE = "states."
 _LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
@@ -150,41 +147,3 @@ def tensor_names(count: int, states: int = 0) -> list[str]:
         raise ValueError(f"Got {states!r} states among {count} tensors.")
     kv = [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count - states)]
     return kv + [f"{_STATE}{index}" for index in range(states)]
-
-
-def string(value: object, name: str) -> str:
-    """`value`, when it is a string of Unicode characters; `PackCorruptError` otherwise."""
-    if not isinstance(value, str):
-        raise PackCorruptError(f"Got {type(value).__name__} under {name!r}; expected a string.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise PackCorruptError(f"The string under {name!r} is not Unicode: {error}.") from error
-    return value
-
-
-def mapping(value: object, name: str) -> dict[str, object]:
-    """`value`, when it is a JSON object; `PackCorruptError` otherwise."""
-    if not isinstance(value, dict):
-        raise PackCorruptError(f"Got {type(value).__name__} under {name!r}; expected an object.")
-    return value
-
-
-def to_json(value: Mapping[str, object], *, sort_keys: bool = False) -> str:
-    """Compact JSON; raises `TypeError` or `ValueError` for what JSON cannot say."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, allow_nan=False)
-
-
-def from_json(data: bytes) -> object:
-    """The value that UTF-8 `data` describes; `PackCorruptError` when it is no JSON or repeats a name in an object."""
-    try:
-        return json.loads(data.decode(), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise PackCorruptError(f"Not JSON: {error}.") from error
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise PackCorruptError("A name occurs twice in one JSON object.")
-    return found

@@ -1,47 +1,42 @@
-"""One pack as one safetensors file: bytes to `KnowledgePack` and back. The format is specified in `docs/format.md`.
-
-The header is written here, as the safetensors library orders metadata at random, needs all tensors once more in memory
-for writing, and reads no header without a file.
-"""
+"""One pack as one safetensors file: bytes to `KnowledgePack` and back. The format is specified in `docs/format.md`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from hashlib import blake2b
 from itertools import accumulate, pairwise
 from math import prod
 
 import torch
 from torch import Tensor
 
-from kp_core.errors import PackCorruptError, PackError, PackVersionError
+from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
 from kp_core.packs.codec import decode, digest, encode, in_threads
-from kp_core.packs.content import DTYPES, VERSION, PackContent, from_json, mapping, string, tensor_names, to_json
+from kp_core.packs.content import VERSION, PackContent, tensor_names
+from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = [
-    "FORMAT",
     "Buffer",
     "EncodedPack",
     "OpenPack",
     "PackHeader",
-    "digest_metadata",
     "encode_pack",
-    "header_stop",
     "open_pack",
     "read_header",
     "read_pack",
 ]
 
-FORMAT = "knowledge-pack"
-_READABLE = ("2", "3", "4", VERSION)
-_LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
+_ENVELOPE = Envelope(
+    "knowledge-pack",
+    "pack",
+    ("2", "3", "4", VERSION),
+    advice="Upgrade the package, or remove the pack and store it anew from the text beside the file.",
+)
 _HEADERS = 64  # Kept in memory, some 50 KB each.
-_ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +132,7 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     states = () if pack.kv is None else pack.kv.states
     tensors = [tensor.detach().cpu().contiguous() for tensor in (*kv, *states)]
     names, nbytes = tensor_names(len(tensors), len(states)), pack.nbytes
-    parts: list[Buffer] = [tensor.view(-1).view(torch.uint8).numpy().data for tensor in tensors]
+    parts = list(map(raw, tensors))
     stored: tuple[int, ...] = ()
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     # What has another dtype is refused below.
@@ -156,18 +151,7 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
             f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids, "
             f"provenance of strings, and KV of one of {[*DTYPES]}."
         ) from error
-    described = {"format": FORMAT, "version": VERSION, "digest": digest_metadata(VERSION, metadata), "pack": metadata}
-    header = to_json({"__metadata__": described, **_header_entries(content)}).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    return EncodedPack(len(header).to_bytes(8, "little") + header, tuple(parts), metadata)
-
-
-def header_stop(data: Buffer, size: int) -> int:
-    """Where the header of a pack file of `size` bytes ends, by its first 8 bytes; raises `PackCorruptError`."""
-    length = int.from_bytes(data[:8], "little")
-    if size < 8 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
-        raise PackCorruptError(f"The file of {size} bytes claims a header of {length}.")
-    return 8 + length
+    return EncodedPack(_ENVELOPE.write_head(metadata, _header_entries(content)), tuple(parts), metadata)
 
 
 def read_header(data: Buffer, size: int | None = None) -> PackHeader:
@@ -183,20 +167,9 @@ def read_header(data: Buffer, size: int | None = None) -> PackHeader:
 @lru_cache(_HEADERS)
 def _read_header(data: bytes, size: int) -> PackHeader:
     """The head of a file is read when a pack is looked up, and again with its tensors: so it is parsed once."""
-    start = len(data)
-    entries = mapping(from_json(data[8:]), "header")
-    metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
-    if set(metadata) != {"format", "version", "digest", "pack"} or metadata["format"] != FORMAT:
-        raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {FORMAT!r}.")
-    version, text = string(metadata["version"], "version"), string(metadata["pack"], "pack")
-    if metadata["digest"] != digest_metadata(version, text):
-        raise PackCorruptError("The metadata do not match their digest.")
-    if version not in _READABLE:
-        raise PackVersionError(
-            f"Got a file of version {version!r} of the pack format; this release reads the versions {_READABLE}. "
-            "Upgrade the package, or remove the pack and store it anew from the text beside the file."
-        )
+    version, text, entries = _ENVELOPE.read_head(data)
     content = PackContent.from_json(text, version)
+    start = len(data)
     nbytes = start + sum(_sizes(content))
     damage = None
     if entries != _header_entries(content):
@@ -247,17 +220,9 @@ def _sizes(content: PackContent) -> list[int]:
 
 
 def _header_entries(content: PackContent) -> dict[str, object]:
-    """The safetensors header of tensors that lie one after the other."""
-    entries: dict[str, object] = {}
-    stop = 0
-    tensors = zip(content.names, content.shapes, content.dtypes, _sizes(content), strict=True)
-    for name, shape, dtype, size in tensors:
-        start, stop = stop, stop + size
-        kind, sizes = ("U8", [size]) if content.stored else (DTYPES[dtype], [*shape])
-        entries[name] = {"dtype": kind, "shape": sizes, "data_offsets": [start, stop]}
-    return entries
-
-
-def digest_metadata(version: str, text: str) -> str:
-    """Digest of the JSON of a file, and of the version that it is written in."""
-    return blake2b(f"{version}\n{text}".encode(), digest_size=16).hexdigest()
+    """The safetensors header of its tensors; what is compressed is bytes there."""
+    sizes = _sizes(content)
+    if content.stored:
+        return header_entries((name, "U8", [size], size) for name, size in zip(content.names, sizes, strict=True))
+    tensors = zip(content.names, content.dtypes, content.shapes, sizes, strict=True)
+    return header_entries((name, DTYPES[dtype], shape, size) for name, dtype, shape, size in tensors)

@@ -13,12 +13,12 @@ from functools import lru_cache
 
 from kp_core.errors import HandleError, PackCorruptError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer
+from kp_core.packs.envelope import header_stop
 from kp_core.packs.file import (
     EncodedPack,
     OpenPack,
     PackHeader,
     encode_pack,
-    header_stop,
     open_pack,
     read_header,
     read_pack,

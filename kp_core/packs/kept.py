@@ -14,7 +14,7 @@ from hashlib import blake2b
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import BlobStat
-from kp_core.packs.content import to_json
+from kp_core.packs.envelope import to_json
 from kp_core.packs.file import encode_pack, read_pack
 from kp_core.packs.files import PackFiles
 from kp_core.packs.fingerprint import ModelFingerprint

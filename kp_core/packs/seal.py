@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 
 from kp_core.packs.codec import digest, in_threads
-from kp_core.packs.content import to_json
+from kp_core.packs.envelope import to_json
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["Seal"]

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from kp_core.errors import PackCorruptError
 from kp_core.packs.blobs import Blobs
-from kp_core.packs.content import from_json, mapping, to_json
+from kp_core.packs.envelope import from_json, mapping, to_json
 from kp_core.packs.secret import is_made
 
 __all__ = ["LastUse"]

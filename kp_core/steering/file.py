@@ -2,62 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import safetensors.torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from kp_core.errors import PackCorruptError, SteeringError
+from kp_core.errors import PackCorruptError, PackError, SteeringError
 from kp_core.packs.codec import digest
-from kp_core.packs.content import from_json, mapping, string, to_json
-from kp_core.packs.durable import replace_file
-from kp_core.packs.file import digest_metadata, header_stop
+from kp_core.packs.envelope import Envelope
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.steering.value import Steering
 
 __all__ = ["load_steering", "save_steering", "steering_bytes", "steering_of"]
 
-_FORMAT, _VERSION, _READABLE = "knowledge-pack-steering", "3", ("2", "3")  # Fingerprints alone differ.
-_METADATA = {"format", "version", "digest", "steering"}
-_LARGEST_FILE = 1 << 30  # A steering has some thousand numbers; a file of gigabytes is something else.
+_ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("2", "3"))  # Fingerprints alone differ.
 
 
 def save_steering(steering: Steering, path: str | Path) -> Path:
     """Write `steering` to `path`, replacing what is there; the file is there whole or not at all."""
-    target = Path(path).absolute()
-    replace_file(target, [steering_bytes(steering)])
-    return target
+    return _ENVELOPE.save(path, *_content(steering))
 
 
 def steering_bytes(steering: Steering) -> bytes:
     """The file that `save_steering` writes."""
+    return _ENVELOPE.write(*_content(steering))
+
+
+def _content(steering: Steering) -> tuple[dict[str, object], dict[str, Tensor]]:
     tensors = {f"layers.{layer}.value": delta for layer, delta in steering.values.items()}
     tensors |= {f"layers.{layer}.key": delta for layer, delta in steering.keys.items()}
     bounds = steering.coherent
-    content = to_json(
-        {
-            # JSON knows no infinity.
-            "coherent": None if bounds is None else [bound if math.isfinite(bound) else None for bound in bounds],
-            "fingerprint": steering.fingerprint.to_dict(),
-            "method": steering.method,
-            "provenance": dict(steering.provenance),
-            "recommended": None if steering.recommended is None else list(steering.recommended),
-            "scales": {str(layer): scale for layer, scale in steering.scales.items()},
-            "tensors": {name: digest(tensor) for name, tensor in tensors.items()},
-        },
-        sort_keys=True,
-    )
-    metadata = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "digest": digest_metadata(_VERSION, content),
-        "steering": content,
+    content: dict[str, object] = {
+        # JSON knows no infinity.
+        "coherent": None if bounds is None else [bound if math.isfinite(bound) else None for bound in bounds],
+        "fingerprint": steering.fingerprint.to_dict(),
+        "method": steering.method,
+        "provenance": dict(steering.provenance),
+        "recommended": None if steering.recommended is None else list(steering.recommended),
+        "scales": {str(layer): scale for layer, scale in steering.scales.items()},
+        "tensors": {name: digest(tensor) for name, tensor in tensors.items()},
     }
-    data: bytes = safetensors.torch.save(tensors, metadata)
-    return data
+    return content, tensors
 
 
 def load_steering(path: str | Path) -> Steering:
@@ -66,32 +54,25 @@ def load_steering(path: str | Path) -> Steering:
     Whether it fits a model is checked where it is applied. Raises `SteeringError` for a file that is damaged, of
     another kind or of another version, `FileNotFoundError` when there is none.
     """
-    file = Path(path)
-    if file.stat().st_size > _LARGEST_FILE:
-        raise SteeringError(f"{file} has {file.stat().st_size} bytes; expected a steering of at most {_LARGEST_FILE}.")
-    return steering_of(file.read_bytes(), str(file))
+    with _refused(str(path)):
+        return _steering(*_ENVELOPE.load(path))
 
 
 def steering_of(data: bytes, name: str = "What was sent") -> Steering:
     """The inverse of `steering_bytes`; raises `SteeringError`, which says `name`, for anything it would not write."""
+    with _refused(name):
+        return _steering(*_ENVELOPE.read(data))
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
     try:
-        return _parse(data)
-    except (PackCorruptError, SafetensorError, AttributeError, LookupError, TypeError, ValueError) as error:
+        yield
+    except (PackError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise SteeringError(f"{name} is no intact steering: {error} Make it anew, or load another copy.") from error
 
 
-def _parse(data: bytes) -> Steering:
-    header = mapping(from_json(data[8 : header_stop(data, len(data))]), "header")
-    metadata = mapping(header.get("__metadata__"), "__metadata__")
-    if set(metadata) != _METADATA or metadata["format"] != _FORMAT:
-        raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected {sorted(_METADATA)} of a {_FORMAT!r}.")
-    version, text = string(metadata["version"], "version"), string(metadata["steering"], "steering")
-    if version not in _READABLE:
-        raise PackCorruptError(f"Got version {version!r}; this release reads the versions {', '.join(_READABLE)}.")
-    if metadata["digest"] != digest_metadata(version, text):
-        raise PackCorruptError("The metadata do not match their digest.")
-    content = json.loads(text)
-    tensors = safetensors.torch.load(data)
+def _steering(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Steering:
     if {name: digest(tensor) for name, tensor in tensors.items()} != content["tensors"]:
         raise PackCorruptError("The tensors do not match their digests.")
     deltas: dict[str, dict[int, Tensor]] = {"value": {}, "key": {}}

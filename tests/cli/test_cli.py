@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -299,8 +300,11 @@ def test_verify_finds_packs_whose_tokens_are_not_those_of_their_text(kp: Kp, tmp
 def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> None:
     about = as_json(kp("doctor", "--json"))
     assert about["model"]["supported"]
-    assert "prefill_tokens_per_s" in about["model"]
-    assert about["model"]["kv_bytes_per_token"] in {23040, 46080}
+    pace, size = about["model"]["prefill_tokens_per_s"], about["model"]["kv_bytes_per_token"]
+    assert size in {23040, 46080}
+    least = re.search(r"gives more than ([\d.,]+) MB a second", about["model"]["advice"])
+    assert least
+    assert float(least[1].replace(",", "")) == pytest.approx(pace * size / 1e6, rel=0.01)
     code, out, _ = kp("doctor", "--model", str(tmp_path / "nothing"), "--json")
     assert code == 3
     assert not json.loads(out)["model"]["supported"]

@@ -7,12 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from kp_core import rates
 from kp_core.cli import INTERRUPTED, demo
 from kp_core.cli.app import _COMMANDS, _command
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
@@ -136,45 +134,23 @@ def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str)
     assert (process.returncode, err.decode()) == (130, INTERRUPTED)
 
 
-def test_the_second_question_is_told_what_it_saved(kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_question_is_told_what_it_saved(kp: Kp, bank: Path) -> None:
     from tests.cli.engines import tiny
 
-    known = rates.Rates(prefill_tokens_per_s=100.0, read_bytes_per_s=1e12, bytes_per_token=1000.0)
-    monkeypatch.setattr("kp_core.cli.asking.known_rates", lambda *_: known)
     asked = ("ask", "bank", "Which bird is on the flag?", "-k", "2", "--max-tokens", "4", *TINY)
     assert "New packs are stored now" in kp(*asked)[1]
     tiny().clear_cache()
     out = kp(*asked)[1]
-    told = re.search(r"(\d+) reused, .*\n(\d+) tokens were read, .* at (\d+) tokens a second, .* about ([\d.]+) s", out)
+    told = re.search(r"(\d+) reused, .*\n(\d+) tokens were read, not computed\.\n$", out)
     assert told, out
-    reused, read, pace, saved = map(float, told.groups())
+    reused, read = map(int, told.groups())
     assert read == reused > 0
-    # What was measured of many tokens, and not this answer's pace, which is that of a short pass.
-    assert (pace, saved) == (100, pytest.approx(reused / 100, abs=0.01))
-    # Without a measurement only tokens are counted.
-    tiny().clear_cache()
-    assert re.search(r"\n\d+ tokens were read, not computed\.\n$", kp(*asked, "--kv", "stored")[1])
-    # As text there is nothing to save.
-    assert "were read" not in kp(*asked, "--text")[1]
-
-
-def test_rates_are_measured_once(kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.cli.engines import tiny
-
-    monkeypatch.setenv("KP_CACHE", str(tmp_path / "kept"))
-    first = rates.known_rates(tiny(), tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(rates, "measure_rates", None)
-        assert rates.known_rates(tiny(), tmp_path) == first
-    [kept] = (tmp_path / "kept").iterdir()
-    day = time.time() - 8 * 24 * 3600
-    os.utime(kept, (day, day))
-    with monkeypatch.context() as patch:
-        patch.setattr(rates, "measure_rates", lambda *_: first)
-        rates.known_rates(tiny(), tmp_path)
-    assert kept.stat().st_mtime > day
-    kept.write_text("{")
-    assert isinstance(rates.known_rates(tiny(), tmp_path), rates.Rates)
+    # As text, and of lazy packs, there is nothing to save.
+    for other in ("--text", "--kv=lazy"):
+        assert "were read" not in kp(*asked, other)[1]
+    code, _, err = kp(*asked, "--kv", "auto")
+    assert code == 2
+    assert "'auto' is not one of 'stored', 'lazy'" in " ".join(err.replace("│", " ").split())
 
 
 def test_size_says_what_packs_take_before_there_are_any(kp: Kp, bank: Path) -> None:

@@ -59,9 +59,10 @@ def test_a_build_compresses_as_it_is_told_and_says_the_bytes(kp: Kp, bank: Path,
 
 
 def test_an_unknown_compression_is_refused_before_anything_is_done(kp: Kp, bank: Path) -> None:
-    code, _, said = kp(*COMPILE, "--compress", "zip")
-    assert code == 2
-    assert "'zip' is not one of" in said
+    for compress in ("zip", "auto"):
+        code, _, said = kp(*COMPILE, "--compress", compress)
+        assert code == 2
+        assert f"'{compress}' is not one of 'none', 'lossless', 'int8'" in " ".join(said.replace("│", " ").split())
     assert not (bank / "packs").exists()
 
 

@@ -15,7 +15,6 @@ from kp_core.compiling import compile_facts, open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
 from kp_core.errors import BankError, HandleError, OptionError, PackError, TemplateError
-from kp_core.rates import Rates, measure_rates
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
 from tests.core.facts.test_facts import HashEmbedder
@@ -26,7 +25,6 @@ FACTS = [
     for number in range(4)
     for source in ("a.md", "b.md", "")
 ]
-FAST_DISK, SLOW_DISK = Rates(100, 1e9, 1000), Rates(100, 1e3, 1000)
 
 
 @pytest.fixture
@@ -75,36 +73,32 @@ def test_a_document_is_a_pack_in_its_order(facts: MemoryFactStore, tmp_path: Pat
     assert sum(not each.hit.fact.source for each in found) == 8
 
 
-@pytest.mark.parametrize(
-    ("kv", "rates", "is_lazy"),
-    [("lazy", None, True), ("stored", None, False), ("auto", FAST_DISK, False), ("auto", SLOW_DISK, True)],
-)
-def test_kv_is_stored_where_that_is_asked_for_or_faster(
-    facts: MemoryFactStore, tmp_path: Path, kv: str, rates: Rates | None, *, is_lazy: bool
+@pytest.mark.parametrize(("options", "is_lazy"), [({"kv": "lazy"}, True), ({"kv": "stored"}, False), ({}, False)])
+def test_kv_is_stored_unless_packs_are_lazy(
+    facts: MemoryFactStore, tmp_path: Path, options: dict[str, str], *, is_lazy: bool
 ) -> None:
-    made = packs(facts, tmp_path, kv=kv, rates=rates)
+    made = Delivery(facts, tiny_engine(), PackStore(tmp_path), **options)  # type: ignore[arg-type]
     [found] = made.search("Part 2 of a.md.", 1)
     assert found.handle is not None
     assert made.store.get(found.handle).is_lazy is is_lazy
-    assert made.stores is not is_lazy
 
 
-@pytest.mark.parametrize("compress", ["auto", "none", "lossless", "int8"])
-def test_kv_is_compressed_as_asked_or_as_measured(facts: MemoryFactStore, tmp_path: Path, compress: str) -> None:
-    measured = Rates(100, 1e9, 1000, lossless_bytes=0.7, lossless_time=1.1)
-    made = packs(facts, tmp_path, kv="auto", compress=compress, rates=measured)
+@pytest.mark.parametrize("compress", [None, "none", "lossless", "int8"])
+def test_kv_is_compressed_as_asked(facts: MemoryFactStore, tmp_path: Path, compress: str | None) -> None:
+    made = packs(facts, tmp_path, kv="stored", **{"compress": compress} if compress else {})
     [found] = made.search("Part 2 of a.md.", 1)
     assert found.handle is not None
-    expected = "lossless" if compress == "auto" else compress
-    assert made.store.get(found.handle).compression == expected
-    slow = Rates(100, 1e9, 1000, lossless_bytes=0.7, lossless_time=1.6)
-    assert packs(facts, tmp_path, compress=compress, rates=slow).compression == (
-        "none" if compress == "auto" else compress
-    )
-    with pytest.raises(BankError, match="Got compress='zip'; expected one of auto, none"):
-        packs(facts, tmp_path, compress="zip")
+    assert made.store.get(found.handle).compression == (compress or "none")
+
+
+def test_what_is_no_way_to_store_kv_is_refused_with_the_choices(facts: MemoryFactStore, tmp_path: Path) -> None:
+    for compress in ("zip", "auto"):
+        with pytest.raises(BankError, match=f"Got compress='{compress}'; expected one of none, lossless, int8"):
+            packs(facts, tmp_path, compress=compress)
+    with pytest.raises(BankError, match="Got kv='auto'; expected one of stored, lazy"):
+        packs(facts, tmp_path, kv="auto")
     with pytest.raises(PackError, match="Got compress='zip'; expected one of none, lossless, int8"):
-        compile_facts([], tiny_engine(), made.store, compress="zip")  # type: ignore[arg-type]
+        compile_facts([], tiny_engine(), PackStore(tmp_path), compress="zip")  # type: ignore[arg-type]
 
 
 def test_packs_in_other_numerics_are_made_again_unless_they_are_accepted(
@@ -231,14 +225,6 @@ def test_of_very_many_packs_a_sample_is_looked_at(tmp_path: Path, monkeypatch: p
     # KV is asked for now, which the sample does not have: all are looked at, and made.
     compile_facts(facts, engine, store, progress=False)
     assert all(not store.get(handle).is_lazy for handle in store)
-
-
-def test_rates_are_measured_and_nothing_is_left_behind(tmp_path: Path) -> None:
-    rates = measure_rates(tiny_engine(), tmp_path)
-    assert rates.bytes_per_token == tiny_engine().bytes_per_token
-    assert rates.read_tokens_per_s == rates.read_bytes_per_s / rates.bytes_per_token > 0
-    assert rates.stores is (rates.read_tokens_per_s > rates.prefill_tokens_per_s)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_unit_is_refused(facts: MemoryFactStore, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from kp_core import Fact, Handle, MemoryFactStore, PackStore, PackView, Session, delivery, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, PackStore, PackView, Session, find_handles
 from kp_core.errors import BankError, OptionError
 from kp_core.packs.view import TRUSTED_ROLES
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
@@ -307,16 +307,8 @@ def test_packs_are_stored_as_compress_says(facts, shelf):
     settings = {"fact_store": store, "store": shelf, "engine": tiny_engine(), "k": 2}
     KnowledgePackRetriever(**settings, compress="lossless").invoke("flag")
     assert {shelf.get(handle).compression for handle in shelf} == {"lossless"}
-    with pytest.raises(ValueError, match="compress"):
-        KnowledgePackRetriever(**settings, compress="zip")
-
-
-def test_the_disk_is_measured_once(facts, shelf, embedder, monkeypatch):
-    measured = []
-    measure = delivery.measure_rates
-    monkeypatch.setattr(delivery, "measure_rates", lambda *given: measured.append(given) or measure(*given))
-    store = MemoryFactStore(embedder)
-    store.add(facts[:3])
-    retriever = KnowledgePackRetriever(fact_store=store, engine=tiny_engine(), store=shelf, kv="auto")
-    assert retriever.invoke("flag") == retriever.invoke("flag")
-    assert len(measured) == 1
+    for compress in ("zip", "auto"):
+        with pytest.raises(ValueError, match=r"compress\n.* 'none', 'lossless' or 'int8'"):
+            KnowledgePackRetriever(**settings, compress=compress)
+    with pytest.raises(ValueError, match=r"kv\n.* 'stored' or 'lazy'"):
+        KnowledgePackRetriever(**settings, kv="auto")

@@ -26,11 +26,12 @@ from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.samples import Documents, PacketTraining, Samples
 from kp_core.engines.session import Session
 from kp_core.errors import UnsupportedRequestError, WrapperError
+from kp_core.packs.envelope import Envelope
 from kp_core.progress import bar_of
 
 __all__ = ["checkpoint_of", "train_wrapper", "wrapper_scores"]
 
-_KIND = "knowledge-pack-training"
+_CHECKPOINT = Envelope("knowledge-pack-training", "content", ("1",), covers_tensors=True)
 _AVERAGED = 0.05  # Share of the present soft tokens in their running average, which is what is measured and kept.
 _HELD = 8
 
@@ -205,7 +206,7 @@ class _Training:
         return _State(soft, soft.clone(), soft.clone(), torch.zeros_like(soft), torch.zeros_like(soft))
 
     def _resumed(self) -> _State:
-        content, tensors = read_signed(self._file, _KIND)
+        content, tensors = read_signed(self._file, _CHECKPOINT)
         found, mine = content["made"], self._made
         changed = [name for name in mine if name != "settings" and found[name] != mine[name]]
         for name, value in mine["settings"].items():
@@ -223,7 +224,7 @@ class _Training:
         state = self._state
         content = {"made": self._made, "step": state.step, "seconds": state.seconds, "looks": state.looks}
         names = ("soft", "average", "best", "mean", "square")
-        write_signed(self._file, _KIND, content, {name: getattr(state, name) for name in names})
+        write_signed(self._file, _CHECKPOINT, content, {name: getattr(state, name) for name in names})
 
     def _record(self, about: str) -> dict[str, Any]:
         state = self._state

@@ -93,7 +93,7 @@ def test_a_probe_that_finds_a_difference_says_so(monkeypatch):
     plain = model.forward_all
 
     def rounding(ids, buffer):  # As a library whose sums depend on how many tokens a pass has.
-        return plain(ids, buffer) * (1 + (ids.shape[1] == 1) * 1e-6)
+        return plain(ids, buffer) * (1 + (ids.shape[1] == 1) / 64)
 
     monkeypatch.setattr(model, "forward_all", rounding)
     assert "cut in other places" in why_not_bitwise(model, model._packed)

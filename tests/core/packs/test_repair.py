@@ -1,5 +1,6 @@
 """What a damaged pack becomes, and what a failed or crashed writer leaves."""
 
+import json
 import logging
 import os
 import time
@@ -13,7 +14,7 @@ from kp_core.errors import PackCorruptError, PackVersionError
 from kp_core.packs.blobs import FolderBlobs
 from kp_core.packs.pack import KnowledgePack, Prefix
 from kp_core.packs.store import PackCorruptWarning, PackStore
-from tests.core.packs.made import UNKNOWN, Watched, files_of, flip, make_pack, same, snapshot
+from tests.core.packs.made import UNKNOWN, Watched, files_of, flip, make_pack, rebuild, same, snapshot
 
 
 def test_damaged_tensors_leave_ids_and_text(store, caplog):
@@ -95,11 +96,14 @@ def test_a_warning_made_an_error_does_not_stop_the_repair(store):
         assert same(store.get(handle), make_pack(kv=None))
 
 
-def test_a_later_version_is_left_alone(store, monkeypatch):
-    handle = store.handle("Paris.", "geo")
-    with monkeypatch.context() as patch:
-        patch.setattr("kp_core.packs.file.VERSION", "6")
-        store.put(make_pack())
+def test_a_later_version_is_left_alone(store):
+    handle = store.put(make_pack())
+    path, _ = files_of(store, handle)
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:start])
+    content = entries.pop("__metadata__")["pack"]
+    path.write_bytes(rebuild(content, version="6", entries=entries, data=data[start:]))
     before = snapshot(store)
     for call in (store.get, store.peek, lambda _: store.put(make_pack())):
         with pytest.raises(PackVersionError, match="Upgrade"):

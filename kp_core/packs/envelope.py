@@ -1,0 +1,200 @@
+"""The form that all our files have: a safetensors file with JSON in its metadata, and a digest of that JSON.
+
+The header is written here, as the safetensors library orders metadata at random, needs all tensors once more in memory
+for writing, and reads no header without a file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from kp_core.errors import PackCorruptError, PackVersionError
+from kp_core.packs.blobs import Buffer
+from kp_core.packs.durable import replace_file
+
+__all__ = [
+    "DTYPES",
+    "Envelope",
+    "from_json",
+    "header_entries",
+    "header_stop",
+    "mapping",
+    "raw",
+    "string",
+    "to_json",
+]
+
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
+"""The dtypes a tensor may have, and what safetensors calls them."""
+
+_LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
+_LARGEST_FILE = 1 << 30  # Of files that are read at once; packs are not.
+_ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A kind of file: its `format`, the metadata entry that holds its JSON, and the versions that are read.
+
+    The last version is the one that is written. The digest is of version and JSON, and with `covers_tensors` of the
+    tensors, too; else the JSON holds digests of them, for their reader to check. `advice` says what to do with a file
+    of another version.
+    """
+
+    format: str
+    content: str
+    versions: tuple[str, ...]
+    covers_tensors: bool = False
+    advice: str = "A later release may read it."
+
+    def write_head(
+        self, text: str, entries: Mapping[str, object], tensors: Mapping[str, Tensor] | None = None
+    ) -> bytes:
+        """All that stands before the tensors: length field, header around the JSON `text`, padding."""
+        version = self.versions[-1]
+        metadata = {"format": self.format, "version": version, "digest": self._digest(version, text, tensors or {})}
+        header = to_json({"__metadata__": {**metadata, self.content: text}, **entries}).encode()
+        header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+        return len(header).to_bytes(8, "little") + header
+
+    def read_head(self, head: bytes) -> tuple[str, str, dict[str, object]]:
+        """Version, JSON text and tensor entries in a `head` without damage; for files whose digest is of the JSON.
+
+        Raises `PackCorruptError` when the metadata cannot be trusted, `PackVersionError` when they are intact but of a
+        version that this release does not know.
+        """
+        metadata, entries = self._metadata(head)
+        return *self._checked(metadata, {}), entries
+
+    def write(self, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> bytes:
+        """The file of `content`, as canonical JSON, and `tensors`; equal ones give equal bytes."""
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        entries = header_entries(
+            (name, DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape, tensor.nbytes)
+            for name, tensor in plain.items()
+        )
+        return b"".join((self.write_head(to_json(content, sort_keys=True), entries, plain), *map(raw, plain.values())))
+
+    def read(self, data: bytes) -> tuple[Any, dict[str, Tensor]]:
+        """The JSON and the tensors of a whole file; nothing is unpickled.
+
+        Raises `PackCorruptError` and `PackVersionError` as `read_head`.
+        """
+        metadata, _ = self._metadata(data[: header_stop(data, len(data))])
+        try:
+            tensors: dict[str, Tensor] = safetensors.torch.load(data)
+        except (SafetensorError, KeyError) as error:  # A dtype that torch lacks is a `KeyError`.
+            raise PackCorruptError(f"The tensors cannot be read: {error}.") from error
+        _, text = self._checked(metadata, tensors)
+        return from_json(text.encode()), tensors
+
+    def save(self, path: str | Path, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Path:
+        """`write` to `path`, replacing what is there; the file is there whole or not at all."""
+        target = Path(path).absolute()
+        replace_file(target, [self.write(content, tensors)])
+        return target
+
+    def load(self, path: str | Path) -> tuple[Any, dict[str, Tensor]]:
+        """`read` of the file at `path`, which is not mapped; also raises `OSError`."""
+        file = Path(path)
+        if (size := file.stat().st_size) > _LARGEST_FILE:
+            raise PackCorruptError(f"It has {size} bytes; expected at most {_LARGEST_FILE}.")
+        return self.read(file.read_bytes())
+
+    def _metadata(self, head: bytes) -> tuple[dict[str, object], dict[str, object]]:
+        """The metadata of a file of this kind, unchecked but for their names, and the entries of its tensors."""
+        entries = mapping(from_json(head[8:]), "header")
+        metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
+        if set(metadata) != {"format", "version", "digest", self.content} or metadata["format"] != self.format:
+            raise PackCorruptError(f"Got the metadata {sorted(metadata)}; expected those of a {self.format!r}.")
+        return metadata, entries
+
+    def _checked(self, metadata: Mapping[str, object], tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+        version, text = string(metadata["version"], "version"), string(metadata[self.content], self.content)
+        if metadata["digest"] != self._digest(version, text, tensors):
+            raise PackCorruptError("The metadata do not match their digest.")
+        if version not in self.versions:
+            raise PackVersionError(
+                f"Got a file of version {version!r} of the format {self.format!r}; this release reads the versions "
+                f"{self.versions}. {self.advice}"
+            )
+        return version, text
+
+    def _digest(self, version: str, text: str, tensors: Mapping[str, Tensor]) -> str:
+        digest = blake2b(f"{version}\n{text}".encode(), digest_size=16)
+        for name, tensor in sorted(tensors.items()) if self.covers_tensors else ():
+            digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(raw(tensor))
+        return digest.hexdigest()
+
+
+def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> dict[str, object]:
+    """The safetensors header of tensors that lie one after the other: name, dtype, shape and bytes of each."""
+    entries: dict[str, object] = {}
+    stop = 0
+    for name, dtype, shape, size in tensors:
+        start, stop = stop, stop + size
+        entries[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [start, stop]}
+    return entries
+
+
+def header_stop(data: Buffer, size: int) -> int:
+    """Where the header of a file of `size` bytes ends, by its first 8 bytes; raises `PackCorruptError`."""
+    length = int.from_bytes(data[:8], "little")
+    if size < 8 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
+        raise PackCorruptError(f"The file of {size} bytes claims a header of {length}.")
+    return 8 + length
+
+
+def raw(tensor: Tensor) -> Buffer:
+    """The bytes of a contiguous tensor on the CPU, not copied."""
+    data: Buffer = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def string(value: object, name: str) -> str:
+    """`value`, when it is a string of Unicode characters; `PackCorruptError` otherwise."""
+    if not isinstance(value, str):
+        raise PackCorruptError(f"Got {type(value).__name__} under {name!r}; expected a string.")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise PackCorruptError(f"The string under {name!r} is not Unicode: {error}.") from error
+    return value
+
+
+def mapping(value: object, name: str) -> dict[str, object]:
+    """`value`, when it is a JSON object; `PackCorruptError` otherwise."""
+    if not isinstance(value, dict):
+        raise PackCorruptError(f"Got {type(value).__name__} under {name!r}; expected an object.")
+    return value
+
+
+def to_json(value: Mapping[str, object], *, sort_keys: bool = False) -> str:
+    """Compact JSON; raises `TypeError` or `ValueError` for what JSON cannot say."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, allow_nan=False)
+
+
+def from_json(data: bytes) -> object:
+    """The value that UTF-8 `data` describes; `PackCorruptError` when it is no JSON or repeats a name in an object."""
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise PackCorruptError(f"Not JSON: {error}.") from error
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise PackCorruptError("A name occurs twice in one JSON object.")
+    return found
