@@ -63,7 +63,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     Facts are stored as they come; what is already stored is not embedded again.
     """
     there = is_collection(place)
-    if not files and source.dataset is None and not (there and (compiling.compile or compiling.dry_run)):
+    if not files and source.dataset is None and not (there and (compiling.compile or compiling.dry_run or bank_size)):
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)

@@ -151,9 +151,10 @@ class Reranker(Protocol):
 class FactStore(Protocol):
     """Finds facts for a question. Facts stand in namespaces, and within these in banks of about `bank_size` (§2.3).
 
-    A bank is named by its namespace and its number there, e.g. `default/3`. Banks are made when they are first asked
-    for; from then on facts that come join the nearest, and banks split and merge. All methods may be called from
-    several threads. `namespace=None` is all of them.
+    A bank is named by its namespace and its number there, e.g. `default/3`. Banks are made by `rebuild`, and where
+    there are none when they are first asked for. A fact that is added or updated later joins the bank with the nearest
+    centroid, however large that is; once banks hold twice `bank_size` on average, they are made anew when next asked
+    for. All methods may be called from several threads. `namespace=None` is all of them.
     """
 
     embedder: Embedder

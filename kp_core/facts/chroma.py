@@ -9,13 +9,13 @@ from typing import Any, Self
 
 from kp_core.errors import BankError
 from kp_core.facts.banking import BANK_SIZE
-from kp_core.facts.client import check_unlocked, drop_replaced_banks, is_url, open_client, run_vacuum
+from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.facts.folder import FACTS, SCHEMA, check_index, prepared
 from kp_core.facts.index import blank_unused, end_repair, needs_repair
 from kp_core.facts.living import LivingFacts
-from kp_core.facts.records import ChromaTable, told
+from kp_core.facts.records import ChromaTable, bank_name, own_collection, told
 from kp_core.facts.table import Table
 
 __all__ = ["ChromaFactStore"]
@@ -161,7 +161,7 @@ class ChromaFactStore(LivingFacts):
             raise BankError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
         with self._writing, told(self.where):
             for own in self._own_collections():
-                if own.count():
+                if own.count() and not _is_replaced(own):
                     own.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
                 else:
                     self._client.delete_collection(own.name)
@@ -176,9 +176,8 @@ class ChromaFactStore(LivingFacts):
                 blank_unused(self.path)
 
     def _mend(self, path: Path) -> None:
-        """Put right what a process left that was killed: banks that it was making anew, indexes that it was writing."""
+        """Put right what a process left that was killed: indexes that it was writing."""
         with self._writing, told(self.where):
-            drop_replaced_banks(self._client)
             if needs_repair(path):
                 for table in self._tables(None):
                     self._renew(table)
@@ -216,18 +215,7 @@ class ChromaFactStore(LivingFacts):
         name = f"kp-{namespace}-{FACTS}"
         about = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
         about["bank_size"] = self.bank_size
-        with told(self.where):
-            if name in {each.name for each in self._client.list_collections()}:
-                raise BankError(
-                    f"{self.where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use "
-                    "another namespace or database, or read it with `ChromaFactStore.from_collection`."
-                )
-            made = self._client.get_or_create_collection(
-                name,
-                metadata={f"kp:{key}": value for key, value in about.items()},
-                configuration={"hnsw": _HNSW},
-                embedding_function=None,
-            )
+        made = own_collection(self._client, self.where, name, about, _HNSW)
         return self._table(namespace, made)
 
     def _table(self, namespace: str, collection: Any) -> ChromaTable:  # noqa: ANN401
@@ -275,3 +263,9 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
     about = _about(collection)
     ours = about.get("kind") == FACTS and collection.name == f"kp-{about.get('namespace')}-{FACTS}"
     return str(about["namespace"]) if ours else None
+
+
+def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
+    """Whether it holds banks of an earlier release, which kept other things of them."""
+    about = _about(collection)
+    return about["kind"] == "banks" and collection.name != bank_name(str(about.get("namespace")))

@@ -31,7 +31,7 @@ for each in client.list_collections():
 
 _LOCKED_SECONDS = 4.0
 
-__all__ = ["bank_name", "check_unlocked", "drop_replaced_banks", "is_url", "open_client", "run_vacuum"]
+__all__ = ["check_unlocked", "is_url", "open_client", "run_vacuum"]
 
 
 def open_client(
@@ -105,20 +105,6 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
             raise BankLockedError(f"{file} is locked; another process holds it. Wait for that, or end it.") from error
     except sqlite3.DatabaseError as error:
         raise BankError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
-
-
-def bank_name(namespace: str, token: str) -> str:
-    """The collection of a namespace's banks, new with each token."""
-    return f"kp-{namespace}-banks-{token}"
-
-
-def drop_replaced_banks(client: Any, namespace: str | None = None) -> None:  # noqa: ANN401
-    """Delete collections of banks that do not count (of all namespaces: only where nobody else may be making some)."""
-    held = {each.name: each.metadata or {} for each in client.list_collections()}
-    ours = {name: about for name, about in held.items() if namespace in (None, about.get("kp:namespace"))}
-    counting = {bank_name(str(about.get("kp:namespace")), about.get("kp:banks", "")) for about in ours.values()}
-    for name in {name for name, about in ours.items() if about.get("kp:kind") == "banks"} - counting:
-        client.delete_collection(name)
 
 
 def run_vacuum(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A fact store but for where it is kept: facts come and go, and their banks follow."""
+"""A fact store but for where it is kept: facts come and go, and stand in banks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import itertools
 import logging
 import time
 from abc import abstractmethod
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from kp_core.errors import BankError
-from kp_core.facts.banking import BANK_SIZE, Bank, Vectors, make_banks, split_bank
+from kp_core.facts.banking import BANK_SIZE, LARGEST, Vectors, cluster
 from kp_core.facts.base import LATEST, Added, Fact, NearDuplicate
 from kp_core.facts.embed import Embedder, checked_vectors
 from kp_core.facts.reading import SearchedFacts, pages
@@ -26,16 +25,13 @@ logger = logging.getLogger(__name__)
 _BATCH, _SAMPLE = 512, 32
 # Cosine of a text's vector in the store and its vector made anew: models round, and batches pad.
 _SAME = 0.999
-# A bank that is left with one of so many facts joins its neighbours.
-_SMALLEST = 4
 
 
 class LivingFacts(SearchedFacts):
     """A fact store over tables, which a subclass opens.
 
     `bank_size` facts make a bank, about. From a cosine of `near_duplicate` on, two facts are reported to say the same;
-    `None` does not look. Facts are written before banks: after a crash a fact may stand in no bank until banks are next
-    used, which puts it into one.
+    `None` does not look. The number of a fact's bank is written with the fact.
     """
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
@@ -44,7 +40,6 @@ class LivingFacts(SearchedFacts):
             raise BankError(f"Got bank_size={bank_size}; expected at least 1.")
         self.bank_size, self.near_duplicate = bank_size, near_duplicate
         self._opened: dict[str, Table] = {}
-        self._settled: set[str] = set()
 
     @abstractmethod
     def _open(self, namespace: str) -> Table:
@@ -95,10 +90,7 @@ class LivingFacts(SearchedFacts):
                 raise BankError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
             fact = replace(fact, version=held.version + 1)
             vectors = self._embed([fact], None)
-            table.put([fact], vectors)
-            if table.numbers() is not None:
-                self._leave(table, [fact.id])
-                self._join(table, [fact.id], vectors)
+            table.put([fact], vectors, _nearest_banks(table, vectors))
             return fact
 
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
@@ -107,13 +99,13 @@ class LivingFacts(SearchedFacts):
         asked, count = list(dict.fromkeys(ids)), 0
         with self._writing:
             for table in self._tables(namespace):
-                gone = [row.fact.id for row in table.rows(asked)] if asked else []
+                if gone := [row.fact.id for row in table.rows(asked)] if asked else []:
+                    table.remove(gone)
                 count += len(gone)
-                self._remove(table, gone)
         return count
 
     def rebuild(self) -> None:
-        """See `FactStore.rebuild`; they are made beside the old ones, then take their place in one step."""
+        """See `FactStore.rebuild`."""
         self._check_writes()
         with self._writing:
             for table in self._tables(None):
@@ -123,7 +115,7 @@ class LivingFacts(SearchedFacts):
         """What is wrong, a sentence each; with `repair`, put right afterwards.
 
         Compares counts, the vectors of a sample of facts with their texts embedded again, and banks with facts.
-        `repair` embeds all facts of a damaged namespace anew and makes its banks anew.
+        `repair` embeds all facts of a damaged namespace anew, whose banks are made anew when next asked for.
         """
         found = []
         with self._writing:
@@ -142,7 +134,8 @@ class LivingFacts(SearchedFacts):
         vectors = None if vectors is None else self._checked(vectors, len(batch))
         for space in dict.fromkeys(fact.namespace for fact in batch):
             table = self._opened.get(space) or self._opened.setdefault(space, self._open(space))
-            self._remove(table, table.expired(time.time()))
+            if expired := table.expired(time.time()):
+                table.remove(expired)
             given = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
             new, superseded = (next_versions(table, given), ()) if overwrite else self._new(table, given)
             report += Added(len(new), len(given) - len(new) - len(superseded), superseded=superseded)
@@ -151,17 +144,11 @@ class LivingFacts(SearchedFacts):
         for table, facts, made in todo:
             if not facts:
                 continue
-            before = len(table)
-            table.put(facts, made)
+            table.put(facts, made, _nearest_banks(table, made))
             report += Added(near_duplicates=tuple(self._near(table, facts, made)))
-            if table.numbers() is None:
-                continue
-            if len(facts) > before:  # Where most are new, banks are best made anew.
-                table.switch_banks(None)
-            else:
-                ids = [fact.id for fact in facts]
-                self._leave(table, ids if overwrite else [])
-                self._join(table, ids, made)
+            # Banks that hold twice their size on average are best made anew.
+            if (banks := table.bank_count()) is not None and len(table) > LARGEST * self.bank_size * banks:
+                table.drop_banks()
         return report
 
     def _new(self, table: Table, given: Sequence[tuple[int, Fact]]) -> tuple[list[tuple[int, Fact]], tuple[str, ...]]:
@@ -183,13 +170,6 @@ class LivingFacts(SearchedFacts):
             superseded.append(fact.id)
             logger.warning("Version %d of fact %r stays; not added: %r.", row.fact.version, fact.id, fact.text)
         return list(new.values()), tuple(superseded)
-
-    def _remove(self, table: Table, ids: Sequence[str]) -> None:
-        if not ids:
-            return
-        table.remove(ids)
-        if table.numbers() is not None:
-            self._leave(table, ids)
 
     def _embed(self, facts: Sequence[Fact], given: Vectors | None) -> Vectors:
         if not facts:
@@ -213,73 +193,31 @@ class LivingFacts(SearchedFacts):
 
     def _with_banks(self, table: Table) -> Table:
         with self._writing:
-            if table.numbers() is None:
+            if table.bank_count() is None and len(table):
                 self._check_writes()
                 self._make_banks(table)
-            elif table.namespace not in self._settled:
-                self._settle(table)
-            self._settled.add(table.namespace)
         return table
 
     def _make_banks(self, table: Table) -> None:
         rows = list(pages(table, vectors=True))
-        ids = [row.fact.id for row in rows]
-        table.switch_banks(make_banks(ids, _stacked(rows), self.bank_size))
-        logger.info("Made banks of %d facts of %r.", len(ids), table.namespace)
+        if not rows:
+            table.drop_banks()
+            return
+        labels, centroids = cluster(_stacked(rows), self.bank_size)
+        table.set_banks({row.fact.id: int(label) for row, label in zip(rows, labels, strict=True)}, centroids)
+        # Another process may have added facts while there were no banks to put them into.
+        if others := [row.fact.id for row in pages(table) if row.bank is None]:
+            late = table.rows(others, vectors=True)
+            vectors = _stacked(late)
+            table.put([row.fact for row in late], vectors, _nearest_banks(table, vectors))
+        logger.info("Made %d banks of %d facts of %r.", len(centroids), len(rows), table.namespace)
 
     def _renew(self, table: Table) -> None:
-        """Embed all facts of a table anew, and make its banks anew."""
+        """Embed all facts of a table anew."""
         rows = pages(table)
         while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
             table.put(batch, self._embed(batch, None))
-        self._make_banks(table)
-
-    def _settle(self, table: Table) -> None:
-        """Put facts that a writer who was killed left without a bank into one, and take out what is gone."""
-        times = Counter(fact_id for bank in table.banks() for fact_id in bank.ids)
-        held = set(table.ids())
-        wrong = [fact_id for fact_id, count in times.items() if count > 1 or fact_id not in held]
-        homeless = [fact_id for fact_id in held if times[fact_id] != 1]
-        if not wrong and not homeless:
-            return
-        self._check_writes()
-        logger.info("Banks of %r: %d facts join, %d leave.", table.namespace, len(homeless), len(wrong))
-        self._leave(table, wrong)
-        rows = table.rows(homeless, vectors=True)
-        self._join(table, [row.fact.id for row in rows], _stacked(rows))
-
-    def _join(self, table: Table, ids: Sequence[str], vectors: Vectors) -> None:
-        """Put facts into the banks nearest to them; banks that grow too large are split."""
-        if not ids:
-            return
-        numbers = table.numbers()
-        if not numbers:
-            table.switch_banks(make_banks(ids, vectors, self.bank_size))
-            return
-        coming, banks = defaultdict[int, list[int]](list), dict[int, Bank]()
-        for row, [nearest] in enumerate(table.nearest_banks(vectors, 1)):
-            coming[nearest.number].append(row)
-            banks[nearest.number] = nearest
-        changed: list[Bank] = []
-        free = max(numbers) + 1
-        for number, rows in coming.items():
-            grown = banks[number].joined([ids[row] for row in rows], vectors[rows])
-            members = table.rows(grown.ids, vectors=True) if len(grown.ids) > self.bank_size else []
-            grown = replace(grown, ids=tuple(row.fact.id for row in members)) if members else grown
-            parts = split_bank(grown, _stacked(members), self.bank_size, free)
-            free += len(parts) - 1
-            changed += parts
-        table.change_banks(changed)
-
-    def _leave(self, table: Table, ids: Sequence[str]) -> None:
-        """Take facts out of their banks; what is left of a bank that shrinks too far joins its neighbours."""
-        if not ids:
-            return
-        left = [bank.without(ids) for bank in table.banks_with(ids)]
-        small = [bank for bank in left if len(bank.ids) < max(1, self.bank_size // _SMALLEST)]
-        table.change_banks([bank for bank in left if bank not in small], [bank.number for bank in small])
-        rows = table.rows([fact_id for bank in small for fact_id in bank.ids], vectors=True) if small else []
-        self._join(table, [row.fact.id for row in rows], _stacked(rows))
+        table.drop_banks()
 
     def _problems(self, table: Table) -> Iterator[str]:
         ids = table.ids()
@@ -291,15 +229,18 @@ class LivingFacts(SearchedFacts):
         wrong = [f.id for f, row, own in zip(facts, rows, made, strict=True) if not _alike(row.vector, own)]
         if wrong:
             yield f"of {len(facts)} facts looked at, {len(wrong)} have the vector of another text, e.g. {wrong[0]}."
-        if table.numbers() is None:
+        if (banks := table.bank_count()) is None:
             return
-        try:
-            self._settle(table)
-        except BankError as error:
-            yield f"its banks do not hold each fact once ({error})"
-        for bank in table.banks():
-            if not np.isclose(float(np.linalg.norm(bank.centroid)), 1, atol=1e-3):
-                yield f"the centroid of bank {bank.number} is no direction."
+        lost = [row.fact.id for row in pages(table) if row.bank is None or row.bank >= banks]
+        if lost:
+            yield f"{len(lost)} facts stand in none of its {banks} banks, e.g. {lost[0]}."
+
+
+def _nearest_banks(table: Table, vectors: Vectors) -> list[int] | None:
+    """The number of the bank nearest to each of `vectors`; `None` where there are no banks."""
+    if table.bank_count() is None:
+        return None
+    return [number for [(number, _)] in table.nearest_banks(vectors, 1)]
 
 
 def _stacked(rows: Sequence[Row]) -> Vectors:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kp_core.errors import BankError
-from kp_core.facts.banking import Bank, Vectors
+from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors
 from kp_core.facts.filters import predicate
@@ -20,6 +20,7 @@ from kp_core.facts.table import Row, Table, alive
 __all__ = ["SearchedFacts", "pages"]
 
 _PAGE = 1000
+_FIRST, _GROWTH = 8, 4
 
 
 class SearchedFacts(ABC):
@@ -35,7 +36,7 @@ class SearchedFacts(ABC):
 
     @abstractmethod
     def _with_banks(self, table: Table) -> Table:
-        """`table`, when it has banks, and each of its facts stands in one."""
+        """`table`, with banks, unless it holds no facts."""
 
     def __len__(self) -> int:
         """See `FactStore`."""
@@ -89,15 +90,18 @@ class SearchedFacts(ABC):
 
     def banks(self, namespace: str | None = None) -> tuple[str, ...]:
         """See `FactStore.banks`."""
-        tables = [self._with_banks(table) for table in self._tables(namespace)]
-        return tuple(_name(table, number) for table in tables for number in sorted(table.numbers() or ()))
+        with self._writing:
+            tables = [self._with_banks(table) for table in self._tables(namespace)]
+            living = {(table.namespace, row.bank) for table in tables for row in pages(table) if alive(row.fact)}
+        return tuple(_name(space, bank) for space, bank in sorted((s, b) for s, b in living if b is not None))
 
     def bank_facts(self, bank: str) -> tuple[Fact, ...]:
         """See `FactStore.bank_facts`."""
         space, _, number = bank.rpartition("/")
-        for table in self._tables(space) if space and number.isdecimal() else ():
-            for found in self._with_banks(table).banks([int(number)]):
-                return tuple(row.fact for row in table.rows(found.ids) if alive(row.fact))
+        with self._writing:
+            for table in self._tables(space) if space and number.isdecimal() else ():
+                if living := _living(self._with_banks(table), int(number)):
+                    return tuple(row.fact for row in living)
         raise BankError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
 
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
@@ -105,38 +109,49 @@ class SearchedFacts(ABC):
         names: dict[tuple[str, str], str] = {}
         for space in dict.fromkeys(fact.namespace for fact in facts):
             ids = [fact.id for fact in facts if fact.namespace == space]
-            for table in self._tables(space):
-                for bank in self._with_banks(table).banks_with(ids):
-                    names |= {(space, fact_id): _name(table, bank.number) for fact_id in bank.ids}
+            with self._writing:
+                for table in self._tables(space):
+                    rows = self._with_banks(table).rows(ids)
+                    names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
         if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
-            raise BankError(f"The facts {missing} stand in no bank; they were removed, or never were in this store.")
+            raise BankError(
+                f"The facts {missing} stand in no bank: they were removed, never were in this store, or came while "
+                "another process made banks. `rebuild()` puts all facts into banks."
+            )
         return [names[fact.namespace, fact.id] for fact in facts]
 
     def route(self, question: str, *, namespace: str | None = None) -> str:
         """See `FactStore.route`."""
-        for table, bank in self._ranked(self._tables(namespace), self._query(question), 1):
-            return _name(table, bank.number)
+        query = self._query(question)
+        with self._writing:
+            for table, number in self._ranked(self._tables(namespace), query):
+                if _living(table, number):
+                    return _name(table.namespace, number)
         self._check_filled()
         raise BankError(f"There are no facts{_within(namespace)}.")
 
     def _probed(self, tables: list[Table], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
         test, found, looked = predicate({} if where is None else where), list[Hit](), 0
-        while True:
-            ranked = self._ranked(tables, query, max(probes, 2 * looked))
-            for at, (table, bank) in enumerate(ranked[looked:], looked):
-                if at >= probes and len(found) >= wanted:
-                    return found
-                rows = [row for row in table.rows(bank.ids, vectors=True) if alive(row.fact) and test(row.fact)]
-                found += [Hit(row.fact, float(np.dot(row.vector, query)), _name(table, bank.number)) for row in rows]
-            if len(ranked) == looked:
-                return found
-            looked = len(ranked)
+        with self._writing:
+            for table, number in self._ranked(tables, query):
+                if looked >= probes and len(found) >= wanted:
+                    break
+                rows = _living(table, number, vectors=True)
+                bank, looked = _name(table.namespace, number), looked + bool(rows)
+                found += [Hit(row.fact, float(np.dot(row.vector, query)), bank) for row in rows if test(row.fact)]
+        return found
 
-    def _ranked(self, tables: list[Table], query: Vectors, count: int) -> list[tuple[Table, Bank]]:
-        """The `count` banks nearest to a question, of all these tables."""
-        found = [(t, bank) for t in tables for bank in self._with_banks(t).nearest_banks(query[None], count)[0]]
-        return sorted(found, key=lambda each: -float(each[1].centroid @ query))[:count]
+    def _ranked(self, tables: list[Table], query: Vectors) -> Iterator[tuple[Table, int]]:
+        """The banks of all these tables, those with the nearest centroids first."""
+        tables, count, given = [self._with_banks(table) for table in tables], _FIRST, 0
+        while True:
+            near = [(cosine, table, n) for table in tables for n, cosine in table.nearest_banks(query[None], count)[0]]
+            ranked = sorted(near, key=lambda bank: -bank[0])[:count]
+            yield from ((table, number) for _, table, number in ranked[given:])
+            if len(ranked) < count:
+                return
+            count, given = _GROWTH * count, count
 
     def _check_filled(self) -> None:
         if not any(len(table) for table in self._tables(None)):
@@ -160,8 +175,12 @@ def pages(table: Table, *, vectors: bool = False, where: Filter | None = None) -
         start += len(page)
 
 
-def _name(table: Table, number: int) -> str:
-    return f"{table.namespace}/{number}"
+def _living(table: Table, number: int, *, vectors: bool = False) -> list[Row]:
+    return [row for row in table.bank(number, vectors=vectors) if alive(row.fact)]
+
+
+def _name(namespace: str, number: int) -> str:
+    return f"{namespace}/{number}"
 
 
 def _within(namespace: str | None) -> str:

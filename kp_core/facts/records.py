@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,18 +11,28 @@ from typing import Any
 import numpy as np
 
 from kp_core.errors import BankError, KnowledgePackError
-from kp_core.facts.banking import Bank, Vectors
+from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, content_id
-from kp_core.facts.client import bank_name, drop_replaced_banks
 from kp_core.facts.filters import predicate
 from kp_core.facts.table import Row, alive
 
-__all__ = ["ChromaTable", "QueriedCollection", "from_record", "pushed_down", "to_record", "told"]
+__all__ = [
+    "ChromaTable",
+    "QueriedCollection",
+    "bank_name",
+    "from_record",
+    "own_collection",
+    "pushed_down",
+    "to_record",
+    "told",
+]
 
 _OURS = "kp:"
-_GROWTH, _PAGE, _NAMED = 4, 1000, 100
+_GROWTH, _PAGE = 4, 1000
 _LARGEST = 2**63
 _COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
+_BANK = _OURS + "bank"
+_BANKS = _OURS + "banks"
 _BASIC = ("documents", "metadatas")
 _NO_VECTOR = np.zeros(0, np.float32)
 
@@ -178,7 +187,7 @@ class QueriedCollection:
         held = found["embeddings"] if vectors else [_NO_VECTOR] * len(found["ids"])
         parts = zip(found["ids"], found["documents"], found["metadatas"], held, strict=True)
         return [
-            Row(self._fact(fact_id, text, about, self.namespace), np.asarray(row, np.float32))
+            Row(self._fact(fact_id, text, about, self.namespace), np.asarray(row, np.float32), (about or {}).get(_BANK))
             for fact_id, text, about, row in parts
             if text and text.strip()
         ]
@@ -191,13 +200,15 @@ class QueriedCollection:
 
 
 class ChromaTable(QueriedCollection):
-    """A `Table` in a collection of ours, and a second one, new with each `switch_banks`, for its banks."""
+    """A `Table` in a collection of ours. The number of a fact's bank is metadata; centroids are a second collection.
+
+    How many banks there are is metadata of the collection of facts, written last.
+    """
 
     def __init__(self, client: Any, collection: Any, namespace: str, where: str) -> None:  # noqa: ANN401
         super().__init__(collection, namespace, where)
         self._client = client
-        self._banks: QueriedCollection | None = None
-        self._token = ""
+        self._centroids: QueriedCollection | None = None
 
     def holding(self, texts: Sequence[str]) -> dict[str, str]:
         digests = list({content_id(text) for text in texts})
@@ -207,104 +218,93 @@ class ChromaTable(QueriedCollection):
         held = dict(zip(found["documents"], found["ids"], strict=True))
         return {text: held[text] for text in texts if text in held}
 
-    def put(self, facts: Sequence[Fact], vectors: Vectors) -> None:
+    def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         ids = [fact.id for fact in facts]
         held = self.call("get", ids=ids, include=["metadatas"])
         # Chroma merges metadata; a field that is gone has to be said.
         old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
         about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
+        if banks is not None:
+            about = [record | {_BANK: number} for record, number in zip(about, banks, strict=True)]
         self.call("upsert", ids=ids, embeddings=vectors, documents=[fact.text for fact in facts], metadatas=about)
 
     def remove(self, ids: Sequence[str]) -> None:
         for at in range(0, len(ids), _PAGE):
             self.call("delete", ids=list(ids[at : at + _PAGE]))
 
-    def numbers(self) -> list[int] | None:
-        banks = self._bank_collection()
-        return None if banks is None else [int(number) for number in banks.ids()]
+    def bank_count(self) -> int | None:
+        # Another process may have made some since.
+        count = self._metadata().get(_BANKS)
+        return count if isinstance(count, int) and count > 0 else None
 
-    def banks(self, numbers: Sequence[int] | None = None) -> list[Bank]:
-        which = {} if numbers is None else {"ids": [str(number) for number in numbers]}
-        return sorted(self._banks_of(which), key=lambda bank: bank.number) if numbers is None or numbers else []
+    def bank(self, number: int, *, vectors: bool = False) -> list[Row]:
+        return self._get(vectors, where={_BANK: number})
 
-    def banks_with(self, ids: Sequence[str]) -> list[Bank]:
-        found: dict[int, Bank] = {}
-        for at in range(0, len(ids), _NAMED):
-            tests = [{_OURS + "ids": {"$contains": fact_id}} for fact_id in ids[at : at + _NAMED]]
-            found |= {bank.number: bank for bank in self._banks_of({"where": _together("$or", tests)})}
-        return list(found.values())
-
-    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[Bank]]:
-        banks = self._bank_collection()
-        size = 0 if banks is None else len(banks)
-        if banks is None or not size:
-            return [[] for _ in vectors]
-        include = ["metadatas", "embeddings"]
-        found = banks.call("query", query_embeddings=vectors, n_results=min(count, size), include=include)
-        parts = zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)
-        return [[_bank(*each) for each in zip(*part, strict=True)] for part in parts]
-
-    def change_banks(self, banks: Sequence[Bank], gone: Sequence[int] = ()) -> None:
-        held = self._bank_collection()
-        if held is None:
-            return
-        _write_banks(held, banks)
-        if gone:
-            held.call("delete", ids=[str(number) for number in gone])
-
-    def switch_banks(self, banks: Sequence[Bank] | None) -> None:
-        token = "" if banks is None else secrets.token_hex(8)
-        with told(self.where):
-            if banks is not None:
-                made = self._client.create_collection(
-                    bank_name(self.namespace, token),
-                    metadata={_OURS + "kind": "banks", _OURS + "namespace": self.namespace},
-                    configuration={"hnsw": {"space": "cosine"}},
-                    embedding_function=None,
-                )
-                _write_banks(QueriedCollection(made, self.namespace, self.where), banks)
-            self.collection.modify(metadata={**self._metadata(), _OURS + "banks": token})
-            drop_replaced_banks(self._client, self.namespace)
-
-    def _banks_of(self, which: Mapping[str, Any]) -> list[Bank]:
-        banks = self._bank_collection()
+    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        banks = self.bank_count()
         if banks is None:
-            return []
-        found = banks.call("get", include=["metadatas", "embeddings"], **which)
-        return [_bank(*each) for each in zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)]
+            return [[] for _ in vectors]
+        asked = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
+        found = self._bank_collection().call("query", **asked)
+        parts = zip(found["ids"], found["distances"], strict=True)
+        return [[(int(i), 1 - distance) for i, distance in zip(*part, strict=True)] for part in parts]
 
-    def _bank_collection(self) -> QueriedCollection | None:
-        """The collection of the banks that count now, which another process may have switched."""
-        token = self._metadata().get(_OURS + "banks", "")
-        if token != self._token or (token and self._banks is None):
-            self._banks, self._token = None, token
-            with told(self.where):
-                names = {each.name for each in self._client.list_collections()} if token else set()
-                if bank_name(self.namespace, token) in names:
-                    held = self._client.get_collection(bank_name(self.namespace, token), embedding_function=None)
-                    self._banks = QueriedCollection(held, self.namespace, self.where)
-        return self._banks
+    def set_banks(self, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        self.drop_banks()
+        ids, banks = list(numbers), self._bank_collection()
+        for at in range(0, len(ids), _PAGE):
+            page = ids[at : at + _PAGE]
+            self.call("update", ids=page, metadatas=[{_BANK: numbers[fact_id]} for fact_id in page])
+        for at in range(0, len(centroids), _PAGE):
+            rows = centroids[at : at + _PAGE]
+            banks.call("upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
+        if others := [number for number in banks.ids() if int(number) >= len(centroids)]:
+            banks.call("delete", ids=others)
+        self._count_banks(len(centroids))
+
+    def drop_banks(self) -> None:
+        self._count_banks(0)
+
+    def _count_banks(self, count: int) -> None:
+        with told(self.where):
+            self.collection.modify(metadata={**self._metadata(), _BANKS: count})
+
+    def _bank_collection(self) -> QueriedCollection:
+        if self._centroids is None:
+            name, about = bank_name(self.namespace), {"kind": "banks", "namespace": self.namespace}
+            made = own_collection(self._client, self.where, name, about, {"space": "cosine"})
+            self._centroids = QueriedCollection(made, self.namespace, self.where)
+        return self._centroids
 
     def _metadata(self) -> dict[str, Any]:
         with told(self.where):
             return dict(self._client.get_collection(self.collection.name, embedding_function=None).metadata or {})
 
 
+def bank_name(namespace: str) -> str:
+    """The name of the collection of a namespace's centroids."""
+    return f"kp-{namespace}-banks"
+
+
+def own_collection(client: Any, where: str, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """The collection of ours of this name, made with `about` as its marker where there is none.
+
+    Raises `BankError` for a collection that is not ours.
+    """
+    with told(where):
+        held = {each.name: each.metadata or {} for each in client.list_collections()}
+        if name not in held:
+            metadata = {_OURS + key: value for key, value in about.items()}
+            made = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
+            return client.get_or_create_collection(name, **made)
+        if _OURS + "kind" not in held[name]:
+            raise BankError(
+                f"{where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use another "
+                "namespace or database, or read it with `ChromaFactStore.from_collection`."
+            )
+        return client.get_collection(name, embedding_function=None)
+
+
 def _narrowed(where: Filter | None) -> dict[str, Any]:
     kept = pushed_down(where)
     return {} if kept is None else {"where": kept}
-
-
-def _write_banks(collection: QueriedCollection, banks: Sequence[Bank]) -> None:
-    for at in range(0, len(banks), _PAGE):
-        part = banks[at : at + _PAGE]
-        collection.call(
-            "upsert",
-            ids=[str(bank.number) for bank in part],
-            embeddings=np.stack([bank.centroid for bank in part]),
-            metadatas=[{_OURS + "ids": list(bank.ids)} for bank in part],
-        )
-
-
-def _bank(number: str, about: Mapping[str, Any], centroid: Any) -> Bank:  # noqa: ANN401
-    return Bank(int(number), tuple(about[_OURS + "ids"]), np.asarray(centroid, np.float32))

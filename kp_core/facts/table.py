@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from kp_core.facts.banking import Bank, Vectors
+from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit
 
 __all__ = ["Row", "Table", "alive", "next_versions"]
 
 
 class Row(NamedTuple):
-    """A fact, and its vector; without numbers where that was not asked for."""
+    """A fact, its vector (without numbers where that was not asked for), and the number of its bank."""
 
     fact: Fact
     vector: Vectors
+    bank: int | None = None
 
 
 class Table(Protocol):
@@ -40,8 +41,8 @@ class Table(Protocol):
     def holding(self, texts: Sequence[str]) -> dict[str, str]:
         """Of `texts`, those that a fact has, each with its id."""
 
-    def put(self, facts: Sequence[Fact], vectors: Vectors) -> None:
-        """Keep facts, in the place of those with their ids; lasting on return."""
+    def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
+        """Keep facts, in the place of those with their ids, in banks of these numbers; lasting on return."""
 
     def remove(self, ids: Sequence[str]) -> None:
         """Remove the facts with these ids; lasting on return."""
@@ -52,23 +53,23 @@ class Table(Protocol):
     def nearest(self, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
         """For each of `vectors` (normalised, shape `(n, dimensions)`) the `count` nearest living facts that match."""
 
-    def numbers(self) -> list[int] | None:
-        """The numbers of the banks; `None` before any were made."""
+    def bank_count(self) -> int | None:
+        """How many banks were made, numbered from 0 on, those included that lost all facts since; `None` for none."""
 
-    def banks(self, numbers: Sequence[int] | None = None) -> list[Bank]:
-        """The banks with these numbers, by default all, in the order of their numbers."""
+    def bank(self, number: int, *, vectors: bool = False) -> list[Row]:
+        """The facts of one bank."""
 
-    def banks_with(self, ids: Sequence[str]) -> list[Bank]:
-        """The banks that hold any of these facts."""
+    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        """For each of `vectors` the `count` banks with the nearest centroids: number and cosine, nearest first."""
 
-    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[Bank]]:
-        """For each of `vectors` the `count` banks with the nearest centroids, nearest first."""
+    def set_banks(self, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        """Put each fact into the bank of its number; `centroids` has a row for each bank.
 
-    def change_banks(self, banks: Sequence[Bank], gone: Sequence[int] = ()) -> None:
-        """Keep these banks, in the place of those with their numbers, then remove others by number."""
+        Before it is done there are no banks, also where a process is killed meanwhile.
+        """
 
-    def switch_banks(self, banks: Sequence[Bank] | None) -> None:
-        """Make these all the banks there are, in one step; `None`: they are to be made when they are next needed."""
+    def drop_banks(self) -> None:
+        """There are no banks any more."""
 
 
 def alive(fact: Fact) -> bool:

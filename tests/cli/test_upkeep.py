@@ -87,6 +87,9 @@ def test_banks_are_made_when_they_are_asked_for(kp: Kp, bank: Path) -> None:
     assert about["bytes"]["chroma"] > about["bytes"]["text"] > 0
     assert kp("build", "bank", "facts.jsonl", "--bank-size", "2")[0] == 0
     assert as_json(kp("inspect", "bank", "--json"))["banks"] == 2
+    assert kp("build", "bank", "--bank-size", "1")[0] == 0
+    assert as_json(kp("inspect", "bank", "--json"))["banks"] == 4
+    assert kp("build", "nothing", "--bank-size", "1")[0] == 2
     assert "chroma" in kp("inspect", "bank")[1]
 
 

@@ -132,6 +132,28 @@ def test_what_is_stored_is_not_compiled_again(
 # Facts that change
 
 
+def test_the_pack_of_a_bank_that_a_fact_joined_is_compiled_anew_and_no_other(tmp_path: Path) -> None:
+    facts = MemoryFactStore(HashEmbedder(), bank_size=6)
+    made = packs(facts, tmp_path, unit="bank", kv="stored")
+    mine = [Fact(f"Line {number}.") for number in range(18)]
+    made.add(mine, progress=False)
+    before = {unit.title: made.store.handle(unit.text, unit.namespace) for unit in made.all_units()}
+    assert len(before) >= 3
+    facts.add([Fact("Line 99.")])
+    [found] = made.search("Line 99.", 1)
+    assert (found.unit.title, found.hit.fact.text) == (facts.bank_of([Fact("Line 99.")])[0], "Line 99.")
+    assert "Line 99." in found.unit.text.split("\n")
+    old = before[found.unit.title]
+    assert (found.handle != old, made.store.get(found.handle).is_lazy) == (True, False)  # type: ignore[arg-type]
+    assert made.gc() == [old]
+    stored = set(made.store)
+    assert stored == {*before.values(), found.handle} - {old}
+    # The paper's routing: a question goes to one bank, which goes into the prompt as a whole.
+    [routed] = made.search("Line 99.", 1, probes=1)
+    assert (routed.unit.title, routed.handle) == (facts.route("Line 99."), found.handle)
+    assert set(made.store) == stored
+
+
 @pytest.mark.parametrize("unit", ["fact", "bank", "document"])
 def test_what_changes_takes_its_packs_along(tmp_path: Path, unit: str) -> None:
     store = MemoryFactStore(HashEmbedder(), bank_size=6)

@@ -25,6 +25,7 @@ from kp_core.errors import BankError, BankLockedError, MissingDependencyError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
+from kp_core.facts.records import ChromaTable, QueriedCollection
 from tests.core.facts.test_facts import HashEmbedder, check, facts_of
 
 
@@ -584,24 +585,99 @@ def test_facts_without_a_title_are_found_by_that(tmp_path):
             assert [hit.fact.id for hit in store.search("mill", 2, where=where)] == ["bare"]
 
 
-def test_banks_that_a_killed_rebuild_left_go_at_the_next_open(tmp_path):
+@pytest.mark.parametrize("step", ["facts", "centroids", "count"])
+def test_a_rebuild_that_was_killed_leaves_no_banks_and_they_are_made_anew(tmp_path, monkeypatch, step):
+    facts = facts_of(40)
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
-        store.build(facts_of(20))
-        banks = store.banks()
-        [counting] = [each.name for each in store._own_collections() if "-banks-" in each.name]
-        # As `switch_banks` stands when it is killed: before the old ones go, or before the new ones count.
-        left = store._client.create_collection(
-            "kp-default-banks-left", metadata={"kp:kind": "banks", "kp:namespace": "default"}, embedding_function=None
-        )
-        left.add(ids=["0"], embeddings=[[1.0]])
-        store._client.create_collection("kp-default-banks-foreign", embedding_function=None)
+        store.build(facts[:20])
+        before = store.banks()
+        store.add(facts[20:30])
+        call, count = QueriedCollection.call, ChromaTable._count_banks
+
+        def dies(table, name, **arguments):
+            if (step, name) in {("facts", "update"), ("centroids", "upsert")}:
+                if name == "update":  # half of it is done
+                    call(table, name, **{part: values[::2] for part, values in arguments.items()})
+                raise KeyboardInterrupt
+            return call(table, name, **arguments)
+
+        def dies_at_the_end(table, banks):
+            if banks:
+                raise KeyboardInterrupt
+            count(table, banks)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(QueriedCollection, "call", dies)
+            if step == "count":
+                patch.setattr(ChromaTable, "_count_banks", dies_at_the_end)
+            with pytest.raises(KeyboardInterrupt):
+                store.rebuild()
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True) as store:
-        assert store.banks() == banks, "a reader takes nothing away"
-        assert "kp-default-banks-left" in {each.name for each in store._client.list_collections()}
+        assert store.search(facts[3].text, 1)[0].fact == facts[3]
+        with pytest.raises(BankError, match="read_only=True"):
+            store.banks()
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        store.add(facts[30:])
+        assert store.verify() == []
+        check(store, facts)
+        assert len(store.banks()) > len(before)
+        assert all(len(store.bank_facts(bank)) <= 8 for bank in store.banks())
+
+
+def test_a_fact_that_another_process_added_while_banks_were_made_joins_one(tmp_path, monkeypatch):
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        store.add(facts_of(20))
+        count = ChromaTable._count_banks
+
+        def meanwhile(table, banks):
+            if banks:
+                table.put([Fact("late")], HashEmbedder().embed(["late"]))
+            count(table, banks)
+
+        monkeypatch.setattr(ChromaTable, "_count_banks", meanwhile)
+        store.rebuild()
+        check(store, [*facts_of(20), Fact("late")])
+        # One that came a moment later is found, and named where banks are asked for.
+        [table] = store._tables("default")
+        table.put([Fact("later")], HashEmbedder().embed(["later"]))
+        assert store.search("later", 1)[0].fact.text == "later"
+        with pytest.raises(BankError, match=r"stand in no bank.*`rebuild\(\)`"):
+            store.bank_of([Fact("later")])
+        assert "1 facts stand in none of its" in store.verify()[0]
+        store.rebuild()
+        check(store, [*facts_of(20), Fact("late"), Fact("later")])
+
+
+def test_banks_of_an_earlier_release_are_made_anew_and_leave_with_a_vacuum(tmp_path):
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        store.add(facts_of(20))
+    client = a_client(tmp_path / "facts")
+    facts = client.get_collection("kp-default-facts", embedding_function=None)
+    facts.modify(metadata={**facts.metadata, "kp:banks": "0123abcd"})
+    about = {"kp:kind": "banks", "kp:namespace": "default"}
+    old = client.create_collection("kp-default-banks-0123abcd", metadata=about, embedding_function=None)
+    old.add(ids=["0"], embeddings=[[1.0] * 8], metadatas=[{"kp:ids": [fact.id for fact in facts_of(20)]}])
+    client.create_collection("kp-default-banks-foreign", embedding_function=None)
+    client.close()
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        check(store, facts_of(20))
+        assert len(store.banks()) >= 5
+        store.vacuum()
         names = {each.name for each in store._client.list_collections()}
-        assert names == {"kp-default-facts", "kp-default-banks-foreign", counting}
-        assert store.banks() == banks
+        assert names == {"kp-default-facts", "kp-default-banks", "kp-default-banks-foreign"}
+        check(store, facts_of(20))
+
+
+def test_a_collection_of_others_under_the_name_of_banks_is_refused_and_untouched(tmp_path):
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        store.add(facts_of(20))
+        store._client.create_collection("kp-default-banks", embedding_function=None).add(ids=["1"], embeddings=[[1.0]])
+    before = contents(tmp_path / "facts")["kp-default-banks"]
+    with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
+        with pytest.raises(BankError, match="lacks our marker"):
+            store.banks()
+        assert len(store.search("q", 4)) == 4
+    assert contents(tmp_path / "facts")["kp-default-banks"] == before
 
 
 def test_filters_may_have_numbers_without_end(tmp_path):

@@ -55,13 +55,13 @@ def flat(store: FactStore, embedder: HashEmbedder, question: str) -> list[str]:
 
 
 def check(store: LivingFacts, facts: Sequence[Fact]) -> None:
-    """The store holds these facts, each in one bank, and finds each by its own text."""
+    """The store holds these facts, each in one bank that is not empty, and finds each by its own text."""
     assert {fact.id: fact for fact in store.facts()} == {fact.id: fact for fact in facts}
     assert len(store) == len(facts)
     inside = {bank: [fact.id for fact in store.bank_facts(bank)] for bank in store.banks()}
     assert sorted(itertools.chain.from_iterable(inside.values())) == sorted(fact.id for fact in facts)
     for bank, ids in inside.items():
-        assert 0 < len(ids) <= 2 * store.bank_size
+        assert ids
         assert set(store.bank_of([store.get(ids[0])])) == {bank}
     for fact in facts[::7]:
         assert store.search(fact.text, 1)[0].fact == fact
@@ -309,6 +309,7 @@ def test_every_fact_stands_in_one_of_the_banks(make_store: MakeStore, count: int
     assert store.build(iter(facts)).added == count
     assert list(store.facts()) == facts
     assert len(store.banks()) == banks
+    assert all(len(store.bank_facts(bank)) <= 2 * bank_size for bank in store.banks())
     check(store, facts)
 
 
@@ -341,25 +342,63 @@ def test_a_text_is_stored_once_and_an_id_stands_for_one_text(make_store: MakeSto
     assert len(store) == 2
 
 
-def test_facts_added_one_by_one_stand_in_banks_that_split(make_store: MakeStore) -> None:
-    store, facts = make_store(bank_size=5), facts_of(40)
-    store.build(facts[:10])
-    for fact in facts[10:]:
+def test_what_comes_later_joins_the_nearest_bank(make_store: MakeStore) -> None:
+    embedder = HashEmbedder()
+    store, facts = make_store(embedder, bank_size=5), facts_of(30)
+    store.build(facts[:20])
+    before = {bank: store.bank_facts(bank) for bank in store.banks()}
+    vectors = {bank: embedder.embed([fact.text for fact in members]).sum(axis=0) for bank, members in before.items()}
+    for fact in facts[20:]:
         assert store.add([fact]).added == 1
-    check(store, facts)
-    assert 4 <= len(store.banks()) <= 30
+    changed = store.update(Fact("changed", id=facts[0].id))
+    for fact in [*facts[20:], changed]:
+        cosines = {
+            bank: vectors[bank] @ embedder.embed_query(fact.text) / np.linalg.norm(vectors[bank]) for bank in before
+        }
+        assert store.bank_of([fact]) == [max(cosines, key=lambda bank: cosines[bank])]
+    for bank, members in before.items():
+        assert {fact for fact in members if fact.id != changed.id} <= set(store.bank_facts(bank))
+    check(store, [changed, *facts[1:]])
 
 
-def test_banks_that_shrink_are_merged(make_store: MakeStore) -> None:
+@pytest.mark.parametrize("at_once", [1, 200])
+def test_banks_that_came_to_hold_twice_their_size_are_made_anew(make_store: MakeStore, at_once: int) -> None:
+    store, facts = make_store(bank_size=5), facts_of(230)
+    store.build(facts[:30])
+    banks = len(store.banks())
+    last = 10 * banks - 30
+    store.add(facts[30 : 30 + last])
+    assert len(store.banks()) <= banks
+    for start in range(30 + last, 30 + last + at_once, at_once):
+        store.add(facts[start : start + at_once])
+    held = facts[: min(230, 30 + last + at_once)]
+    assert len(store.banks()) >= len(held) / 10
+    assert all(len(store.bank_facts(bank)) <= 10 for bank in store.banks())
+    check(store, held)
+
+
+def test_facts_that_go_leave_the_others_in_their_banks(make_store: MakeStore) -> None:
     store, facts = make_store(bank_size=8), facts_of(60)
     store.build(facts)
-    before, gone = len(store.banks()), facts[::2] + facts[1:40:2]
-    for fact in gone:
+    before = {bank: store.bank_facts(bank) for bank in store.banks()}
+    [emptied, *_] = before
+    gone = {fact.id: fact for fact in [*facts[::2], *facts[1:40:2], *before[emptied]]}
+    for fact in gone.values():
         assert store.delete([fact.id, "unknown"]) == 1
-    check(store, [fact for fact in facts if fact not in gone])
-    assert len(store.banks()) < before
+    left = {bank: tuple(fact for fact in members if fact.id not in gone) for bank, members in before.items()}
+    assert {bank: store.bank_facts(bank) for bank in store.banks()} == {
+        bank: held for bank, held in left.items() if held
+    }
+    # A question whose nearest bank is empty goes to the next one.
+    assert emptied not in {store.route(fact.text) for fact in before[emptied]}
+    assert {hit.bank for hit in store.search(before[emptied][0].text, 99, probes=1)} == set(store.banks())
+    with pytest.raises(BankError, match="expected one of `banks"):
+        store.bank_facts(emptied)
+    check(store, [fact for fact in facts if fact.id not in gone])
     assert store.delete(fact.id for fact in facts) == 60 - len(gone)
     assert (len(store), store.banks()) == (0, ())
+    with pytest.raises(BankError, match="no facts yet"):
+        store.route("q")
     store.add(facts[:3])
     check(store, facts[:3])
 
@@ -386,6 +425,9 @@ def test_any_order_of_changes_leaves_what_a_dictionary_holds(make_store: MakeSto
             assert sum(len(store.bank_facts(bank)) for bank in store.banks()) == len(held)
         else:
             store.rebuild()
+    check(store, list(held.values()))
+    store.rebuild()
+    assert all(len(store.bank_facts(bank)) <= 2 * store.bank_size for bank in store.banks())
     check(store, list(held.values()))
 
 
