@@ -174,13 +174,17 @@ def _check_collection(path: str, options: PlaceOptions, *, repair: bool) -> _See
     except BankError as error:
         if is_url(path) or isinstance(error, BankLockedError):
             raise
-        seen.add([str(error)], [str(error)])
-        return seen
+        wrong = [str(error)]
     left = wrong
     if repair and wrong:
-        with open_collection(path, options) as facts:
-            facts.verify(repair=True)
-            left = facts.verify()
+        try:
+            # Twice, as an index is made anew when its folder is opened.
+            with suppress(BankError), open_collection(path, options) as facts:
+                facts.verify(repair=True)
+            with open_collection(path, options) as facts:
+                left = facts.verify()
+        except BankError as error:
+            left = [str(error)]
     seen.add(wrong, left)
     return seen
 
