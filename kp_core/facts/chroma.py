@@ -7,16 +7,23 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError, FactStoreLockedError
 from kp_core.facts.banking import BANK_SIZE
-from kp_core.facts.client import check_unlocked, drop_replaced_banks, is_url, open_client, run_vacuum
+from kp_core.facts.client import is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
-from kp_core.facts.folder import FACTS, SCHEMA, check_index, prepared
-from kp_core.facts.index import blank_unused, end_repair, needs_repair
-from kp_core.facts.living import LivingFacts
-from kp_core.facts.records import ChromaTable, told
-from kp_core.facts.table import Table
+from kp_core.facts.folder import (
+    FACTS,
+    SCHEMA,
+    blank_unused,
+    check_indexes,
+    check_unlocked,
+    demand_repair,
+    end_repair,
+    prepared,
+)
+from kp_core.facts.records import ChromaTable, bank_name, own_collection, told
+from kp_core.facts.store import Table, TableFactStore
 
 __all__ = ["ChromaFactStore"]
 
@@ -24,7 +31,7 @@ _BUNDLED = "all-MiniLM-L6-v2"
 _HNSW = {"space": "cosine", "ef_search": 200}
 
 
-class ChromaFactStore(LivingFacts):
+class ChromaFactStore(TableFactStore):
     """A `FactStore` in Chroma: text as document, metadata as metadata, a collection `kp-<namespace>-facts` each.
 
     `path` is a folder, for one process at a time and readable by its owner alone, or the URL of a Chroma server, for
@@ -34,13 +41,13 @@ class ChromaFactStore(LivingFacts):
 
     Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
     LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
-    it and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process. With `read_only`
+    it and `near_duplicate` see `TableFactStore`. The same folder may be opened again in one process. With `read_only`
     nothing is locked or changed, and what another process writes is seen when the folder is opened again. Use it as a
     context manager, or `close` it.
 
-    Raises `BankLockedError` when another process does not let go of the folder within `wait` seconds; `BankError` for a
-    folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to read;
-    `MissingDependencyError` where Chroma is not installed.
+    Raises `FactStoreLockedError` when another process does not let go of the folder within `wait` seconds; `FactError`
+    for a folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to
+    read; `MissingDependencyError` where Chroma is not installed.
     """
 
     def __init__(  # noqa: PLR0913 - every setting has a default that works
@@ -57,15 +64,16 @@ class ChromaFactStore(LivingFacts):
         **server: Any,  # noqa: ANN401 - tenant, database, headers
     ) -> None:
         if (path is None) == (client is None):
-            raise BankError(f"Got path={path!r} and client={client!r}; expected one of the two.")
+            raise FactError(f"Got path={path!r} and client={client!r}; expected one of the two.")
         self.path = None if path is None or is_url(path) else Path(path)
         self.where = str(path or type(client).__name__)
         self.read_only, self._lock, self._closed = read_only, None, False
+        without_vectors: list[str] = []
         if self.path is not None:
             self._lock = prepared(self.path, read_only=read_only, wait=wait)
         try:
             if self.path is not None:
-                check_index(self.path, self._lock)
+                without_vectors = check_indexes(self.path, self._lock)
             with told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
                 held = self._listed()
@@ -81,8 +89,11 @@ class ChromaFactStore(LivingFacts):
             if self.path is not None:
                 # Two objects on one folder see each other's changes, and change it one at a time.
                 self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
-                if self._lock is not None:
-                    self._mend(self.path)
+                if without_vectors:
+                    with self._writing:
+                        for table in (table for space in without_vectors for table in self._tables(space)):
+                            self._renew(table)
+                        end_repair(self.path)
         except BaseException:
             self.close()
             raise
@@ -103,15 +114,15 @@ class ChromaFactStore(LivingFacts):
         The name may be left out where there is but one.
 
         Without an `embedder` the collection's own embedding function is used, else the bundled MiniLM where its vectors
-        are those of the collection; see `CollectionFacts`. Raises `BankError` where there is no such collection, naming
+        are those of the collection; see `CollectionFacts`. Raises `FactError` where there is no such collection, naming
         those that there are, and for an embedder whose vectors are others.
         """
         where = str(path or "Chroma")
         if collection is None or isinstance(collection, str):
             if (path is None) == (client is None):
-                raise BankError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
+                raise FactError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
             if path is not None and not is_url(path) and not (Path(path) / "chroma.sqlite3").is_file():
-                raise BankError(f"There is no Chroma database in {path}.")
+                raise FactError(f"There is no Chroma database in {path}.")
             with told(where):
                 client = client or open_client(path, migrations="validate", **server)
                 names = [each.name for each in client.list_collections()]
@@ -121,7 +132,7 @@ class ChromaFactStore(LivingFacts):
                     which = (
                         "Name a collection of" if collection is None else f"There is no collection {collection!r} in"
                     )
-                    raise BankError(f"{which} {where}; there are {names}.")
+                    raise FactError(f"{which} {where}; there are {names}.")
                 collection = client.get_collection(collection)
         return CollectionFacts(collection, None if embedder is None else as_embedder(embedder), namespace, where)
 
@@ -158,10 +169,10 @@ class ChromaFactStore(LivingFacts):
         """
         self._check_writes()
         if self.path is None:
-            raise BankError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
+            raise FactError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
         with self._writing, told(self.where):
             for own in self._own_collections():
-                if own.count():
+                if own.count() and not _is_replaced(own):
                     own.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
                 else:
                     self._client.delete_collection(own.name)
@@ -175,14 +186,19 @@ class ChromaFactStore(LivingFacts):
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
                 blank_unused(self.path)
 
-    def _mend(self, path: Path) -> None:
-        """Put right what a process left that was killed: banks that it was making anew, indexes that it was writing."""
-        with self._writing, told(self.where):
-            drop_replaced_banks(self._client)
-            if needs_repair(path):
-                for table in self._tables(None):
-                    self._renew(table)
-                end_repair(path)
+    def verify(self, *, repair: bool = False) -> list[str]:
+        """See `TableFactStore.verify`.
+
+        Raises `FactError` where Chroma cannot read an index; with `repair` indexes are then made anew from the texts
+        when the folder is next opened for writing.
+        """
+        try:
+            return super().verify(repair=repair)
+        except FactError as error:
+            if repair and self.path is not None and not isinstance(error, FactStoreLockedError):
+                self._check_writes()
+                demand_repair(self.path, self._opened)
+            raise
 
     def _listed(self) -> dict[str, Any]:
         """The collections of facts that carry our marker, by namespace."""
@@ -216,30 +232,19 @@ class ChromaFactStore(LivingFacts):
         name = f"kp-{namespace}-{FACTS}"
         about = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
         about["bank_size"] = self.bank_size
-        with told(self.where):
-            if name in {each.name for each in self._client.list_collections()}:
-                raise BankError(
-                    f"{self.where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use "
-                    "another namespace or database, or read it with `ChromaFactStore.from_collection`."
-                )
-            made = self._client.get_or_create_collection(
-                name,
-                metadata={f"kp:{key}": value for key, value in about.items()},
-                configuration={"hnsw": _HNSW},
-                embedding_function=None,
-            )
+        made = own_collection(self._client, self.where, name, about, _HNSW)
         return self._table(namespace, made)
 
     def _table(self, namespace: str, collection: Any) -> ChromaTable:  # noqa: ANN401
         about = _about(collection)
         if about["schema"] != SCHEMA:
-            raise BankError(
+            raise FactError(
                 f"{self.where}: {collection.name} has schema {about['schema']}; this release knows {SCHEMA}."
             )
         if about["embedder"] != self.embedder.name:
             one = collection.get(limit=1, include=["embeddings"])["embeddings"]
             held = f"{len(one[0])} dimensions" if len(one) else "no vectors yet"
-            raise BankError(
+            raise FactError(
                 f"{self.where} was built with the embedder {about['embedder']!r} ({held}), got {self.embedder.name!r} "
                 f"({self.embedder.dimensions} dimensions); their vectors cannot be compared. Open it with the former, "
                 "or build another store."
@@ -247,18 +252,18 @@ class ChromaFactStore(LivingFacts):
         own = self._client.get_collection(collection.name, embedding_function=None)
         if self._is_sized and not self.read_only and about.get("bank_size") != self.bank_size:
             own.modify(metadata={**own.metadata, "kp:bank_size": self.bank_size})
-        return ChromaTable(self._client, own, namespace, self.where)
+        return ChromaTable(self._client, own, namespace, self.where, folder=self.path)
 
     def _check_open(self) -> None:
         if self._closed:
-            raise BankError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
+            raise FactError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
         if self.path is not None:
             check_unlocked(self.path, writing=False)
 
     def _check_writes(self) -> None:
         self._check_open()
         if self.read_only:
-            raise BankError(f"{self.where} was opened with read_only=True. Open it without to change it.")
+            raise FactError(f"{self.where} was opened with read_only=True. Open it without to change it.")
         if self.path is not None:
             check_unlocked(self.path, writing=True)
 
@@ -275,3 +280,9 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
     about = _about(collection)
     ours = about.get("kind") == FACTS and collection.name == f"kp-{about.get('namespace')}-{FACTS}"
     return str(about["namespace"]) if ours else None
+
+
+def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
+    """Whether it holds banks of an earlier release, which kept other things of them."""
+    about = _about(collection)
+    return bool(about["kind"] == "banks" and collection.name != bank_name(str(about.get("namespace"))))

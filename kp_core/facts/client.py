@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from kp_core.bundled import needing
-from kp_core.errors import BankError, BankLockedError
+from kp_core.errors import FactError
+from kp_core.facts.folder import check_unlocked, writing
 
 # An index is written after so many changes; what is set counts from the next opening on.
 _FLUSH = """
@@ -29,9 +28,7 @@ for each in client.list_collections():
         held.update(ids=one["ids"], embeddings=one["embeddings"])
 """
 
-_LOCKED_SECONDS = 4.0
-
-__all__ = ["bank_name", "check_unlocked", "drop_replaced_banks", "is_url", "open_client", "run_vacuum"]
+__all__ = ["is_url", "open_client", "run_vacuum"]
 
 
 def open_client(
@@ -56,7 +53,7 @@ def open_client(
             if "migrations" not in str(error):
                 raise
             upgrade = f"python -c \"import chromadb; chromadb.PersistentClient('{path}')\""
-            raise BankError(
+            raise FactError(
                 f"{path} has an older schema than the chromadb that is installed, and stays as it is ({error}). "
                 f"`{upgrade}` upgrades it."
             ) from error
@@ -66,7 +63,7 @@ def open_client(
     try:
         httpx.get(f"{url.scheme}://{url.netloc}/api/v2/heartbeat", timeout=timeout_s, headers=dict(headers or {}))
     except httpx.HTTPError as error:
-        raise BankError(
+        raise FactError(
             f"There is no Chroma server at {path} ({type(error).__name__}: {error}). Start it with "
             "`chroma run --path FOLDER`, on a trusted network only."
         ) from error
@@ -84,45 +81,8 @@ def open_client(
     return client
 
 
-def check_unlocked(path: Path, *, writing: bool) -> None:
-    """Raise `BankLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
-
-    With `writing` that is also one which someone else is writing to. What is locked later, within a call, is not seen.
-    """
-    file = path / "chroma.sqlite3"
-    if not file.is_file():
-        return
-    uri = f"{file.resolve().as_uri()}?mode={'rw' if writing else 'ro'}"
-    try:
-        with closing(sqlite3.connect(uri, uri=True, timeout=_LOCKED_SECONDS, isolation_level=None)) as opened:
-            opened.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            if writing:
-                opened.execute("BEGIN IMMEDIATE")
-                opened.execute("ROLLBACK")
-    except sqlite3.OperationalError as error:
-        # Anything else, such as what a killed writer left to be rolled back, is Chroma's to deal with.
-        if "locked" in str(error):
-            raise BankLockedError(f"{file} is locked; another process holds it. Wait for that, or end it.") from error
-    except sqlite3.DatabaseError as error:
-        raise BankError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
-
-
-def bank_name(namespace: str, token: str) -> str:
-    """The collection of a namespace's banks, new with each token."""
-    return f"kp-{namespace}-banks-{token}"
-
-
-def drop_replaced_banks(client: Any, namespace: str | None = None) -> None:  # noqa: ANN401
-    """Delete collections of banks that do not count (of all namespaces: only where nobody else may be making some)."""
-    held = {each.name: each.metadata or {} for each in client.list_collections()}
-    ours = {name: about for name, about in held.items() if namespace in (None, about.get("kp:namespace"))}
-    counting = {bank_name(str(about.get("kp:namespace")), about.get("kp:banks", "")) for about in ours.values()}
-    for name in {name for name, about in ours.items() if about.get("kp:kind") == "banks"} - counting:
-        client.delete_collection(name)
-
-
 def run_vacuum(path: Path) -> None:
-    """Take what was removed off the disk, in a folder that nobody has open; raises `BankError` where it fails.
+    """Take what was removed off the disk, in a folder that nobody has open; raises `FactError` where it fails.
 
     Chroma's log of changes is cut up to what its index holds, so each index is written first. It is written by
     processes that never held what was removed, as it is written with whatever the memory held: the first still reads
@@ -132,9 +92,10 @@ def run_vacuum(path: Path) -> None:
     tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
     flush = [sys.executable, "-c", _FLUSH, str(path)]
     for command in (flush, flush, [tool, "vacuum", "--path", str(path), "--force"]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
-        if done.returncode:
-            raise BankError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
+        with writing(path):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+            if done.returncode:
+                raise FactError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

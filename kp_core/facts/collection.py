@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.base import Fact
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder
-from kp_core.facts.reading import SearchedFacts
-from kp_core.facts.records import QueriedCollection, told
-from kp_core.facts.table import Table
+from kp_core.facts.records import ChromaTable, told
+from kp_core.facts.store import Table, TableFactStore
 from kp_core.packs.handle import check_namespace
 
 __all__ = ["CollectionFacts"]
@@ -25,7 +24,7 @@ _SAME = 0.98
 _SPACES = ("cosine", "l2", "ip")
 
 
-class CollectionFacts(SearchedFacts):
+class CollectionFacts(TableFactStore):
     """The records of a collection as facts of `namespace`: found, listed and compiled, never changed.
 
     Ids, documents and metadata are theirs; `title` and `source` of a fact are the metadata of these names. A hit's
@@ -33,7 +32,7 @@ class CollectionFacts(SearchedFacts):
     what orders as it does. Questions are embedded by `embedder`, else by the collection's own embedding function, else
     by the bundled MiniLM; a few texts are embedded and compared first. There are no banks.
 
-    Raises `BankError` where these vectors are not those of the collection (both are described).
+    Raises `FactError` where these vectors are not those of the collection (both are described).
     """
 
     def __init__(
@@ -48,42 +47,38 @@ class CollectionFacts(SearchedFacts):
             settings = collection.configuration_json or {}
             spaces = [each.get("space") for each in settings.values() if isinstance(each, Mapping)]
             space = next((each for each in spaces if each in _SPACES), "l2")
-        self._table: Any = QueriedCollection(collection, check_namespace(namespace), self.where, _fact, space)
         super().__init__(embedder or _own_embedder(collection, settings) or SentenceTransformerEmbedder())
-        self._check_embedder()
+        table = ChromaTable(None, collection, check_namespace(namespace), self.where, fact=_fact, space=space)
+        self._opened[namespace] = table
+        self._check_embedder(table)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.where!r}, {self.embedder!r})"
 
-    def __len__(self) -> int:
-        return len(self._table)
+    def _open(self, namespace: str) -> Table:  # noqa: ARG002 - there is one
+        return self._check_writes()
 
-    def _tables(self, namespace: str | None) -> list[Table]:
-        return [self._table] if namespace in (None, self._table.namespace) else []
+    def _check_writes(self) -> NoReturn:
+        raise FactError(f"{self.where} is not ours and is only read. Change it with what made it.")
 
     def _with_banks(self, table: Table) -> Table:  # noqa: ARG002 - there are none
-        raise BankError(
+        raise FactError(
             f"{self.where} is not ours, so no banks are kept for it. Search without `probes`, deliver facts or "
             "documents; or copy it: `ChromaFactStore(folder).add(facts.facts())`."
         )
 
-    def _refuse(self, *_: object, **__: object) -> Any:  # noqa: ANN401
-        raise BankError(f"{self.where} is not ours and is only read. Change it with what made it.")
-
-    add = update = delete = rebuild = _refuse
-
-    def _check_embedder(self) -> None:
-        rows = self._table.page(0, _SAMPLE, vectors=True)
+    def _check_embedder(self, table: Table) -> None:
+        rows = table.page(0, _SAMPLE, vectors=True)
         if not rows:
             return
         held = np.stack([row.vector for row in rows])
         made = self.embedder.embed([row.fact.text for row in rows])
         about = f"vectors of {held.shape[1]} dimensions; the embedder {self.embedder.name!r} makes"
         if made.shape != held.shape:
-            raise BankError(f"{self.where} holds {about} {made.shape[1]}. Give the embedder that it was made with.")
+            raise FactError(f"{self.where} holds {about} {made.shape[1]}. Give the embedder that it was made with.")
         cosines = (held * made).sum(axis=1) / np.maximum(np.linalg.norm(held, axis=1), 1e-12)
         if float(np.median(cosines)) < _SAME:
-            raise BankError(
+            raise FactError(
                 f"{self.where} holds {about} others (cosine {float(np.median(cosines)):.2f} on the same texts). Give "
                 "the embedder that it was made with."
             )
@@ -105,7 +100,7 @@ def _told(name: str, embed: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:
             return embed(texts)
         except Exception as error:  # whatever it asks and wherever it downloads from
-            raise BankError(
+            raise FactError(
                 f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
                 "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
                 "`SentenceTransformerEmbedder()`, or --embedder with its folder."

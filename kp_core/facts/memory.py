@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from kp_core.facts.banking import Bank, Vectors
+from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.filters import predicate
-from kp_core.facts.living import LivingFacts
-from kp_core.facts.table import Row, Table, alive
+from kp_core.facts.store import Row, Table, TableFactStore, alive
 
 __all__ = ["MemoryFactStore"]
 
 
-class MemoryFactStore(LivingFacts):
+class MemoryFactStore(TableFactStore):
     """A `FactStore` in memory, gone with the process; what `ChromaFactStore` is compared with."""
 
     def _open(self, namespace: str) -> Table:
@@ -28,7 +27,7 @@ class _MemoryTable:
     def __init__(self, namespace: str) -> None:
         self.namespace = namespace
         self._rows: dict[str, Row] = {}
-        self._banks: dict[int, Bank] | None = None
+        self._centroids: Vectors | None = None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -47,8 +46,10 @@ class _MemoryTable:
         asked = set(texts)
         return {row.fact.text: fact_id for fact_id, row in self._rows.items() if row.fact.text in asked}
 
-    def put(self, facts: Sequence[Fact], vectors: Vectors) -> None:
-        self._rows = self._rows | {fact.id: Row(fact, vector) for fact, vector in zip(facts, vectors, strict=True)}
+    def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
+        numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks
+        rows = zip(facts, vectors, numbers, strict=True)
+        self._rows = self._rows | {fact.id: Row(fact, vector, bank) for fact, vector, bank in rows}
 
     def remove(self, ids: Sequence[str]) -> None:
         self._rows = {fact_id: row for fact_id, row in self._rows.items() if fact_id not in set(ids)}
@@ -65,26 +66,22 @@ class _MemoryTable:
         order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
         return [[Hit(rows[at].fact, float(each[at])) for at in best] for each, best in zip(scores, order, strict=True)]
 
-    def numbers(self) -> list[int] | None:
-        return None if self._banks is None else list(self._banks)
+    def bank_count(self) -> int | None:
+        return None if self._centroids is None else len(self._centroids)
 
-    def banks(self, numbers: Sequence[int] | None = None) -> list[Bank]:
-        held = sorted((self._banks or {}).items())
-        return [bank for number, bank in held if numbers is None or number in numbers]
+    def bank(self, number: int, *, vectors: bool = False) -> list[Row]:  # noqa: ARG002 - they are at hand
+        return [row for row in self._rows.values() if row.bank == number]
 
-    def banks_with(self, ids: Sequence[str]) -> list[Bank]:
-        return [bank for bank in self.banks() if not set(ids).isdisjoint(bank.ids)]
-
-    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[Bank]]:
-        banks = self.banks()
-        if not banks:
+    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        if self._centroids is None:
             return [[] for _ in vectors]
-        scores = vectors @ np.stack([bank.centroid for bank in banks]).T
-        return [[banks[at] for at in np.argsort(-each, kind="stable")[:count]] for each in scores]
+        cosines = vectors @ self._centroids.T
+        order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
+        return [[(int(at), float(each[at])) for at in best] for each, best in zip(cosines, order, strict=True)]
 
-    def change_banks(self, banks: Sequence[Bank], gone: Sequence[int] = ()) -> None:
-        kept = {number: bank for number, bank in (self._banks or {}).items() if number not in gone}
-        self._banks = kept | {bank.number: bank for bank in banks}
+    def set_banks(self, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        self._rows = {i: row._replace(bank=numbers.get(i, row.bank)) for i, row in self._rows.items()}
+        self._centroids = centroids
 
-    def switch_banks(self, banks: Sequence[Bank] | None) -> None:
-        self._banks = None if banks is None else {bank.number: bank for bank in banks}
+    def drop_banks(self) -> None:
+        self._centroids = None

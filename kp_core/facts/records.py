@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kp_core.errors import BankError, KnowledgePackError
-from kp_core.facts.banking import Bank, Vectors
+from kp_core.errors import FactError, KnowledgePackError
+from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, content_id
-from kp_core.facts.client import bank_name, drop_replaced_banks
 from kp_core.facts.filters import predicate
-from kp_core.facts.table import Row, alive
+from kp_core.facts.folder import writing
+from kp_core.facts.store import Row, alive
 
-__all__ = ["ChromaTable", "QueriedCollection", "from_record", "pushed_down", "to_record", "told"]
+__all__ = [
+    "ChromaTable",
+    "bank_name",
+    "from_record",
+    "own_collection",
+    "pushed_down",
+    "to_record",
+    "told",
+]
 
 _OURS = "kp:"
-_GROWTH, _PAGE, _NAMED = 4, 1000, 100
+_GROWTH, _PAGE = 4, 1000
 _LARGEST = 2**63
 _COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
+_BANK = _OURS + "bank"
+_BANKS = _OURS + "banks"
 _BASIC = ("documents", "metadatas")
 _NO_VECTOR = np.zeros(0, np.float32)
 
@@ -113,43 +123,47 @@ def _is_uniform(value: object) -> bool:
 
 @contextmanager
 def told(where: str) -> Iterator[None]:
-    """Turn whatever Chroma raises into `BankError`, which names the database."""
+    """Turn whatever Chroma raises into `FactError`, which names the database."""
     try:
         yield
     except KnowledgePackError:
         raise
     except Exception as error:
         # Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError: it depends on what is wrong.
-        raise BankError(
+        raise FactError(
             f"{where}: Chroma failed ({type(error).__name__}: {error}). What was acknowledged before is kept; look at "
-            "the disk, or at the server, and try again."
+            "the disk, or at the server, and try again. A damaged index in a folder is made anew from the texts by "
+            "`kp verify FOLDER --repair`."
         ) from error
 
 
-class QueriedCollection:
-    """What reading a collection takes, ours or not: records as facts of `namespace`; `fact` makes them."""
+class ChromaTable:
+    """A `Table` in a collection of ours; one of somebody else is only read, where `fact` makes facts of its records.
 
-    def __init__(
+    The number of a fact's bank is metadata; centroids are a second collection. How many banks there are is metadata of
+    the collection of facts, written last. `folder` is where the database lies, unless that is on a server.
+    """
+
+    def __init__(  # noqa: PLR0913 - the last two are for collections of others
         self,
+        client: Any,  # noqa: ANN401 - a chromadb client; not asked of a collection that is only read
         collection: Any,  # noqa: ANN401 - a chromadb.Collection
         namespace: str,
         where: str,
+        *,
+        folder: Path | None = None,
         fact: Callable[[str, str, Mapping[str, Any] | None, str], Fact] = from_record,
         space: str = "cosine",
     ) -> None:
         self.collection, self.namespace, self.where = collection, namespace, where
-        self._fact, self._space = fact, space
-
-    def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """A method of the collection; raises `BankError` where that fails."""
-        with told(self.where):
-            return getattr(self.collection, name)(**arguments)
+        self._client, self._folder, self._fact, self._space = client, folder, fact, space
+        self._centroids: Any = None
 
     def __len__(self) -> int:
-        return int(self.call("count"))
+        return int(self._read("count"))
 
     def ids(self) -> list[str]:
-        return list(self.call("get", include=[])["ids"])
+        return list(self._read("get", include=[])["ids"])
 
     def rows(self, ids: Sequence[str], *, vectors: bool = False) -> list[Row]:
         ids = list(dict.fromkeys(ids))  # Chroma refuses an id that is named twice.
@@ -160,25 +174,84 @@ class QueriedCollection:
         return self._get(vectors, limit=count, offset=start, **_narrowed(where))
 
     def expired(self, now: float) -> list[str]:
-        return list(self.call("get", where={_OURS + "expires": {"$lte": now}}, include=[])["ids"])
+        return list(self._read("get", where={_OURS + "expires": {"$lte": now}}, include=[])["ids"])
 
     def nearest(self, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
         test, asked = predicate(where or {}), count
         while True:
             which = {"query_embeddings": vectors, "n_results": asked, **_narrowed(where)}
-            found = self.call("query", include=[*_BASIC, "distances"], **which)
+            found = self._read("query", include=[*_BASIC, "distances"], **which)
             parts = zip(found["ids"], found["documents"], found["metadatas"], found["distances"], strict=True)
             hits = [[hit for hit in self._hits(*part) if alive(hit.fact) and test(hit.fact)] for part in parts]
             if all(len(each) >= count for each in hits) or all(len(ids) < asked for ids in found["ids"]):
                 return [each[:count] for each in hits]
             asked *= _GROWTH
 
+    def holding(self, texts: Sequence[str]) -> dict[str, str]:
+        digests = list({content_id(text) for text in texts})
+        if not digests:
+            return {}
+        found = self._read("get", where={_OURS + "digest": {"$in": digests}}, include=["documents"])
+        held = dict(zip(found["documents"], found["ids"], strict=True))
+        return {text: held[text] for text in texts if text in held}
+
+    def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
+        ids = [fact.id for fact in facts]
+        held = self._read("get", ids=ids, include=["metadatas"])
+        # Chroma merges metadata; a field that is gone has to be said.
+        old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
+        about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
+        if banks is not None:
+            about = [record | {_BANK: number} for record, number in zip(about, banks, strict=True)]
+        texts = [fact.text for fact in facts]
+        self._change(self.collection, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=about)
+
+    def remove(self, ids: Sequence[str]) -> None:
+        for at in range(0, len(ids), _PAGE):
+            self._change(self.collection, "delete", ids=list(ids[at : at + _PAGE]))
+
+    def bank_count(self) -> int | None:
+        # Another process may have made some since.
+        count = self._metadata().get(_BANKS)
+        return count if isinstance(count, int) and count > 0 else None
+
+    def bank(self, number: int, *, vectors: bool = False) -> list[Row]:
+        return self._get(vectors, where={_BANK: number})
+
+    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        banks = self.bank_count()
+        if banks is None:
+            return [[] for _ in vectors]
+        asked = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
+        with told(self.where):
+            found = self._bank_collection().query(**asked)
+        parts = zip(found["ids"], found["distances"], strict=True)
+        return [[(int(i), 1 - distance) for i, distance in zip(*part, strict=True)] for part in parts]
+
+    def set_banks(self, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        self.drop_banks()
+        ids, banks = list(numbers), self._bank_collection()
+        for at in range(0, len(ids), _PAGE):
+            page = ids[at : at + _PAGE]
+            self._change(self.collection, "update", ids=page, metadatas=[{_BANK: numbers[fact_id]} for fact_id in page])
+        for at in range(0, len(centroids), _PAGE):
+            rows = centroids[at : at + _PAGE]
+            self._change(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
+        with told(self.where):
+            others = [number for number in banks.get(include=[])["ids"] if int(number) >= len(centroids)]
+        if others:
+            self._change(banks, "delete", ids=others)
+        self._count_banks(len(centroids))
+
+    def drop_banks(self) -> None:
+        self._count_banks(0)
+
     def _get(self, vectors: bool, **which: Any) -> list[Row]:  # noqa: ANN401, FBT001
-        found = self.call("get", include=[*_BASIC, *["embeddings"] * vectors], **which)
+        found = self._read("get", include=[*_BASIC, *["embeddings"] * vectors], **which)
         held = found["embeddings"] if vectors else [_NO_VECTOR] * len(found["ids"])
         parts = zip(found["ids"], found["documents"], found["metadatas"], held, strict=True)
         return [
-            Row(self._fact(fact_id, text, about, self.namespace), np.asarray(row, np.float32))
+            Row(self._fact(fact_id, text, about, self.namespace), np.asarray(row, np.float32), (about or {}).get(_BANK))
             for fact_id, text, about, row in parts
             if text and text.strip()
         ]
@@ -189,122 +262,55 @@ class QueriedCollection:
             if text and text.strip():
                 yield Hit(self._fact(fact_id, text, metadata, self.namespace), 1 - distance / scale)
 
-
-class ChromaTable(QueriedCollection):
-    """A `Table` in a collection of ours, and a second one, new with each `switch_banks`, for its banks."""
-
-    def __init__(self, client: Any, collection: Any, namespace: str, where: str) -> None:  # noqa: ANN401
-        super().__init__(collection, namespace, where)
-        self._client = client
-        self._banks: QueriedCollection | None = None
-        self._token = ""
-
-    def holding(self, texts: Sequence[str]) -> dict[str, str]:
-        digests = list({content_id(text) for text in texts})
-        if not digests:
-            return {}
-        found = self.call("get", where={_OURS + "digest": {"$in": digests}}, include=["documents"])
-        held = dict(zip(found["documents"], found["ids"], strict=True))
-        return {text: held[text] for text in texts if text in held}
-
-    def put(self, facts: Sequence[Fact], vectors: Vectors) -> None:
-        ids = [fact.id for fact in facts]
-        held = self.call("get", ids=ids, include=["metadatas"])
-        # Chroma merges metadata; a field that is gone has to be said.
-        old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
-        about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
-        self.call("upsert", ids=ids, embeddings=vectors, documents=[fact.text for fact in facts], metadatas=about)
-
-    def remove(self, ids: Sequence[str]) -> None:
-        for at in range(0, len(ids), _PAGE):
-            self.call("delete", ids=list(ids[at : at + _PAGE]))
-
-    def numbers(self) -> list[int] | None:
-        banks = self._bank_collection()
-        return None if banks is None else [int(number) for number in banks.ids()]
-
-    def banks(self, numbers: Sequence[int] | None = None) -> list[Bank]:
-        which = {} if numbers is None else {"ids": [str(number) for number in numbers]}
-        return sorted(self._banks_of(which), key=lambda bank: bank.number) if numbers is None or numbers else []
-
-    def banks_with(self, ids: Sequence[str]) -> list[Bank]:
-        found: dict[int, Bank] = {}
-        for at in range(0, len(ids), _NAMED):
-            tests = [{_OURS + "ids": {"$contains": fact_id}} for fact_id in ids[at : at + _NAMED]]
-            found |= {bank.number: bank for bank in self._banks_of({"where": _together("$or", tests)})}
-        return list(found.values())
-
-    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[Bank]]:
-        banks = self._bank_collection()
-        size = 0 if banks is None else len(banks)
-        if banks is None or not size:
-            return [[] for _ in vectors]
-        include = ["metadatas", "embeddings"]
-        found = banks.call("query", query_embeddings=vectors, n_results=min(count, size), include=include)
-        parts = zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)
-        return [[_bank(*each) for each in zip(*part, strict=True)] for part in parts]
-
-    def change_banks(self, banks: Sequence[Bank], gone: Sequence[int] = ()) -> None:
-        held = self._bank_collection()
-        if held is None:
-            return
-        _write_banks(held, banks)
-        if gone:
-            held.call("delete", ids=[str(number) for number in gone])
-
-    def switch_banks(self, banks: Sequence[Bank] | None) -> None:
-        token = "" if banks is None else secrets.token_hex(8)
+    def _read(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
+        """A method of the collection that changes nothing; raises `FactError` where that fails."""
         with told(self.where):
-            if banks is not None:
-                made = self._client.create_collection(
-                    bank_name(self.namespace, token),
-                    metadata={_OURS + "kind": "banks", _OURS + "namespace": self.namespace},
-                    configuration={"hnsw": {"space": "cosine"}},
-                    embedding_function=None,
-                )
-                _write_banks(QueriedCollection(made, self.namespace, self.where), banks)
-            self.collection.modify(metadata={**self._metadata(), _OURS + "banks": token})
-            drop_replaced_banks(self._client, self.namespace)
+            return getattr(self.collection, name)(**arguments)
 
-    def _banks_of(self, which: Mapping[str, Any]) -> list[Bank]:
-        banks = self._bank_collection()
-        if banks is None:
-            return []
-        found = banks.call("get", include=["metadatas", "embeddings"], **which)
-        return [_bank(*each) for each in zip(found["ids"], found["metadatas"], found["embeddings"], strict=True)]
+    def _change(self, collection: Any, name: str, **arguments: Any) -> None:  # noqa: ANN401
+        """A method of this collection or that of the banks, in which Chroma may write its index."""
+        with told(self.where), writing(self._folder):
+            getattr(collection, name)(**arguments)
 
-    def _bank_collection(self) -> QueriedCollection | None:
-        """The collection of the banks that count now, which another process may have switched."""
-        token = self._metadata().get(_OURS + "banks", "")
-        if token != self._token or (token and self._banks is None):
-            self._banks, self._token = None, token
-            with told(self.where):
-                names = {each.name for each in self._client.list_collections()} if token else set()
-                if bank_name(self.namespace, token) in names:
-                    held = self._client.get_collection(bank_name(self.namespace, token), embedding_function=None)
-                    self._banks = QueriedCollection(held, self.namespace, self.where)
-        return self._banks
+    def _count_banks(self, count: int) -> None:
+        with told(self.where):
+            self.collection.modify(metadata={**self._metadata(), _BANKS: count})
+
+    def _bank_collection(self) -> Any:  # noqa: ANN401
+        if self._centroids is None:
+            name, about = bank_name(self.namespace), {"kind": "banks", "namespace": self.namespace}
+            self._centroids = own_collection(self._client, self.where, name, about, {"space": "cosine"})
+        return self._centroids
 
     def _metadata(self) -> dict[str, Any]:
         with told(self.where):
             return dict(self._client.get_collection(self.collection.name, embedding_function=None).metadata or {})
 
 
+def bank_name(namespace: str) -> str:
+    """The name of the collection of a namespace's centroids."""
+    return f"kp-{namespace}-banks"
+
+
+def own_collection(client: Any, where: str, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """The collection of ours of this name, made with `about` as its marker where there is none.
+
+    Raises `FactError` for a collection that is not ours.
+    """
+    with told(where):
+        held = {each.name: each.metadata or {} for each in client.list_collections()}
+        if name not in held:
+            metadata = {_OURS + key: value for key, value in about.items()}
+            made = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
+            return client.get_or_create_collection(name, **made)
+        if _OURS + "kind" not in held[name]:
+            raise FactError(
+                f"{where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use another "
+                "namespace or database, or read it with `ChromaFactStore.from_collection`."
+            )
+        return client.get_collection(name, embedding_function=None)
+
+
 def _narrowed(where: Filter | None) -> dict[str, Any]:
     kept = pushed_down(where)
     return {} if kept is None else {"where": kept}
-
-
-def _write_banks(collection: QueriedCollection, banks: Sequence[Bank]) -> None:
-    for at in range(0, len(banks), _PAGE):
-        part = banks[at : at + _PAGE]
-        collection.call(
-            "upsert",
-            ids=[str(bank.number) for bank in part],
-            embeddings=np.stack([bank.centroid for bank in part]),
-            metadatas=[{_OURS + "ids": list(bank.ids)} for bank in part],
-        )
-
-
-def _bank(number: str, about: Mapping[str, Any], centroid: Any) -> Bank:  # noqa: ANN401
-    return Bank(int(number), tuple(about[_OURS + "ids"]), np.asarray(centroid, np.float32))

@@ -88,6 +88,9 @@ def test_banks_are_made_when_they_are_asked_for(kp: Kp, bank: Path) -> None:
     assert about["bytes"]["chroma"] > about["bytes"]["text"] > 0
     assert kp("build", "bank", "facts.jsonl", "--bank-size", "2")[0] == 0
     assert as_json(kp("inspect", "bank", "--json"))["banks"] == 2
+    assert kp("build", "bank", "--bank-size", "1")[0] == 0
+    assert as_json(kp("inspect", "bank", "--json"))["banks"] == 4
+    assert kp("build", "nothing", "--bank-size", "1")[0] == 2
     assert "chroma" in kp("inspect", "bank")[1]
 
 
@@ -152,6 +155,29 @@ def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
     with started("verify", str(bank), "--no-template", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert b"is no database, or damaged" in process.communicate()[0]
         assert process.returncode == 3
+
+
+def test_verify_makes_an_index_anew_that_chroma_cannot_read(tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"Fact number {number} is about the number {number}."}) for number in range(1200)]
+    (tmp_path / "many.jsonl").write_text("\n".join(rows))
+    with started("build", "bank", "many.jsonl", cwd=tmp_path) as process:
+        assert process.wait(200) == 0
+    [index] = (tmp_path / "bank").glob("*-*-*-*-*/index_metadata.pickle")
+    index.write_bytes(index.read_bytes()[:99])
+
+    def run(*words: str) -> tuple[int, str]:
+        # In a process of its own, as Chroma remembers the files it has opened.
+        with started(*words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            said = process.communicate(timeout=200)[0].decode()
+        return process.returncode, said
+
+    code, said = run("search", "bank", "the number 7")
+    assert (code, "`kp verify FOLDER --repair`" in " ".join(said.split())) == (1, True)
+    assert run("verify", "bank", "--no-template")[0] == 3
+    code, said = run("verify", "bank", "--no-template", "--repair", "--json")
+    assert (code, len(json.loads(said[said.index("{") :])["wrong"])) == (0, 1)
+    assert run("verify", "bank", "--no-template")[0] == 0
+    assert "Fact number 7 is" in run("search", "bank", "Fact number 7 is about the number 7.", "-k", "1")[1]
 
 
 def test_standard_input_becomes_facts(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class PackedLinear:
         self._columns = [layer.out_features for layer in layers]
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
         with torch.inference_mode():
-            weights = [layer.weight for layer in layers]
+            weights: list[Tensor] = [layer.weight for layer in layers]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001 - as torch's compiler does
             biases = [layer.bias for layer in layers if layer.bias is not None]

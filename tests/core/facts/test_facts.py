@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.filters import predicate
-from kp_core.facts.living import LivingFacts
+from kp_core.facts.store import TableFactStore
 
 Floats = NDArray[np.float32]
-MakeStore = Callable[..., LivingFacts]
+MakeStore = Callable[..., TableFactStore]
 
 
 class HashEmbedder:
@@ -54,14 +54,14 @@ def flat(store: FactStore, embedder: HashEmbedder, question: str) -> list[str]:
     return sorted(scores, key=lambda fact_id: (-round(scores[fact_id], 6), fact_id))
 
 
-def check(store: LivingFacts, facts: Sequence[Fact]) -> None:
-    """The store holds these facts, each in one bank, and finds each by its own text."""
+def check(store: TableFactStore, facts: Sequence[Fact]) -> None:
+    """The store holds these facts, each in one bank that is not empty, and finds each by its own text."""
     assert {fact.id: fact for fact in store.facts()} == {fact.id: fact for fact in facts}
     assert len(store) == len(facts)
     inside = {bank: [fact.id for fact in store.bank_facts(bank)] for bank in store.banks()}
     assert sorted(itertools.chain.from_iterable(inside.values())) == sorted(fact.id for fact in facts)
     for bank, ids in inside.items():
-        assert 0 < len(ids) <= 2 * store.bank_size
+        assert ids
         assert set(store.bank_of([store.get(ids[0])])) == {bank}
     for fact in facts[::7]:
         assert store.search(fact.text, 1)[0].fact == fact
@@ -98,7 +98,7 @@ def test_the_id_of_a_fact_is_a_digest_of_its_text_unless_given() -> None:
     ],
 )
 def test_bad_facts_are_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(BankError, match=r"expected|no file can hold"):
+    with pytest.raises(FactError, match=r"expected|no file can hold"):
         Fact(**fields)  # type: ignore[arg-type]
 
 
@@ -124,11 +124,11 @@ def test_an_empty_store_says_so(make_store: MakeStore) -> None:
     assert store.add([]).added == 0
     assert (len(store), store.banks(), list(store.facts())) == (0, (), [])
     for call in (lambda: store.search("q"), lambda: store.route("q")):
-        with pytest.raises(BankError, match="no facts yet"):
+        with pytest.raises(FactError, match="no facts yet"):
             call()
-    with pytest.raises(BankError, match="no fact with the id"):
+    with pytest.raises(FactError, match="no fact with the id"):
         store.get("x")
-    with pytest.raises(BankError, match="expected one of `banks"):
+    with pytest.raises(FactError, match="expected one of `banks"):
         store.bank_facts("default/0")
 
 
@@ -184,9 +184,9 @@ def test_probes_search_the_nearest_banks_and_no_more_than_needed(make_store: Mak
 def test_bad_searches_are_refused(question: str, options: dict[str, int], words: str) -> None:
     store = MemoryFactStore(HashEmbedder())
     store.add(facts_of(3))
-    with pytest.raises(BankError, match=words):
+    with pytest.raises(FactError, match=words):
         store.search(question, **options)
-    with pytest.raises(BankError, match="bank_size=0"):
+    with pytest.raises(FactError, match="bank_size=0"):
         MemoryFactStore(HashEmbedder(), bank_size=0)
 
 
@@ -203,7 +203,7 @@ FACTS = [
 
 
 @pytest.fixture(params=["memory", "folder"])
-def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingFacts]:
+def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TableFactStore]:
     if request.param == "memory":
         memory = MemoryFactStore(HashEmbedder(), bank_size=1)
         memory.add(FACTS)
@@ -252,7 +252,7 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingFac
         ({"$or": [{"year": {"$in": (1990, 2010)}}, {"version": {"$gt": 1}}]}, "ac"),
     ],
 )
-def test_filters(filled: LivingFacts, where: dict[str, object], texts: str) -> None:
+def test_filters(filled: TableFactStore, where: dict[str, object], texts: str) -> None:
     assert "".join(fact.text for fact in FACTS if predicate(where)(fact)) == texts
     assert sorted(hit.fact.text for hit in filled.search("q", 9, where=where)) == list(texts)
     assert sorted(hit.fact.text for hit in filled.search("q", 9, where=where, probes=1)) == list(texts)
@@ -278,9 +278,9 @@ def test_filters(filled: LivingFacts, where: dict[str, object], texts: str) -> N
     ],
 )
 def test_senseless_filters_are_refused(where: object, words: str) -> None:
-    with pytest.raises(BankError, match=words):
+    with pytest.raises(FactError, match=words):
         predicate(where)  # type: ignore[arg-type]
-    with pytest.raises(BankError, match=words):
+    with pytest.raises(FactError, match=words):
         MemoryFactStore(HashEmbedder()).search("q", where=where)  # type: ignore[arg-type]
 
 
@@ -309,6 +309,7 @@ def test_every_fact_stands_in_one_of_the_banks(make_store: MakeStore, count: int
     assert store.build(iter(facts)).added == count
     assert list(store.facts()) == facts
     assert len(store.banks()) == banks
+    assert all(len(store.bank_facts(bank)) <= 2 * bank_size for bank in store.banks())
     check(store, facts)
 
 
@@ -332,34 +333,72 @@ def test_a_text_is_stored_once_and_an_id_stands_for_one_text(make_store: MakeSto
     assert (first.added, first.duplicates, again.added, again.duplicates) == (2, 1, 0, 2)
     assert embedder.embedded == 2
     assert [(fact.text, fact.title) for fact in store.facts()] == [("a", "first"), ("b", "")]
-    with pytest.raises(BankError, match="Use `update`"):
+    with pytest.raises(FactError, match="Use `update`"):
         store.add([Fact("c"), Fact("d", id=Fact("a").id)])
-    with pytest.raises(BankError, match="Use `update`"):
+    with pytest.raises(FactError, match="Use `update`"):
         store.add([Fact("c", id="x"), Fact("d", id="x")])
-    with pytest.raises(BankError, match="expected a Fact"):
+    with pytest.raises(FactError, match="expected a Fact"):
         store.add(["text"])  # type: ignore[list-item]
     assert len(store) == 2
 
 
-def test_facts_added_one_by_one_stand_in_banks_that_split(make_store: MakeStore) -> None:
-    store, facts = make_store(bank_size=5), facts_of(40)
-    store.build(facts[:10])
-    for fact in facts[10:]:
+def test_what_comes_later_joins_the_nearest_bank(make_store: MakeStore) -> None:
+    embedder = HashEmbedder()
+    store, facts = make_store(embedder, bank_size=5), facts_of(30)
+    store.build(facts[:20])
+    before = {bank: store.bank_facts(bank) for bank in store.banks()}
+    vectors = {bank: embedder.embed([fact.text for fact in members]).sum(axis=0) for bank, members in before.items()}
+    for fact in facts[20:]:
         assert store.add([fact]).added == 1
-    check(store, facts)
-    assert 4 <= len(store.banks()) <= 30
+    changed = store.update(Fact("changed", id=facts[0].id))
+    for fact in [*facts[20:], changed]:
+        cosines = {
+            bank: vectors[bank] @ embedder.embed_query(fact.text) / np.linalg.norm(vectors[bank]) for bank in before
+        }
+        assert store.bank_of([fact]) == [max(cosines, key=lambda bank: cosines[bank])]
+    for bank, members in before.items():
+        assert {fact for fact in members if fact.id != changed.id} <= set(store.bank_facts(bank))
+    check(store, [changed, *facts[1:]])
 
 
-def test_banks_that_shrink_are_merged(make_store: MakeStore) -> None:
+@pytest.mark.parametrize("at_once", [1, 200])
+def test_banks_that_came_to_hold_twice_their_size_are_made_anew(make_store: MakeStore, at_once: int) -> None:
+    store, facts = make_store(bank_size=5), facts_of(230)
+    store.build(facts[:30])
+    banks = len(store.banks())
+    last = 10 * banks - 30
+    store.add(facts[30 : 30 + last])
+    assert len(store.banks()) <= banks
+    for start in range(30 + last, 30 + last + at_once, at_once):
+        store.add(facts[start : start + at_once])
+    held = facts[: min(230, 30 + last + at_once)]
+    assert len(store.banks()) >= len(held) / 10
+    assert all(len(store.bank_facts(bank)) <= 10 for bank in store.banks())
+    check(store, held)
+
+
+def test_facts_that_go_leave_the_others_in_their_banks(make_store: MakeStore) -> None:
     store, facts = make_store(bank_size=8), facts_of(60)
     store.build(facts)
-    before, gone = len(store.banks()), facts[::2] + facts[1:40:2]
-    for fact in gone:
+    before = {bank: store.bank_facts(bank) for bank in store.banks()}
+    [emptied, *_] = before
+    gone = {fact.id: fact for fact in [*facts[::2], *facts[1:40:2], *before[emptied]]}
+    for fact in gone.values():
         assert store.delete([fact.id, "unknown"]) == 1
-    check(store, [fact for fact in facts if fact not in gone])
-    assert len(store.banks()) < before
+    left = {bank: tuple(fact for fact in members if fact.id not in gone) for bank, members in before.items()}
+    assert {bank: store.bank_facts(bank) for bank in store.banks()} == {
+        bank: held for bank, held in left.items() if held
+    }
+    # A question whose nearest bank is empty goes to the next one.
+    assert emptied not in {store.route(fact.text) for fact in before[emptied]}
+    assert {hit.bank for hit in store.search(before[emptied][0].text, 99, probes=1)} == set(store.banks())
+    with pytest.raises(FactError, match="expected one of `banks"):
+        store.bank_facts(emptied)
+    check(store, [fact for fact in facts if fact.id not in gone])
     assert store.delete(fact.id for fact in facts) == 60 - len(gone)
     assert (len(store), store.banks()) == (0, ())
+    with pytest.raises(FactError, match="no facts yet"):
+        store.route("q")
     store.add(facts[:3])
     check(store, facts[:3])
 
@@ -387,6 +426,9 @@ def test_any_order_of_changes_leaves_what_a_dictionary_holds(make_store: MakeSto
         else:
             store.rebuild()
     check(store, list(held.values()))
+    store.rebuild()
+    assert all(len(store.bank_facts(bank)) <= 2 * store.bank_size for bank in store.banks())
+    check(store, list(held.values()))
 
 
 def test_versions_count_the_texts_under_an_id(make_store: MakeStore) -> None:
@@ -397,9 +439,9 @@ def test_versions_count_the_texts_under_an_id(make_store: MakeStore) -> None:
     assert store.get("hours") == Fact("It opens at eight.", id="hours", version=3)
     assert len(store) == 2
     assert store.add([Fact("It opens at nine.")]).added == 1
-    with pytest.raises(BankError, match="text of another fact"):
+    with pytest.raises(FactError, match="text of another fact"):
         store.update(Fact("It is blue.", id="hours"))
-    with pytest.raises(BankError, match="no fact with the id 'nothing'"):
+    with pytest.raises(FactError, match="no fact with the id 'nothing'"):
         store.update(Fact("x", id="nothing"))
 
 
@@ -430,7 +472,7 @@ def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) ->
     assert store.search("soon", 1)[0].fact == Fact("soon", expires=1060.0)
     now[0] = 1005.0
     assert len(store) == 10
-    with pytest.raises(BankError, match="no fact with the id"):
+    with pytest.raises(FactError, match="no fact with the id"):
         store.get(Fact("sooner").id)
     now[0] = 1060.0
     assert Fact("soon").id not in {hit.fact.id for hit in store.search("soon", 99)}
@@ -439,7 +481,7 @@ def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) ->
     assert store.add([Fact("soon")]).added == 1
     check(store, [*facts_of(9), Fact("soon")])
     for never in (0, 10**400, float("nan")):
-        with pytest.raises(BankError, match="ttl="):
+        with pytest.raises(FactError, match="ttl="):
             store.add([Fact("x")], ttl=never)
 
 
@@ -462,7 +504,7 @@ def test_vectors_that_are_given_spare_the_embedder(make_store: MakeStore) -> Non
     assert embedder.embedded == 0
     check(store, facts_of(5))
     for wrong in (np.ones((2, 8)), np.full((1, 8), np.nan), np.ones(8), np.ones((1, 8))):
-        with pytest.raises(BankError, match="hash"):
+        with pytest.raises(FactError, match="hash"):
             store.add([Fact("one")], vectors=np.asarray(wrong, np.float32))
     assert len(store) == 5
 
@@ -476,7 +518,7 @@ def test_an_embedder_that_breaks_its_word_is_named(harm: Callable[[Floats], Floa
             return harm(super().embed(texts))
 
     store = MemoryFactStore(Broken("the broken one"))
-    with pytest.raises(BankError, match="the broken one"):
+    with pytest.raises(FactError, match="the broken one"):
         store.add(facts_of(5))
     assert len(store) == 0
 
