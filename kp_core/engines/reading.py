@@ -16,9 +16,9 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader
 from kp_core.usage import Usage
 
-__all__ = ["MAYBE_HANDLE", "AnswerText", "Reading", "check_time", "usage_of"]
+__all__ = ["AnswerText", "Reading", "WithoutHandles", "check_time", "usage_of"]
 
-MAYBE_HANDLE = re.compile(
+_MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
 )
 """The end of a text that more text could turn into a handle, or into what may stand before one."""
@@ -87,6 +87,29 @@ class Reading:
         return None
 
 
+class WithoutHandles:
+    """Leaves handles out of a text that comes in pieces; holds back what might still become one."""
+
+    def __init__(self) -> None:
+        self._before = self._held = ""
+
+    def push(self, piece: str) -> str:
+        """The text that became certain with `piece`, possibly empty."""
+        self._held += piece
+        found = _MAYBE_HANDLE.search(self._held)
+        return self._give(found.start() if found else len(self._held))
+
+    def flush(self) -> str:
+        """Everything held back; the text is over."""
+        return self._give(len(self._held))
+
+    def _give(self, until: int) -> str:
+        # What was given out may be the beginning of a handle that had another one in it.
+        given = strip_handles(self._before + self._held[:until])[len(self._before) :]
+        self._before, self._held = (self._before + given)[-2:], self._held[until:]
+        return given
+
+
 class AnswerText:
     """Decodes an answer incrementally, ends it at a stop string, and leaves handles out.
 
@@ -100,8 +123,7 @@ class AnswerText:
         self._backend = tokenizer.backend_tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
         self._stop, self._kept = tuple(stop), dict(kept or {})
-        self._raw = ""
-        self._given = 0
+        self._held, self._handles = "", WithoutHandles()
         self.text = ""
         """What was given out so far."""
         self.stopped = False
@@ -109,32 +131,25 @@ class AnswerText:
 
     def push(self, token: int) -> str:
         """The text that became certain with `token`, possibly empty."""
-        self._raw += self._kept.get(token) or self._stream.step(self._backend, token) or ""
+        self._held += self._kept.get(token) or self._stream.step(self._backend, token) or ""
         if self._stop:
-            found = [at for at in (self._raw.find(stop, self._given) for stop in self._stop) if at >= 0]
+            found = [at for at in map(self._held.find, self._stop) if at >= 0]
             if found:
-                self._raw, self.stopped = self._raw[: min(found)], True
+                self._held, self.stopped = self._held[: min(found)], True
                 return self.flush()
-        return self._give(len(self._raw) - self._held())
+        until = next((at for at in range(len(self._held)) if self._may_stop(self._held[at:])), len(self._held))
+        certain, self._held = self._held[:until], self._held[until:]
+        return self._give(self._handles.push(certain))
 
     def flush(self) -> str:
         """Everything held back; the answer is over."""
-        return self._give(len(self._raw))
-
-    def _held(self) -> int:
-        tail = self._raw[self._given :]
-        held = next((len(tail) - at for at in range(len(tail)) if self._may_stop(tail[at:])), 0)
-        handle = MAYBE_HANDLE.search(tail)
-        return max(held, len(tail) - handle.start() if handle else 0)
+        rest, self._held = self._held, ""
+        return self._give(self._handles.push(rest) + self._handles.flush())
 
     def _may_stop(self, tail: str) -> bool:
         return any(stop.startswith(tail) for stop in self._stop)
 
-    def _give(self, until: int) -> str:
-        # What was given out may be the beginning of a handle that had another one in it.
-        before = self.text[-2:]
-        piece = strip_handles(before + self._raw[self._given : until])[len(before) :]
-        self._given = max(self._given, until)
+    def _give(self, piece: str) -> str:
         self.text += piece
         return piece
 

@@ -1,17 +1,18 @@
-"""Chat templates are code that comes with a model: here they run in Jinja's sandbox, within limits of time and size.
+"""Renders chat templates, which are code that comes with a model, in Jinja's sandbox within limits of time and size.
 
-What templates find here (filters, `raise_exception`, `strftime_now`, tags) is what transformers gives them.
+Templates find the filters, functions and tags here that transformers gives them. Jinja's sandbox limits neither time
+nor size, but it has hooks for calls, filters and operators. `_Meter` adds hooks for loops, output, names and `~`.
 """
 
 from __future__ import annotations
 
 import contextvars
-import itertools
 import json
 import re
+import string
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache, wraps
 from typing import Any
@@ -21,40 +22,71 @@ from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, Macro
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 __all__ = ["LimitError", "literals", "render"]
 
 _SECONDS = 5.0  # Of computing.
-_SIZE, _TIMES = 2**28, 64  # Characters that a template may make, and more for what it was given.
-_RARELY = 64  # Steps between two looks at the clock.
+_SIZE, _TIMES = 2**28, 64  # Characters that a template may make, and more for each character it was given.
+_SHARE = 16  # One value may have a sixteenth of what is left of them.
 _BITS = 2**16  # Of a number.
-_PARTS = 2**18  # Values within a value that is shown.
-_BY_NUMBER = frozenset(
-    ("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "tojson", "wordwrap", "zfill")
+# Operators, methods and filters that may make, or compare, as many characters as the product of what they are given.
+_PRODUCTS = frozenset(
+    {
+        *("*", "batch", "center", "expandtabs", "indent", "join", "ljust", "replace", "rfind", "rindex", "rjust"),
+        *("rpartition", "rsplit", "slice", "to_bytes", "tojson", "translate", "wordwrap", "zfill"),
+    }
 )
 
 
 class LimitError(SecurityError):
-    """A template that takes too long, or makes too much."""
+    """A template that computes too long, or makes too much text."""
 
 
 class _Budget:
-    def __init__(self, given: int) -> None:
-        self.left, self._deadline, self._asked = _SIZE + _TIMES * given, time.thread_time() + _SECONDS, 0
+    """What one rendering may still compute and make."""
+
+    def __init__(self, variables: Mapping[str, Any]) -> None:
+        self._sizes: dict[int, tuple[object, int]] = {}
+        self.largest = self.size(variables)
+        self._left = _SIZE + _TIMES * self.largest
+        self._deadline = time.thread_time() + _SECONDS
+
+    def size(self, value: object) -> int:
+        """Characters of a value and all values in it. Nothing can change a value, so each is measured once."""
+        if isinstance(value, (str, bytes)):
+            return len(value)
+        if isinstance(value, int):
+            return 1 if value.bit_length() <= _BITS else sys.maxsize
+        if not isinstance(value, Collection) or isinstance(value, range | Context):
+            return 1
+        if id(value) not in self._sizes:
+            parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+            self._sizes[id(value)] = (value, len(value) + sum(map(self.size, parts)))
+        return self._sizes[id(value)][1]
 
     def check(self, size: int) -> None:
-        if size > self.left:
+        """Raise `LimitError` where fewer than `size` characters are left."""
+        if size > self._left:
             raise LimitError("it makes more text than any conversation needs")
-        self._asked += 1
-        if self._asked % _RARELY == 0 and time.thread_time() > self._deadline:
+
+    def check_time(self) -> None:
+        """Raise `LimitError` when the time is up."""
+        if time.thread_time() > self._deadline:
             raise LimitError(f"it computes for more than {_SECONDS:g} seconds")
 
-    def charge(self, size: int) -> None:
-        self.check(size)
-        self.left -= size
+    def charge(self, value: object) -> None:
+        """Take a new value off the budget: its own length, as its parts were taken off when they were made.
+
+        Raises `LimitError` where the value with all its parts is too large.
+        """
+        size = self.size(value)
+        self.check(size * _SHARE)
+        self.largest = max(self.largest, size)
+        self._left -= len(value) if isinstance(value, (str, bytes, list, tuple, dict)) else 1
 
 
 _BUDGET: contextvars.ContextVar[_Budget] = contextvars.ContextVar("budget")
@@ -67,7 +99,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
     of millions of characters, its kind `SecurityError` for one that reaches for what the sandbox does not give.
     """
     template = _compiled(source)
-    token = _BUDGET.set(_Budget(_size(variables)))
+    token = _BUDGET.set(_Budget(variables))
     try:
         return str(template.render(variables))
     finally:
@@ -98,49 +130,51 @@ class _Generation(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
+class _Meter(NodeTransformer):
+    """Puts a filter, as filters are metered, where Jinja makes, repeats or names a value without a call."""
+
+    def visit(self, node: nodes.Node, *args: Any, **named: Any) -> Any:  # noqa: ANN401
+        self.generic_visit(node, *args, **named)
+        if isinstance(node, nodes.For):
+            node.body.insert(0, nodes.Output([_filtered(nodes.Const("", lineno=node.lineno), "string")]))
+            node.test = node.test and _filtered(node.test, "kp made")
+        elif isinstance(node, nodes.Output):
+            node.nodes = [_filtered(each, "string") for each in node.nodes]
+        elif isinstance(node, nodes.Assign):
+            node.node = _filtered(node.node, "kp made")
+        elif isinstance(node, nodes.With):
+            node.values = [_filtered(each, "kp made") for each in node.values]
+        elif isinstance(node, nodes.Concat):
+            return _filtered(nodes.List(node.nodes, lineno=node.lineno), "join")
+        return node
+
+
+def _filtered(node: Any, name: str) -> nodes.Filter:  # noqa: ANN401 - a nodes.Expr
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
-        self.filters = {name: _limited(name, each) for name, each in self.filters.items()}
-        self.filters |= {"kp each": _each, "kp said": _said, "kp joined": _joined}
+        self.filters["kp made"] = lambda value: value
+        # The filter `format` is what the operator `%` is; the method `format` is another language.
+        self.filters = {name: _limited("%" if name == "format" else name, run) for name, run in self.filters.items()}
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Names}
         del self.globals["lipsum"]
-        self._weight = 0
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        self._weight = _weight(tree)
-        for loop in list(tree.find_all(nodes.For)):
-            loop.iter = _filtered(loop.iter, "kp each", _weight(loop))
-        for output in list(tree.find_all(nodes.Output)):
-            said = output.nodes
-            output.nodes = [e if isinstance(e, nodes.TemplateData) else _filtered(e, "kp said") for e in said]
-        for joined in list(tree.find_all(nodes.Concat)):
-            parts = nodes.List(joined.nodes, lineno=joined.lineno)
-            joined.nodes = [_filtered(parts, "kp joined")]
-        return tree
+        return _Meter().visit(super()._parse(source, name, filename))  # type: ignore[no-any-return]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
-        budget = _BUDGET.get()
-        if operator == "+":
-            budget.charge(_length(left) + _length(right))
-        elif operator == "%":
-            budget.charge(_format_size([left, right]) if isinstance(left, str) else 1)
-        elif isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            budget.charge(1 if bits <= _BITS else sys.maxsize)
-        elif isinstance(left, int) or isinstance(right, int):
-            many, one = (left, right) if isinstance(left, int) else (right, left)
-            budget.charge(max(many, 1) * _length(one))
-        return super().call_binop(context, operator, left, right)
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        values = [right, left] if operator == "*" and isinstance(left, int) else [left, right]
+        name = "" if operator != "**" and numbers else operator
+        return _within(name, values, lambda: super(_Sandbox, self).call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:  # noqa: ANN401
-        if isinstance(function, Macro):
-            _BUDGET.get().charge(self._weight + 1)
-            return super().call(context, function, *args, **named)
         owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
         name = getattr(function, "__name__", "")
         return _within(name, [owner, *args, *named.values()], lambda: super(_Sandbox, self).call(
@@ -148,97 +182,62 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         ))  # fmt: skip
 
 
-def _limited(name: str, made: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(made)
+def _limited(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(run)
     def limited(*args: Any, **named: Any) -> Any:  # noqa: ANN401
-        return _within(name, [*args, *named.values()], lambda: made(*args, **named))
+        return _within(name, [*args, *named.values()], lambda: run(*args, **named))
 
     return limited
 
 
 def _within(name: str, values: Sequence[Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """What `run` gives, where it cannot be too much: `values` are what the filter or method of this `name` works on."""
+    """The result of `run`: the operator, method or filter of this `name` on `values`, the first of which it works on.
+
+    It is refused before it runs where it could be too large. An iterator is returned as a list, which has a length.
+    """
     budget = _BUDGET.get()
-    if name in ("format", "format_map"):
-        budget.check(_format_size(values))
-    elif name == "join":
-        budget.check(_size(values) + sum(map(_length, values)) ** 2 // 4)
-    elif name == "replace":
-        texts = sorted(_length(each) for each in values if isinstance(each, str))
-        budget.check(texts[-1] * max(texts[-2], 1) if len(texts) > 1 else 1)
-    elif name in _BY_NUMBER:
-        number = max((each for each in values if isinstance(each, int)), default=0)
-        budget.check((_size(values) + 1) * (number + 1))
-    made = run()
-    budget.charge(_length(made))
-    return made
+    budget.check_time()
+    budget.check(_most(name, values, budget))
+    result = run()
+    if isinstance(result, Iterator):
+        result = list(result)
+    budget.charge(result)
+    return result
 
 
-def _format_size(values: Sequence[Any]) -> int:
-    """More characters than formatting gives: a width for each field, or all that is put in."""
-    text = next((each for each in values if isinstance(each, str)), "")
-    numbers = [int(each) for each in re.findall(r"\d{1,18}", text)] + [
-        each for each in itertools.islice(_parts(values), _PARTS) if type(each) is int
-    ]
-    return (text.count("%") + text.count("{")) * (max(numbers, default=0) + _size(values)) + len(text)
+def _most(name: str, values: Sequence[Any], budget: _Budget) -> int:
+    """More characters than the result can have."""
+    if name in ("**", "round"):
+        bits = [each.bit_length() for each in values if isinstance(each, int)]
+        return sys.maxsize if max(bits, default=1) * _number(values) > _BITS else 1
+    if name in ("%", "format", "format_map"):
+        # What a field names may be an attribute of a value, which was measured when it was set.
+        text = next((each for each in values if isinstance(each, str)), "")
+        return _most_formatted(name, text, budget.largest)
+    if name == "sum":  # Of lists: each step copies the sum so far.
+        lengths = [len(each) for each in values if isinstance(each, Collection)]
+        return max(lengths, default=1) * sum(map(budget.size, values))
+    if name in _PRODUCTS:
+        *_, second, first = 1, *sorted(map(budget.size, values))
+        return first * max(second, 1) * (_number(values) + 1)
+    return sum(map(budget.size, values))
 
 
-def _length(value: object) -> int:
-    if isinstance(value, int):
-        return value.bit_length() // 8 + 1
-    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
+def _number(values: Sequence[Any]) -> int:
+    """The largest number behind the value that is worked on: a width, a count, or an exponent."""
+    return max((each for each in values[1:] if isinstance(each, int) and each > 0), default=0)
 
 
-def _size(value: object) -> int:
-    """Characters of a value, those of all that is in it included; more than any budget where those are too many."""
-    size = 0
-    for number, each in enumerate(_parts(value)):
-        if number > _PARTS:
-            return sys.maxsize
-        size += _length(each)
-    return size
-
-
-def _parts(value: object) -> Iterator[object]:
-    left = [value]
-    while left:
-        yield (each := left.pop())
-        if isinstance(each, Mapping):
-            left += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple):
-            left += each
-
-
-def _weight(node: nodes.Node) -> int:
-    """Characters that the template itself writes there, once."""
-    return sum(len(each.data) for each in node.find_all(nodes.TemplateData))
-
-
-def _filtered(node: Any, name: str, *args: int) -> nodes.Filter:  # noqa: ANN401 - a nodes.Expr
-    given = [nodes.Const(each, lineno=node.lineno) for each in args]
-    return nodes.Filter(node, name, given, [], None, None, lineno=node.lineno)
-
-
-def _each(values: Iterable[Any], weight: int) -> Iterator[Any]:
-    # Looked up here, and not when it goes on: a constant loop must not be unrolled when the template is compiled.
-    budget = _BUDGET.get()
-
-    def counted() -> Iterator[Any]:
-        for value in values:
-            budget.charge(weight + 1)
-            yield value
-
-    return counted()
-
-
-def _said(value: Any) -> Any:  # noqa: ANN401
-    _BUDGET.get().charge(len(value) if isinstance(value, str) else _size(value))
-    return value
-
-
-def _joined(parts: Sequence[Any]) -> str:
-    _BUDGET.get().charge(_size(list(parts)))
-    return "".join(map(str, parts))
+def _most_formatted(name: str, text: str, size: int) -> int:
+    """More characters than `text` has with values of this `size` in its fields."""
+    if name == "%":
+        fields, borrowed = re.findall(r"%(?:\([^)]*\))?([^a-zA-Z%]*)", text), "*"
+    else:
+        fields, borrowed = [form or "" for _, _, form, _ in string.Formatter().parse(text)], "{"
+    if any(borrowed in each for each in fields):  # A width that is one of the values.
+        return sys.maxsize
+    width = max((int(each) for each in re.findall(r"\d+", " ".join(fields))), default=0)
+    return len(text) + len(fields) * (width + size)
 
 
 def _raise(message: str) -> None:
@@ -250,7 +249,13 @@ def _now(form: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:  # noqa: ANN401, FBT001, FBT002
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
+    if layout.get("indent") is None:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
+    budget, parts = _BUDGET.get(), []
+    for part in json.JSONEncoder(ensure_ascii=ensure_ascii, **layout).iterencode(value):
+        budget.charge(part)  # A line is indented as deep as it is nested.
+        parts.append(part)
+    return "".join(parts)
 
 
 class _Dict:
@@ -263,16 +268,14 @@ class _Dict:
 class _Names(Namespace):
     """A namespace whose names cannot be those of Python's internals."""
 
+    __repr__ = object.__repr__  # Namespaces can be nested; their text must not be.
+
     def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401
-        for name in dict(*args, **named):
-            _check_name(name)
-        super().__init__(*args, **named)
+        super().__init__()
+        for name, value in dict(*args, **named).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:  # noqa: ANN401
-        _check_name(name)
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"names of a namespace cannot begin with an underscore, got {name!r}")
         super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"names of a namespace cannot begin with an underscore, got {name!r}")

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
-from kp_core.engines.reading import MAYBE_HANDLE
+from kp_core.engines.reading import WithoutHandles
 from kp_core.engines.vllm.wire import Send
 from kp_core.packs.handle import strip_handles
 
@@ -31,7 +31,7 @@ class Answer:
         self._start: MutableMapping[str, Any] | None = None
         self._data = bytearray()
         self._is_stream = False
-        self._texts = defaultdict[tuple[Any, ...], _Text](_Text)
+        self._texts = defaultdict[tuple[Any, ...], WithoutHandles](WithoutHandles)
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         """One message of ASGI."""
@@ -102,27 +102,6 @@ class Answer:
             split = {"prompt_tokens": max(prompt - brought, 0), "pack_tokens": brought}
             usage["knowledge_packs"] = {**split, "reused_tokens": reused, "computed_tokens": prompt - reused}
         return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
-
-
-class _Text:
-    """A text that comes in pieces: what is given out has no handle in it."""
-
-    def __init__(self) -> None:
-        self._before = self._raw = ""
-
-    def push(self, piece: str) -> str:
-        self._raw += piece
-        found = MAYBE_HANDLE.search(self._raw)
-        return self._give(found.start() if found else len(self._raw))
-
-    def flush(self) -> str:
-        return self._give(len(self._raw))
-
-    def _give(self, until: int) -> str:
-        # What was given out may be the beginning of a handle that had another one in it.
-        given = strip_handles(self._before + self._raw[:until])[len(self._before) :]
-        self._before, self._raw = (self._before + given)[-2:], self._raw[until:]
-        return given
 
 
 def _choices(found: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - any JSON

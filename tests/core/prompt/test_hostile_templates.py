@@ -19,6 +19,8 @@ GROW = "{%% set n = namespace(x='aaaa') %%}{%% for i in range(99) %%}%s{%% endfo
 ENDLESS = [
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "{% for a in range(99) recursive %}{{ loop(range(99)) if loop.depth < 9 }}{% endfor %}",
 ]
 HUGE = [
     "{{ 'a' * 99999999999 }}",
@@ -43,6 +45,34 @@ HUGE = [
     "{% set n = namespace(x=7) %}" + "{% set n.x = n.x * n.x %}" * 99,
     "{% for a in range(99999) %}{% for b in range(99999) %}" + "a" * 9999 + "{% endfor %}{% endfor %}",
 ]
+DOUBLED = "{% set n.x = [n.x, n.x] %}"
+JSON = "{{ n.x | tojson(indent=50) }}"
+HUGE += [
+    GROW % DOUBLED + "{{ n.x | string | length }}",
+    GROW % (DOUBLED + "{% set n.y = [n.y, n.y] %}") + "{{ n.x == n.y }}",
+    GROW % "{% set n.x = dict(a=n.x, b=n.x).items() %}" + "{{ n.x | upper }}",
+    GROW % "{% set n.x = cycler(n.x, n.x).items %}" + "{{ n.x | string }}",
+    GROW % "{% set n.x = [none, none] | map('default', n.x, true) | list %}" + "{{ n.x | string }}",
+    GROW % "{% macro f() %}{% set n.x = varargs %}{% endmacro %}{{ f(n.x, n.x) }}" + "{{ n.x | string }}",
+    GROW % "{% with x = [n.x, n.x] %}{% set n.x = x %}{% endwith %}" + "{{ n.x in [n.x] }}",
+    "{% macro f(x, n) %}{% if n %}{{ f([x, x], n - 1) }}{% else %}{{ x }}{% endif %}{% endmacro %}{{ f('a', 99) }}",
+    "{% set a = 'a' * 50000 %}{{ (a" + " ~ a" * 99 + ") | length }}",
+    "{% set n = namespace(x=[]) %}{% set a = 'a' * 50000 %}{% for i in range(99) %}{% set n.x = a[1:] %}{% endfor %}",
+    "{{ ('a' * 9999).translate({97: 'b' * 9999}) }}",
+    "{{ ('\n' * 9999) | indent('b' * 9999) }}",
+    "{{ ([0] * 9999) | tojson(indent='b' * 9999) }}",
+    "{{ ([0] * 9999) | tojson(separators=('b' * 9999, ':')) }}",
+    "{% set n = namespace(x=[0] * 999) %}{% for i in range(200) %}{% set n.x = [n.x] %}{% endfor %}" + JSON,
+    "{{ ('a ' * 9999) | wordwrap(1, true, 'b' * 9999) }}",
+    "{{ ([0] * 9999) | map('string') | join('b' * 9999) }}",
+    "{{ ([[0]] * 9999) | sum(start=[]) }}",
+    "{{ '{:{}}'.format(1, '9999999999') }}",
+    "{{ '{:{0.width}}'.format(namespace(width=9999999999)) }}",
+    "{% set n = namespace(x='a' * 50000) %}{{ ('{0.x}' * 999).format(n) }}",
+    "{{ (1).to_bytes(9999999999, 'big') }}",
+    "{{ (1).from_bytes(('a' * 50000).encode(), 'big') }}",
+    "{{ 1.5 | round(999999999, 'floor') }}",
+]
 ESCAPES = ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"]
 ESCAPES += ["{{ dict.__class__.__base__ }}", "{% set n = namespace(__class__=1) %}", "{{ lipsum(9) }}"]
 
@@ -52,6 +82,10 @@ def test_a_template_that_makes_too_much_is_stopped(source, monkeypatch):
     monkeypatch.setattr("kp_core.prompt.sandbox._SIZE", 2**20)
     with pytest.raises(LimitError, match="makes more text"):
         render(source, {"messages": [{"role": "user", "content": "Hi"}]})
+
+
+def test_nested_namespaces_are_not_written_out():
+    assert len(render(GROW % "{% set n.x = namespace(a=n.x, b=n.x) %}" + "{{ n.x }}", {})) < 99
 
 
 @pytest.mark.parametrize("source", ENDLESS)
