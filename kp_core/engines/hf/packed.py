@@ -46,7 +46,7 @@ class PackedLinear:
             weights: list[Tensor] = [layer.weight for layer in layers]
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # noqa: SLF001 - as torch's compiler does
-            biases = [layer.bias for layer in layers if layer.bias is not None]
+            biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
             self._bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
         for at, layer in enumerate(layers):
             vars(layer)["forward"] = partial(self._output, at, partial(nn.Linear.forward, layer))
