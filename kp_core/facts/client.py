@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kp_core.bundled import needing
-from kp_core.errors import FactError
+from kp_core.errors import BankError
 from kp_core.facts.folder import check_unlocked, writing
 
 # An index is written after so many changes; what is set counts from the next opening on.
@@ -53,7 +53,7 @@ def open_client(
             if "migrations" not in str(error):
                 raise
             upgrade = f"python -c \"import chromadb; chromadb.PersistentClient('{path}')\""
-            raise FactError(
+            raise BankError(
                 f"{path} has an older schema than the chromadb that is installed, and stays as it is ({error}). "
                 f"`{upgrade}` upgrades it."
             ) from error
@@ -63,7 +63,7 @@ def open_client(
     try:
         httpx.get(f"{url.scheme}://{url.netloc}/api/v2/heartbeat", timeout=timeout_s, headers=dict(headers or {}))
     except httpx.HTTPError as error:
-        raise FactError(
+        raise BankError(
             f"There is no Chroma server at {path} ({type(error).__name__}: {error}). Start it with "
             "`chroma run --path FOLDER`, on a trusted network only."
         ) from error
@@ -82,7 +82,7 @@ def open_client(
 
 
 def run_vacuum(path: Path) -> None:
-    """Take what was removed off the disk, in a folder that nobody has open; raises `FactError` where it fails.
+    """Take what was removed off the disk, in a folder that nobody has open; raises `BankError` where it fails.
 
     Chroma's log of changes is cut up to what its index holds, so each index is written first. It is written by
     processes that never held what was removed, as it is written with whatever the memory held: the first still reads
@@ -95,7 +95,7 @@ def run_vacuum(path: Path) -> None:
         with writing(path):
             done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
             if done.returncode:
-                raise FactError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
+                raise BankError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

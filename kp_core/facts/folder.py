@@ -20,7 +20,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from kp_core.errors import FactError, FactStoreLockedError
+from kp_core.errors import BankError, BankLockedError
 from kp_core.packs.durable import replace_file
 
 __all__ = [
@@ -64,21 +64,21 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
         )
         others = [name for name in others if name != "packs" and not name.endswith(".tmp")]
         if "facts.jsonl" in others:
-            raise FactError(
+            raise BankError(
                 f"{path} holds facts of version 0.1, which kept them in files of its own. Build them again from their "
                 f"sources into another folder, or from it: `kp build NEW {path / 'facts.jsonl'}`."
             )
         if "chroma.sqlite3" in others:
-            raise FactError(
+            raise BankError(
                 f"{path} holds a Chroma database that we did not make; it stays as it is. Read it with "
                 "`ChromaFactStore.from_collection(name, path=...)`, or give another folder."
             )
         if others:
-            raise FactError(
+            raise BankError(
                 f"{path} holds other things ({', '.join(others[:3])}), and stays as it is. Give a new folder."
             )
         if read_only:
-            raise FactError(f"Got {path} to read; there are no facts in it. Add some there first.")
+            raise BankError(f"Got {path} to read; there are no facts in it. Add some there first.")
         replace_file(path / _MARKER, [json.dumps({"kind": FACTS, "schema": SCHEMA}).encode()])
         with suppress(OSError):  # It may have been there; Chroma's files are readable by all who may enter it.
             path.chmod(0o700)
@@ -88,7 +88,7 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
     try:
         lock.acquire(timeout=wait)
     except Timeout as error:
-        raise FactStoreLockedError(
+        raise BankLockedError(
             f"{path} is open for writing in another process. Wait for it (`wait=seconds`), read with `read_only=True`, "
             "or let both use a server (`chroma run`)."
         ) from error
@@ -96,7 +96,7 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
 
 
 def check_unlocked(path: Path, *, writing: bool) -> None:
-    """Raise `FactStoreLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
+    """Raise `BankLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
 
     With `writing` that is also one which someone else is writing to. What is locked later, within a call, is not seen.
     """
@@ -113,11 +113,9 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
     except sqlite3.OperationalError as error:
         # Anything else, such as what a killed writer left to be rolled back, is Chroma's to deal with.
         if "locked" in str(error):
-            raise FactStoreLockedError(
-                f"{file} is locked; another process holds it. Wait for that, or end it."
-            ) from error
+            raise BankLockedError(f"{file} is locked; another process holds it. Wait for that, or end it.") from error
     except sqlite3.DatabaseError as error:
-        raise FactError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
+        raise BankError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
 
 
 @contextmanager
@@ -164,7 +162,7 @@ def check_indexes(folder: Path, lock: FileLock | None) -> list[str]:
     """Before Chroma reads its indexes: the namespaces whose index is gone, for their facts to be embedded anew.
 
     The first writer of this process deletes indexes that are half written, for Chroma to begin anew. A reader, who has
-    no lock, waits for a writer that may be writing one; raises `FactError` where that does not help.
+    no lock, waits for a writer that may be writing one; raises `BankError` where that does not help.
     """
     if lock is not None:
         if lock.lock_counter > 1:
@@ -181,7 +179,7 @@ def check_indexes(folder: Path, lock: FileLock | None) -> list[str]:
     until = time.monotonic() + _WRITTEN_SECONDS
     while interrupted(folder):
         if time.monotonic() > until:
-            raise FactError(
+            raise BankError(
                 f"{folder}: an index is damaged, or still being written. Open the folder once for writing, e.g. with "
                 "`kp verify --repair`, which makes it anew from the texts."
             )

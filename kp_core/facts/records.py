@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kp_core.errors import FactError, KnowledgePackError
+from kp_core.errors import BankError, KnowledgePackError
 from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, content_id
 from kp_core.facts.filters import predicate
@@ -123,14 +123,14 @@ def _is_uniform(value: object) -> bool:
 
 @contextmanager
 def told(where: str) -> Iterator[None]:
-    """Turn whatever Chroma raises into `FactError`, which names the database."""
+    """Turn whatever Chroma raises into `BankError`, which names the database."""
     try:
         yield
     except KnowledgePackError:
         raise
     except Exception as error:
         # Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError: it depends on what is wrong.
-        raise FactError(
+        raise BankError(
             f"{where}: Chroma failed ({type(error).__name__}: {error}). What was acknowledged before is kept; look at "
             "the disk, or at the server, and try again. A damaged index in a folder is made anew from the texts by "
             "`kp verify FOLDER --repair`."
@@ -263,7 +263,7 @@ class ChromaTable:
                 yield Hit(self._fact(fact_id, text, metadata, self.namespace), 1 - distance / scale)
 
     def _read(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """A method of the collection that changes nothing; raises `FactError` where that fails."""
+        """A method of the collection that changes nothing; raises `BankError` where that fails."""
         with told(self.where):
             return getattr(self.collection, name)(**arguments)
 
@@ -295,7 +295,7 @@ def bank_name(namespace: str) -> str:
 def own_collection(client: Any, where: str, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The collection of ours of this name, made with `about` as its marker where there is none.
 
-    Raises `FactError` for a collection that is not ours.
+    Raises `BankError` for a collection that is not ours.
     """
     with told(where):
         held = {each.name: each.metadata or {} for each in client.list_collections()}
@@ -304,7 +304,7 @@ def own_collection(client: Any, where: str, name: str, about: Mapping[str, Any],
             made = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
             return client.get_or_create_collection(name, **made)
         if _OURS + "kind" not in held[name]:
-            raise FactError(
+            raise BankError(
                 f"{where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use another "
                 "namespace or database, or read it with `ChromaFactStore.from_collection`."
             )

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kp_core.errors import FactError
+from kp_core.errors import BankError
 from kp_core.facts.banking import BANK_SIZE, LARGEST, Vectors, cluster
 from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, NearDuplicate, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors
@@ -104,7 +104,7 @@ class TableFactStore(ABC):
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
         if bank_size < 1:
-            raise FactError(f"Got bank_size={bank_size}; expected at least 1.")
+            raise BankError(f"Got bank_size={bank_size}; expected at least 1.")
         self.embedder = as_embedder(embedder)
         self.bank_size, self.near_duplicate = bank_size, near_duplicate
         self._opened: dict[str, Table] = {}
@@ -115,7 +115,7 @@ class TableFactStore(ABC):
         """The table of a namespace, made when there is none."""
 
     def _check_writes(self) -> None:  # noqa: B027 - a store may always be written to
-        """Raise `FactError` where nothing may be changed."""
+        """Raise `BankError` where nothing may be changed."""
 
     def _tables(self, namespace: str | None) -> list[Table]:
         """The tables of a namespace, or of all, in the order of their names; those that there are."""
@@ -140,7 +140,7 @@ class TableFactStore(ABC):
             for row in table.rows([fact_id]):
                 if alive(row.fact):
                     return row.fact
-        raise FactError(f"There is no fact with the id {fact_id!r}{_within(namespace)}.")
+        raise BankError(f"There is no fact with the id {fact_id!r}{_within(namespace)}.")
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -155,7 +155,7 @@ class TableFactStore(ABC):
         """See `FactStore.search`."""
         wanted = hits_wanted(k, rerank)
         if probes is not None and (not isinstance(probes, int) or probes < 1):
-            raise FactError(f"Got probes={probes!r}; expected at least 1.")
+            raise BankError(f"Got probes={probes!r}; expected at least 1.")
         predicate({} if where is None else where)
         query, tables = self._query(question), self._tables(namespace)
         if probes is None:
@@ -188,7 +188,7 @@ class TableFactStore(ABC):
     ) -> Added:
         """See `FactStore.add`."""
         if ttl is not None and not 0 < ttl <= LATEST:
-            raise FactError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
+            raise BankError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
         self._check_writes()
         report, source, start = Added(), iter(facts), 0
         while batch := list(itertools.islice(source, _BATCH)):
@@ -207,7 +207,7 @@ class TableFactStore(ABC):
             held = self.get(fact.id, namespace=fact.namespace)
             [table] = self._tables(fact.namespace)
             if table.holding([fact.text]).get(fact.text, fact.id) != fact.id:
-                raise FactError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
+                raise BankError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
             fact = replace(fact, version=held.version + 1)
             vectors = self._embed([fact], None)
             table.put([fact], vectors, _nearest_banks(table, vectors))
@@ -261,7 +261,7 @@ class TableFactStore(ABC):
             for table in self._tables(space) if space and number.isdecimal() else ():
                 if living := _living(self._with_banks(table), int(number)):
                     return tuple(row.fact for row in living)
-        raise FactError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
+        raise BankError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
 
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
         """See `FactStore.bank_of`."""
@@ -273,7 +273,7 @@ class TableFactStore(ABC):
                     rows = self._with_banks(table).rows(ids)
                     names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
         if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
-            raise FactError(
+            raise BankError(
                 f"The facts {missing} stand in no bank: they were removed, never were in this store, or came while "
                 "another process made banks. `rebuild()` puts all facts into banks."
             )
@@ -287,7 +287,7 @@ class TableFactStore(ABC):
                 if _living(table, number):
                     return _name(table.namespace, number)
         self._check_filled()
-        raise FactError(f"There are no facts{_within(namespace)}.")
+        raise BankError(f"There are no facts{_within(namespace)}.")
 
     def _probed(self, tables: list[Table], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
@@ -314,20 +314,20 @@ class TableFactStore(ABC):
 
     def _check_filled(self) -> None:
         if not any(len(table) for table in self._tables(None)):
-            raise FactError("The store holds no facts yet. Call `add(facts)` with at least one first.")
+            raise BankError("The store holds no facts yet. Call `add(facts)` with at least one first.")
 
     def _query(self, question: str) -> Vectors:
         if not question.strip():
-            raise FactError(f"Got the blank question {question!r}; expected words to search for.")
+            raise BankError(f"Got the blank question {question!r}; expected words to search for.")
         if any("\ud800" <= letter <= "\udfff" for letter in question):
-            raise FactError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
+            raise BankError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
         vector = np.asarray(self.embedder.embed_query(question))[None]
         found: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
         return found
 
     def _add(self, batch: Sequence[Fact], vectors: Vectors | None, overwrite: bool) -> Added:  # noqa: FBT001
         if wrong := next((each for each in batch if not isinstance(each, Fact)), None):
-            raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
+            raise BankError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
         report, todo = Added(), list[tuple[Table, list[Fact], Vectors]]()
         vectors = None if vectors is None else self._checked(vectors, len(batch))
         for space in dict.fromkeys(fact.namespace for fact in batch):
@@ -480,8 +480,8 @@ def _alike(held: Vectors, made: Vectors) -> bool:
     return held.shape == made.shape and float(held @ made) >= _SAME
 
 
-def _conflict(fact: Fact, held: Fact) -> FactError:
-    return FactError(
+def _conflict(fact: Fact, held: Fact) -> BankError:
+    return BankError(
         f"Got the id {fact.id!r} for {fact.text!r}; {fact.namespace!r} holds it for {held.text!r}. "
         "Use `update`, or give another id."
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from chromadb.config import Settings
 
-from kp_core.errors import FactError
+from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts import folder as folders
 from kp_core.facts.folder import interrupted
@@ -141,7 +141,7 @@ def test_a_repair_that_was_killed_is_taken_up(path, monkeypatch):
         ChromaFactStore(path, Dies())
     assert (path / "kp.writing").read_text() == "default"
     monkeypatch.setattr(folders, "_WRITTEN_SECONDS", 0.1)
-    with pytest.raises(FactError, match="an index is damaged"):
+    with pytest.raises(BankError, match="an index is damaged"):
         ChromaFactStore(path, HashEmbedder(), read_only=True)
     check(path)
 
@@ -169,7 +169,7 @@ def test_a_write_that_fails_leaves_a_note_only_if_it_wrote_an_index(path, monkey
     embedder = HashEmbedder()
     with ChromaFactStore(path, embedder, near_duplicate=None) as store, monkeypatch.context() as patch:
         patch.setattr(chromadb.Collection, "upsert", fails)
-        with pytest.raises(FactError, match="No space left"):
+        with pytest.raises(BankError, match="No space left"):
             store.add([Fact(f"new {number}") for number in range(1200)])
         assert (path / "kp.writing").exists() == after_writing == bool(interrupted(path))
     with ChromaFactStore(path, embedder, near_duplicate=None) as store:
@@ -194,10 +194,10 @@ def test_a_damaged_index_is_refused_with_the_command_that_makes_it_anew(path, na
     cut_short(path, name)
     with ChromaFactStore(path, HashEmbedder(), near_duplicate=None) as store:
         for call in (lambda: [store.search(fact.text) for fact in KEPT], store.verify):
-            with pytest.raises(FactError, match="`kp verify FOLDER --repair`"):
+            with pytest.raises(BankError, match="`kp verify FOLDER --repair`"):
                 call()
     assert not (path / "kp.writing").exists()
     # It is made anew here, or, where Chroma cannot read it at all, when the folder is opened next.
-    with ChromaFactStore(path, HashEmbedder(), near_duplicate=None) as store, suppress(FactError):
+    with ChromaFactStore(path, HashEmbedder(), near_duplicate=None) as store, suppress(BankError):
         store.verify(repair=True)
     check(path)
