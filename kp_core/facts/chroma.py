@@ -22,8 +22,9 @@ from kp_core.facts.folder import (
     end_repair,
     prepared,
 )
+from kp_core.facts.living import LivingFacts
 from kp_core.facts.records import ChromaTable, bank_name, own_collection, told
-from kp_core.facts.store import Table, TableFactStore
+from kp_core.facts.table import Table
 
 __all__ = ["ChromaFactStore"]
 
@@ -31,7 +32,7 @@ _BUNDLED = "all-MiniLM-L6-v2"
 _HNSW = {"space": "cosine", "ef_search": 200}
 
 
-class ChromaFactStore(TableFactStore):
+class ChromaFactStore(LivingFacts):
     """A `FactStore` in Chroma: text as document, metadata as metadata, a collection `kp-<namespace>-facts` each.
 
     `path` is a folder, for one process at a time and readable by its owner alone, or the URL of a Chroma server, for
@@ -41,7 +42,7 @@ class ChromaFactStore(TableFactStore):
 
     Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
     LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
-    it and `near_duplicate` see `TableFactStore`. The same folder may be opened again in one process. With `read_only`
+    it and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process. With `read_only`
     nothing is locked or changed, and what another process writes is seen when the folder is opened again. Use it as a
     context manager, or `close` it.
 
@@ -187,7 +188,7 @@ class ChromaFactStore(TableFactStore):
                 blank_unused(self.path)
 
     def verify(self, *, repair: bool = False) -> list[str]:
-        """See `TableFactStore.verify`.
+        """See `LivingFacts.verify`.
 
         Raises `BankError` where Chroma cannot read an index; with `repair` indexes are then made anew from the texts
         when the folder is next opened for writing.
@@ -252,7 +253,7 @@ class ChromaFactStore(TableFactStore):
         own = self._client.get_collection(collection.name, embedding_function=None)
         if self._is_sized and not self.read_only and about.get("bank_size") != self.bank_size:
             own.modify(metadata={**own.metadata, "kp:bank_size": self.bank_size})
-        return ChromaTable(self._client, own, namespace, self.where, folder=self.path)
+        return ChromaTable(self._client, own, namespace, self.where, self.path)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from kp_core.errors import BankError
 from kp_core.facts.base import Fact
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder
-from kp_core.facts.records import ChromaTable, told
-from kp_core.facts.store import Table, TableFactStore
+from kp_core.facts.reading import SearchedFacts
+from kp_core.facts.records import QueriedCollection, told
+from kp_core.facts.table import Table
 from kp_core.packs.handle import check_namespace
 
 __all__ = ["CollectionFacts"]
@@ -24,7 +25,7 @@ _SAME = 0.98
 _SPACES = ("cosine", "l2", "ip")
 
 
-class CollectionFacts(TableFactStore):
+class CollectionFacts(SearchedFacts):
     """The records of a collection as facts of `namespace`: found, listed and compiled, never changed.
 
     Ids, documents and metadata are theirs; `title` and `source` of a fact are the metadata of these names. A hit's
@@ -47,19 +48,18 @@ class CollectionFacts(TableFactStore):
             settings = collection.configuration_json or {}
             spaces = [each.get("space") for each in settings.values() if isinstance(each, Mapping)]
             space = next((each for each in spaces if each in _SPACES), "l2")
+        self._table: Any = QueriedCollection(collection, check_namespace(namespace), self.where, _fact, space)
         super().__init__(embedder or _own_embedder(collection, settings) or SentenceTransformerEmbedder())
-        table = ChromaTable(None, collection, check_namespace(namespace), self.where, fact=_fact, space=space)
-        self._opened[namespace] = table
-        self._check_embedder(table)
+        self._check_embedder()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.where!r}, {self.embedder!r})"
 
-    def _open(self, namespace: str) -> Table:  # noqa: ARG002 - there is one
-        return self._check_writes()
+    def __len__(self) -> int:
+        return len(self._table)
 
-    def _check_writes(self) -> NoReturn:
-        raise BankError(f"{self.where} is not ours and is only read. Change it with what made it.")
+    def _tables(self, namespace: str | None) -> list[Table]:
+        return [self._table] if namespace in (None, self._table.namespace) else []
 
     def _with_banks(self, table: Table) -> Table:  # noqa: ARG002 - there are none
         raise BankError(
@@ -67,8 +67,13 @@ class CollectionFacts(TableFactStore):
             "documents; or copy it: `ChromaFactStore(folder).add(facts.facts())`."
         )
 
-    def _check_embedder(self, table: Table) -> None:
-        rows = table.page(0, _SAMPLE, vectors=True)
+    def _refuse(self, *_: object, **__: object) -> Any:  # noqa: ANN401
+        raise BankError(f"{self.where} is not ours and is only read. Change it with what made it.")
+
+    add = update = delete = rebuild = _refuse
+
+    def _check_embedder(self) -> None:
+        rows = self._table.page(0, _SAMPLE, vectors=True)
         if not rows:
             return
         held = np.stack([row.vector for row in rows])

@@ -9,12 +9,13 @@ import numpy as np
 from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.filters import predicate
-from kp_core.facts.store import Row, Table, TableFactStore, alive
+from kp_core.facts.living import LivingFacts
+from kp_core.facts.table import Row, Table, alive
 
 __all__ = ["MemoryFactStore"]
 
 
-class MemoryFactStore(TableFactStore):
+class MemoryFactStore(LivingFacts):
     """A `FactStore` in memory, gone with the process; what `ChromaFactStore` is compared with."""
 
     def _open(self, namespace: str) -> Table:

@@ -16,10 +16,11 @@ from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, content_id
 from kp_core.facts.filters import predicate
 from kp_core.facts.folder import writing
-from kp_core.facts.store import Row, alive
+from kp_core.facts.table import Row, alive
 
 __all__ = [
     "ChromaTable",
+    "QueriedCollection",
     "bank_name",
     "from_record",
     "own_collection",
@@ -137,33 +138,30 @@ def told(where: str) -> Iterator[None]:
         ) from error
 
 
-class ChromaTable:
-    """A `Table` in a collection of ours; one of somebody else is only read, where `fact` makes facts of its records.
+class QueriedCollection:
+    """What reading a collection takes, ours or not: records as facts of `namespace`; `fact` makes them."""
 
-    The number of a fact's bank is metadata; centroids are a second collection. How many banks there are is metadata of
-    the collection of facts, written last. `folder` is where the database lies, unless that is on a server.
-    """
-
-    def __init__(  # noqa: PLR0913 - the last two are for collections of others
+    def __init__(
         self,
-        client: Any,  # noqa: ANN401 - a chromadb client; not asked of a collection that is only read
         collection: Any,  # noqa: ANN401 - a chromadb.Collection
         namespace: str,
         where: str,
-        *,
-        folder: Path | None = None,
         fact: Callable[[str, str, Mapping[str, Any] | None, str], Fact] = from_record,
         space: str = "cosine",
     ) -> None:
         self.collection, self.namespace, self.where = collection, namespace, where
-        self._client, self._folder, self._fact, self._space = client, folder, fact, space
-        self._centroids: Any = None
+        self._fact, self._space = fact, space
+
+    def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
+        """A method of the collection; raises `BankError` where that fails."""
+        with told(self.where):
+            return getattr(self.collection, name)(**arguments)
 
     def __len__(self) -> int:
-        return int(self._read("count"))
+        return int(self.call("count"))
 
     def ids(self) -> list[str]:
-        return list(self._read("get", include=[])["ids"])
+        return list(self.call("get", include=[])["ids"])
 
     def rows(self, ids: Sequence[str], *, vectors: bool = False) -> list[Row]:
         ids = list(dict.fromkeys(ids))  # Chroma refuses an id that is named twice.
@@ -174,80 +172,21 @@ class ChromaTable:
         return self._get(vectors, limit=count, offset=start, **_narrowed(where))
 
     def expired(self, now: float) -> list[str]:
-        return list(self._read("get", where={_OURS + "expires": {"$lte": now}}, include=[])["ids"])
+        return list(self.call("get", where={_OURS + "expires": {"$lte": now}}, include=[])["ids"])
 
     def nearest(self, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
         test, asked = predicate(where or {}), count
         while True:
             which = {"query_embeddings": vectors, "n_results": asked, **_narrowed(where)}
-            found = self._read("query", include=[*_BASIC, "distances"], **which)
+            found = self.call("query", include=[*_BASIC, "distances"], **which)
             parts = zip(found["ids"], found["documents"], found["metadatas"], found["distances"], strict=True)
             hits = [[hit for hit in self._hits(*part) if alive(hit.fact) and test(hit.fact)] for part in parts]
             if all(len(each) >= count for each in hits) or all(len(ids) < asked for ids in found["ids"]):
                 return [each[:count] for each in hits]
             asked *= _GROWTH
 
-    def holding(self, texts: Sequence[str]) -> dict[str, str]:
-        digests = list({content_id(text) for text in texts})
-        if not digests:
-            return {}
-        found = self._read("get", where={_OURS + "digest": {"$in": digests}}, include=["documents"])
-        held = dict(zip(found["documents"], found["ids"], strict=True))
-        return {text: held[text] for text in texts if text in held}
-
-    def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
-        ids = [fact.id for fact in facts]
-        held = self._read("get", ids=ids, include=["metadatas"])
-        # Chroma merges metadata; a field that is gone has to be said.
-        old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
-        about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
-        if banks is not None:
-            about = [record | {_BANK: number} for record, number in zip(about, banks, strict=True)]
-        texts = [fact.text for fact in facts]
-        self._change(self.collection, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=about)
-
-    def remove(self, ids: Sequence[str]) -> None:
-        for at in range(0, len(ids), _PAGE):
-            self._change(self.collection, "delete", ids=list(ids[at : at + _PAGE]))
-
-    def bank_count(self) -> int | None:
-        # Another process may have made some since.
-        count = self._metadata().get(_BANKS)
-        return count if isinstance(count, int) and count > 0 else None
-
-    def bank(self, number: int, *, vectors: bool = False) -> list[Row]:
-        return self._get(vectors, where={_BANK: number})
-
-    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
-        banks = self.bank_count()
-        if banks is None:
-            return [[] for _ in vectors]
-        asked = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
-        with told(self.where):
-            found = self._bank_collection().query(**asked)
-        parts = zip(found["ids"], found["distances"], strict=True)
-        return [[(int(i), 1 - distance) for i, distance in zip(*part, strict=True)] for part in parts]
-
-    def set_banks(self, numbers: Mapping[str, int], centroids: Vectors) -> None:
-        self.drop_banks()
-        ids, banks = list(numbers), self._bank_collection()
-        for at in range(0, len(ids), _PAGE):
-            page = ids[at : at + _PAGE]
-            self._change(self.collection, "update", ids=page, metadatas=[{_BANK: numbers[fact_id]} for fact_id in page])
-        for at in range(0, len(centroids), _PAGE):
-            rows = centroids[at : at + _PAGE]
-            self._change(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
-        with told(self.where):
-            others = [number for number in banks.get(include=[])["ids"] if int(number) >= len(centroids)]
-        if others:
-            self._change(banks, "delete", ids=others)
-        self._count_banks(len(centroids))
-
-    def drop_banks(self) -> None:
-        self._count_banks(0)
-
     def _get(self, vectors: bool, **which: Any) -> list[Row]:  # noqa: ANN401, FBT001
-        found = self._read("get", include=[*_BASIC, *["embeddings"] * vectors], **which)
+        found = self.call("get", include=[*_BASIC, *["embeddings"] * vectors], **which)
         held = found["embeddings"] if vectors else [_NO_VECTOR] * len(found["ids"])
         parts = zip(found["ids"], found["documents"], found["metadatas"], held, strict=True)
         return [
@@ -262,24 +201,95 @@ class ChromaTable:
             if text and text.strip():
                 yield Hit(self._fact(fact_id, text, metadata, self.namespace), 1 - distance / scale)
 
-    def _read(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """A method of the collection that changes nothing; raises `BankError` where that fails."""
-        with told(self.where):
-            return getattr(self.collection, name)(**arguments)
 
-    def _change(self, collection: Any, name: str, **arguments: Any) -> None:  # noqa: ANN401
+class ChromaTable(QueriedCollection):
+    """A `Table` in a collection of ours. The number of a fact's bank is metadata; centroids are a second collection.
+
+    How many banks there are is metadata of the collection of facts, written last.
+    """
+
+    def __init__(
+        self,
+        client: Any,  # noqa: ANN401
+        collection: Any,  # noqa: ANN401
+        namespace: str,
+        where: str,
+        folder: Path | None,
+    ) -> None:
+        super().__init__(collection, namespace, where)
+        self._client, self._folder = client, folder
+        self._centroids: QueriedCollection | None = None
+
+    def holding(self, texts: Sequence[str]) -> dict[str, str]:
+        digests = list({content_id(text) for text in texts})
+        if not digests:
+            return {}
+        found = self.call("get", where={_OURS + "digest": {"$in": digests}}, include=["documents"])
+        held = dict(zip(found["documents"], found["ids"], strict=True))
+        return {text: held[text] for text in texts if text in held}
+
+    def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
+        ids = [fact.id for fact in facts]
+        held = self.call("get", ids=ids, include=["metadatas"])
+        # Chroma merges metadata; a field that is gone has to be said.
+        old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
+        about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
+        if banks is not None:
+            about = [record | {_BANK: number} for record, number in zip(about, banks, strict=True)]
+        texts = [fact.text for fact in facts]
+        self._change(self, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=about)
+
+    def remove(self, ids: Sequence[str]) -> None:
+        for at in range(0, len(ids), _PAGE):
+            self._change(self, "delete", ids=list(ids[at : at + _PAGE]))
+
+    def bank_count(self) -> int | None:
+        # Another process may have made some since.
+        count = self._metadata().get(_BANKS)
+        return count if isinstance(count, int) and count > 0 else None
+
+    def bank(self, number: int, *, vectors: bool = False) -> list[Row]:
+        return self._get(vectors, where={_BANK: number})
+
+    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        banks = self.bank_count()
+        if banks is None:
+            return [[] for _ in vectors]
+        asked = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
+        found = self._bank_collection().call("query", **asked)
+        parts = zip(found["ids"], found["distances"], strict=True)
+        return [[(int(i), 1 - distance) for i, distance in zip(*part, strict=True)] for part in parts]
+
+    def set_banks(self, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        self.drop_banks()
+        ids, banks = list(numbers), self._bank_collection()
+        for at in range(0, len(ids), _PAGE):
+            page = ids[at : at + _PAGE]
+            self._change(self, "update", ids=page, metadatas=[{_BANK: numbers[fact_id]} for fact_id in page])
+        for at in range(0, len(centroids), _PAGE):
+            rows = centroids[at : at + _PAGE]
+            self._change(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
+        if others := [number for number in banks.ids() if int(number) >= len(centroids)]:
+            self._change(banks, "delete", ids=others)
+        self._count_banks(len(centroids))
+
+    def drop_banks(self) -> None:
+        self._count_banks(0)
+
+    def _change(self, collection: QueriedCollection, name: str, **arguments: Any) -> None:  # noqa: ANN401
         """A method of this collection or that of the banks, in which Chroma may write its index."""
         with told(self.where), writing(self._folder):
-            getattr(collection, name)(**arguments)
+            collection.call(name, **arguments)
 
     def _count_banks(self, count: int) -> None:
         with told(self.where):
             self.collection.modify(metadata={**self._metadata(), _BANKS: count})
 
-    def _bank_collection(self) -> Any:  # noqa: ANN401
+    def _bank_collection(self) -> QueriedCollection:
         if self._centroids is None:
             name, about = bank_name(self.namespace), {"kind": "banks", "namespace": self.namespace}
-            self._centroids = own_collection(self._client, self.where, name, about, {"space": "cosine"})
+            made = own_collection(self._client, self.where, name, about, {"space": "cosine"})
+            self._centroids = QueriedCollection(made, self.namespace, self.where)
         return self._centroids
 
     def _metadata(self) -> dict[str, Any]:

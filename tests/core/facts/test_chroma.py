@@ -25,7 +25,7 @@ from kp_core.errors import BankError, BankLockedError, MissingDependencyError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
-from kp_core.facts.records import ChromaTable
+from kp_core.facts.records import ChromaTable, QueriedCollection
 from tests.core.facts.test_facts import HashEmbedder, check, facts_of
 
 
@@ -592,14 +592,14 @@ def test_a_rebuild_that_was_killed_leaves_no_banks_and_they_are_made_anew(tmp_pa
         store.build(facts[:20])
         before = store.banks()
         store.add(facts[20:30])
-        change, count = ChromaTable._change, ChromaTable._count_banks
+        call, count = QueriedCollection.call, ChromaTable._count_banks
 
-        def dies(table, collection, name, **arguments):
+        def dies(table, name, **arguments):
             if (step, name) in {("facts", "update"), ("centroids", "upsert")}:
                 if name == "update":  # half of it is done
-                    change(table, collection, name, **{part: values[::2] for part, values in arguments.items()})
+                    call(table, name, **{part: values[::2] for part, values in arguments.items()})
                 raise KeyboardInterrupt
-            change(table, collection, name, **arguments)
+            return call(table, name, **arguments)
 
         def dies_at_the_end(table, banks):
             if banks:
@@ -607,7 +607,7 @@ def test_a_rebuild_that_was_killed_leaves_no_banks_and_they_are_made_anew(tmp_pa
             count(table, banks)
 
         with monkeypatch.context() as patch:
-            patch.setattr(ChromaTable, "_change", dies)
+            patch.setattr(QueriedCollection, "call", dies)
             if step == "count":
                 patch.setattr(ChromaTable, "_count_banks", dies_at_the_end)
             with pytest.raises(KeyboardInterrupt):

@@ -18,6 +18,7 @@ from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts import folder as folders
 from kp_core.facts.folder import interrupted
+from kp_core.facts.records import QueriedCollection
 from tests.core.facts.test_facts import HashEmbedder
 
 FACTS = [Fact(f"Fact {number} of the harbour log.") for number in range(2500)]
@@ -159,16 +160,18 @@ def test_a_reader_waits_for_a_writer(path, monkeypatch):
 
 @pytest.mark.parametrize("after_writing", [False, True])
 def test_a_write_that_fails_leaves_a_note_only_if_it_wrote_an_index(path, monkeypatch, after_writing):
-    upsert = chromadb.Collection.upsert
+    call = QueriedCollection.call
 
-    def fails(collection, **arguments):
-        if after_writing:
-            upsert(collection, **arguments)
-        raise OSError("No space left on device")
+    def fails(collection, name, **arguments):
+        if name == "upsert":
+            if after_writing:
+                call(collection, name, **arguments)
+            raise OSError("No space left on device")
+        return call(collection, name, **arguments)
 
     embedder = HashEmbedder()
     with ChromaFactStore(path, embedder, near_duplicate=None) as store, monkeypatch.context() as patch:
-        patch.setattr(chromadb.Collection, "upsert", fails)
+        patch.setattr(QueriedCollection, "call", fails)
         with pytest.raises(BankError, match="No space left"):
             store.add([Fact(f"new {number}") for number in range(1200)])
         assert (path / "kp.writing").exists() == after_writing == bool(interrupted(path))
