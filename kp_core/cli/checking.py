@@ -174,17 +174,13 @@ def _check_collection(path: str, options: PlaceOptions, *, repair: bool) -> _See
     except BankError as error:
         if is_url(path) or isinstance(error, BankLockedError):
             raise
-        wrong = [str(error)]
+        seen.add([str(error)], [str(error)])
+        return seen
     left = wrong
     if repair and wrong:
-        try:
-            # Twice, as an index is made anew when its folder is opened.
-            with suppress(BankError), open_collection(path, options) as facts:
-                facts.verify(repair=True)
-            with open_collection(path, options) as facts:
-                left = facts.verify()
-        except BankError as error:
-            left = [str(error)]
+        with open_collection(path, options) as facts:
+            facts.verify(repair=True)
+            left = facts.verify()
     seen.add(wrong, left)
     return seen
 

@@ -7,21 +7,13 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
-from kp_core.errors import BankError, BankLockedError
+from kp_core.errors import BankError
 from kp_core.facts.banking import BANK_SIZE
-from kp_core.facts.client import is_url, open_client, run_vacuum
+from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
-from kp_core.facts.folder import (
-    FACTS,
-    SCHEMA,
-    blank_unused,
-    check_indexes,
-    check_unlocked,
-    demand_repair,
-    end_repair,
-    prepared,
-)
+from kp_core.facts.folder import FACTS, SCHEMA, check_index, prepared
+from kp_core.facts.index import blank_unused, end_repair, needs_repair
 from kp_core.facts.living import LivingFacts
 from kp_core.facts.records import ChromaTable, bank_name, own_collection, told
 from kp_core.facts.table import Table
@@ -69,12 +61,11 @@ class ChromaFactStore(LivingFacts):
         self.path = None if path is None or is_url(path) else Path(path)
         self.where = str(path or type(client).__name__)
         self.read_only, self._lock, self._closed = read_only, None, False
-        without_vectors: list[str] = []
         if self.path is not None:
             self._lock = prepared(self.path, read_only=read_only, wait=wait)
         try:
             if self.path is not None:
-                without_vectors = check_indexes(self.path, self._lock)
+                check_index(self.path, self._lock)
             with told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
                 held = self._listed()
@@ -90,11 +81,8 @@ class ChromaFactStore(LivingFacts):
             if self.path is not None:
                 # Two objects on one folder see each other's changes, and change it one at a time.
                 self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
-                if without_vectors:
-                    with self._writing:
-                        for table in (table for space in without_vectors for table in self._tables(space)):
-                            self._renew(table)
-                        end_repair(self.path)
+                if self._lock is not None:
+                    self._mend(self.path)
         except BaseException:
             self.close()
             raise
@@ -187,19 +175,13 @@ class ChromaFactStore(LivingFacts):
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
                 blank_unused(self.path)
 
-    def verify(self, *, repair: bool = False) -> list[str]:
-        """See `LivingFacts.verify`.
-
-        Raises `BankError` where Chroma cannot read an index; with `repair` indexes are then made anew from the texts
-        when the folder is next opened for writing.
-        """
-        try:
-            return super().verify(repair=repair)
-        except BankError as error:
-            if repair and self.path is not None and not isinstance(error, BankLockedError):
-                self._check_writes()
-                demand_repair(self.path, self._opened)
-            raise
+    def _mend(self, path: Path) -> None:
+        """Put right what a process left that was killed: indexes that it was writing."""
+        with self._writing, told(self.where):
+            if needs_repair(path):
+                for table in self._tables(None):
+                    self._renew(table)
+                end_repair(path)
 
     def _listed(self) -> dict[str, Any]:
         """The collections of facts that carry our marker, by namespace."""
@@ -253,7 +235,7 @@ class ChromaFactStore(LivingFacts):
         own = self._client.get_collection(collection.name, embedding_function=None)
         if self._is_sized and not self.read_only and about.get("bank_size") != self.bank_size:
             own.modify(metadata={**own.metadata, "kp:bank_size": self.bank_size})
-        return ChromaTable(self._client, own, namespace, self.where, self.path)
+        return ChromaTable(self._client, own, namespace, self.where)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -286,4 +268,4 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
 def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
     """Whether it holds banks of an earlier release, which kept other things of them."""
     about = _about(collection)
-    return bool(about["kind"] == "banks" and collection.name != bank_name(str(about.get("namespace"))))
+    return about["kind"] == "banks" and collection.name != bank_name(str(about.get("namespace")))

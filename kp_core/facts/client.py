@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from kp_core.bundled import needing
-from kp_core.errors import BankError
-from kp_core.facts.folder import check_unlocked, writing
+from kp_core.errors import BankError, BankLockedError
 
 # An index is written after so many changes; what is set counts from the next opening on.
 _FLUSH = """
@@ -28,7 +29,9 @@ for each in client.list_collections():
         held.update(ids=one["ids"], embeddings=one["embeddings"])
 """
 
-__all__ = ["is_url", "open_client", "run_vacuum"]
+_LOCKED_SECONDS = 4.0
+
+__all__ = ["check_unlocked", "is_url", "open_client", "run_vacuum"]
 
 
 def open_client(
@@ -81,6 +84,29 @@ def open_client(
     return client
 
 
+def check_unlocked(path: Path, *, writing: bool) -> None:
+    """Raise `BankLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
+
+    With `writing` that is also one which someone else is writing to. What is locked later, within a call, is not seen.
+    """
+    file = path / "chroma.sqlite3"
+    if not file.is_file():
+        return
+    uri = f"{file.resolve().as_uri()}?mode={'rw' if writing else 'ro'}"
+    try:
+        with closing(sqlite3.connect(uri, uri=True, timeout=_LOCKED_SECONDS, isolation_level=None)) as opened:
+            opened.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            if writing:
+                opened.execute("BEGIN IMMEDIATE")
+                opened.execute("ROLLBACK")
+    except sqlite3.OperationalError as error:
+        # Anything else, such as what a killed writer left to be rolled back, is Chroma's to deal with.
+        if "locked" in str(error):
+            raise BankLockedError(f"{file} is locked; another process holds it. Wait for that, or end it.") from error
+    except sqlite3.DatabaseError as error:
+        raise BankError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
+
+
 def run_vacuum(path: Path) -> None:
     """Take what was removed off the disk, in a folder that nobody has open; raises `BankError` where it fails.
 
@@ -92,10 +118,9 @@ def run_vacuum(path: Path) -> None:
     tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
     flush = [sys.executable, "-c", _FLUSH, str(path)]
     for command in (flush, flush, [tool, "vacuum", "--path", str(path), "--force"]):
-        with writing(path):
-            done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
-            if done.returncode:
-                raise BankError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+        if done.returncode:
+            raise BankError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

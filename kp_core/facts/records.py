@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from kp_core.errors import BankError, KnowledgePackError
 from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, content_id
 from kp_core.facts.filters import predicate
-from kp_core.facts.folder import writing
 from kp_core.facts.table import Row, alive
 
 __all__ = [
@@ -133,8 +131,7 @@ def told(where: str) -> Iterator[None]:
         # Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError: it depends on what is wrong.
         raise BankError(
             f"{where}: Chroma failed ({type(error).__name__}: {error}). What was acknowledged before is kept; look at "
-            "the disk, or at the server, and try again. A damaged index in a folder is made anew from the texts by "
-            "`kp verify FOLDER --repair`."
+            "the disk, or at the server, and try again."
         ) from error
 
 
@@ -208,16 +205,9 @@ class ChromaTable(QueriedCollection):
     How many banks there are is metadata of the collection of facts, written last.
     """
 
-    def __init__(
-        self,
-        client: Any,  # noqa: ANN401
-        collection: Any,  # noqa: ANN401
-        namespace: str,
-        where: str,
-        folder: Path | None,
-    ) -> None:
+    def __init__(self, client: Any, collection: Any, namespace: str, where: str) -> None:  # noqa: ANN401
         super().__init__(collection, namespace, where)
-        self._client, self._folder = client, folder
+        self._client = client
         self._centroids: QueriedCollection | None = None
 
     def holding(self, texts: Sequence[str]) -> dict[str, str]:
@@ -236,12 +226,11 @@ class ChromaTable(QueriedCollection):
         about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
         if banks is not None:
             about = [record | {_BANK: number} for record, number in zip(about, banks, strict=True)]
-        texts = [fact.text for fact in facts]
-        self._change(self, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=about)
+        self.call("upsert", ids=ids, embeddings=vectors, documents=[fact.text for fact in facts], metadatas=about)
 
     def remove(self, ids: Sequence[str]) -> None:
         for at in range(0, len(ids), _PAGE):
-            self._change(self, "delete", ids=list(ids[at : at + _PAGE]))
+            self.call("delete", ids=list(ids[at : at + _PAGE]))
 
     def bank_count(self) -> int | None:
         # Another process may have made some since.
@@ -265,21 +254,16 @@ class ChromaTable(QueriedCollection):
         ids, banks = list(numbers), self._bank_collection()
         for at in range(0, len(ids), _PAGE):
             page = ids[at : at + _PAGE]
-            self._change(self, "update", ids=page, metadatas=[{_BANK: numbers[fact_id]} for fact_id in page])
+            self.call("update", ids=page, metadatas=[{_BANK: numbers[fact_id]} for fact_id in page])
         for at in range(0, len(centroids), _PAGE):
             rows = centroids[at : at + _PAGE]
-            self._change(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
+            banks.call("upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
         if others := [number for number in banks.ids() if int(number) >= len(centroids)]:
-            self._change(banks, "delete", ids=others)
+            banks.call("delete", ids=others)
         self._count_banks(len(centroids))
 
     def drop_banks(self) -> None:
         self._count_banks(0)
-
-    def _change(self, collection: QueriedCollection, name: str, **arguments: Any) -> None:  # noqa: ANN401
-        """A method of this collection or that of the banks, in which Chroma may write its index."""
-        with told(self.where), writing(self._folder):
-            collection.call(name, **arguments)
 
     def _count_banks(self, count: int) -> None:
         with told(self.where):

@@ -157,29 +157,6 @@ def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
         assert process.returncode == 3
 
 
-def test_verify_makes_an_index_anew_that_chroma_cannot_read(tmp_path: Path) -> None:
-    rows = [json.dumps({"text": f"Fact number {number} is about the number {number}."}) for number in range(1200)]
-    (tmp_path / "many.jsonl").write_text("\n".join(rows))
-    with started("build", "bank", "many.jsonl", cwd=tmp_path) as process:
-        assert process.wait(200) == 0
-    [index] = (tmp_path / "bank").glob("*-*-*-*-*/index_metadata.pickle")
-    index.write_bytes(index.read_bytes()[:99])
-
-    def run(*words: str) -> tuple[int, str]:
-        # In a process of its own, as Chroma remembers the files it has opened.
-        with started(*words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-            said = process.communicate(timeout=200)[0].decode()
-        return process.returncode, said
-
-    code, said = run("search", "bank", "the number 7")
-    assert (code, "`kp verify FOLDER --repair`" in " ".join(said.split())) == (1, True)
-    assert run("verify", "bank", "--no-template")[0] == 3
-    code, said = run("verify", "bank", "--no-template", "--repair", "--json")
-    assert (code, len(json.loads(said[said.index("{") :])["wrong"])) == (0, 1)
-    assert run("verify", "bank", "--no-template")[0] == 0
-    assert "Fact number 7 is" in run("search", "bank", "Fact number 7 is about the number 7.", "-k", "1")[1]
-
-
 def test_standard_input_becomes_facts(tmp_path: Path) -> None:
     rows = "".join(json.dumps(fact) + "\n" for fact in FACTS)
     command = ("build", str(tmp_path / "new"), "-", "--json")

@@ -553,7 +553,7 @@ def locked(folder, how):
 
 @pytest.mark.parametrize("how", ["EXCLUSIVE", "IMMEDIATE"])
 def test_a_database_that_somebody_else_holds_is_said_to_be_locked(how, tmp_path, monkeypatch):
-    monkeypatch.setattr("kp_core.facts.folder._LOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("kp_core.facts.client._LOCKED_SECONDS", 0.2)
     with ChromaFactStore(tmp_path / "facts", HashEmbedder()) as facts:
         facts.add([Fact("A gate.")])
         with locked(tmp_path / "facts", how):

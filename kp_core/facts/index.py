@@ -1,0 +1,134 @@
+"""Chroma's index files, checked before they are loaded: it writes them in place and reads them as they are.
+
+A process that is killed in the middle of that leaves files that do not fit together. Chroma then finds other records,
+does not open the collection, ends the process, or fills the disk (its issue 7510). Texts are safe in the database, so
+what does not hold together is made anew from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sqlite3
+import struct
+from contextlib import closing, suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["begin_repair", "blank_unused", "damaged_indexes", "end_repair", "needs_repair"]
+
+logger = logging.getLogger(__name__)
+
+_UNDER_WAY = "kp.repair"
+# Version, offset, room, elements; bytes of an element, where its label and its vector begin; highest level, entry;
+# links for each level, on the lowest, as asked; and two settings of how it is built.
+_HEADER = struct.Struct("=iQQQQQQiIQQQdQ")
+_VERSION, _AT_ONCE = 1, 4096
+_OTHERS = ("length.bin", "link_lists.bin", "index_metadata.pickle")
+_OURS = """
+SELECT s.id FROM segments s JOIN collection_metadata m ON m.collection_id = s.collection
+WHERE s.scope = 'VECTOR' AND m.key = 'kp:kind'
+"""
+
+
+def damaged_indexes(folder: Path) -> list[Path]:
+    """Folders of the indexes of our collections whose files do not hold together; while they are written they may not.
+
+    Looks at counts, at sizes, at every link, and at the length of every vector.
+    """
+    file = folder / "chroma.sqlite3"
+    if not file.is_file():
+        return []
+    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)) as opened:
+        indexes = [folder / name for (name,) in opened.execute(_OURS)]
+        return [index for index in indexes if index.is_dir() and not _is_sound(index)]
+    return []
+
+
+def begin_repair(folder: Path, indexes: list[Path]) -> None:
+    """Delete indexes, for Chroma to begin anew; until `end_repair` the folder says that vectors are missing."""
+    logger.warning("%s: an index is damaged; it is made anew from the texts of all facts.", folder)
+    (folder / _UNDER_WAY).touch()
+    for index in indexes:
+        shutil.rmtree(index)
+
+
+def blank_unused(folder: Path) -> None:
+    """Overwrite the room in indexes that hold nothing yet: Chroma leaves there what memory held, removed text too."""
+    for header in folder.glob("*-*-*-*-*/header.bin"):
+        with suppress(OSError, struct.error):
+            if _HEADER.unpack(header.read_bytes())[3] == 0:
+                for room in (header.parent / name for name in ("data_level0.bin", "length.bin")):
+                    with room.open("r+b") as opened:
+                        opened.write(bytes(room.stat().st_size))
+
+
+def needs_repair(folder: Path) -> bool:
+    """Whether a repair was begun and not ended."""
+    return (folder / _UNDER_WAY).exists()
+
+
+def end_repair(folder: Path) -> None:
+    """See `begin_repair`."""
+    (folder / _UNDER_WAY).unlink()
+
+
+def _is_sound(index: Path) -> bool:
+    if not any(index.iterdir()):
+        return True
+    try:
+        header = (index / "header.bin").read_bytes()
+        version, _, room, count, size, label, vector, highest, entry, upper, lowest, *_ = _HEADER.unpack_from(header)
+        if version != _VERSION or len(header) > _HEADER.size:
+            return True  # Of another Chroma, whose files are its own to read.
+        if not count:
+            return bool(highest < 0)  # Room for the first elements, with nothing in it.
+        lengths, links, ids = ((index / name).read_bytes() for name in _OTHERS)
+        found = (index / "data_level0.bin").stat().st_size
+    except (OSError, struct.error):
+        return False
+    fits = count <= room and entry < count and 4 + 4 * lowest <= vector < label == size - 8
+    # A full stop ends a pickle.
+    if not fits or found != count * size or len(lengths) != 4 * count or not ids.endswith(b"."):
+        return False
+    elements = np.memmap(index / "data_level0.bin", np.uint8, mode="r", shape=(count, size))
+    labels = elements[:, label:].copy().view(np.uint64)
+    return (
+        len(np.unique(labels)) == count
+        and all(
+            _elements_are_sound(elements[at : at + _AT_ONCE], count, lowest, vector, label)
+            for at in range(0, count, _AT_ONCE)
+        )
+        and _levels_are_sound(links, count, highest, 4 + 4 * upper)
+    )
+
+
+def _elements_are_sound(rows: NDArray[np.uint8], count: int, lowest: int, vector: int, label: int) -> bool:
+    """Whether elements are linked to others that there are, and have vectors of length 1."""
+    of_each, others = rows[:, :2].copy().view(np.uint16), rows[:, 4 : 4 + 4 * lowest].copy().view(np.uint32)
+    vectors = rows[:, vector:label].copy().view(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        lengths_squared = (vectors * vectors).sum(axis=1)
+    is_linked = (of_each <= lowest).all() and (others[np.arange(lowest) < of_each] < count).all()
+    return bool(is_linked and np.allclose(lengths_squared, 1, atol=2e-3))
+
+
+def _levels_are_sound(links: bytes, count: int, highest: int, size: int) -> bool:
+    """Whether each element is followed by its links on higher levels, of which there are not too many."""
+    at = 0
+    for _ in range(count):
+        held = int.from_bytes(links[at : at + 4], "little")
+        at += 4
+        if not held:
+            continue
+        if at + held > len(links) or held % size or held > size * max(highest, 0):
+            return False
+        of_each = np.frombuffer(links[at : at + held], np.uint32).reshape(-1, size // 4)
+        counts = of_each[:, :1] & 0xFFFF
+        linked = np.arange(1, size // 4) <= counts
+        if (counts >= size // 4).any() or (of_each[:, 1:][linked] >= count).any():
+            return False
+        at += held
+    return at == len(links)
