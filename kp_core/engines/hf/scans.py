@@ -1,4 +1,4 @@
-"""The selective scan of Mamba 1, going on from a state: transformers' own begins from nothing at each pass."""
+"""The selective scan of Mamba, Falcon Mamba, Jamba and Zamba 1 from a state; transformers' begins from nothing."""
 
 from __future__ import annotations
 

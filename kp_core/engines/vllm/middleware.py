@@ -9,13 +9,12 @@ from collections.abc import Coroutine, Iterator, MutableMapping
 from typing import Any
 
 from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.altering import counted, steered
 from kp_core.engines.vllm.answers import Answer
 from kp_core.engines.vllm.counts import FIRST_PACK
 from kp_core.engines.vllm.desk import Desk
 from kp_core.engines.vllm.facts import answer_facts
+from kp_core.engines.vllm.preparing import counted, prepared
 from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.splicing import spliced
 from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
 from kp_core.errors import BankError, BankLockedError, KnowledgePackError
 from kp_core.packs.handle import find_handles
@@ -110,8 +109,7 @@ class PackMiddleware:
         self.desk.hot.note(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
-            made = spliced if isinstance(body["kp"], dict) and "moved" in body["kp"] else steered
-            rights, computed = await made(self.desk, self.app, scope, access, body)
+            rights, computed = await prepared(self.desk, self.app, scope, access, body)
             send = counted(send, computed)
         body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
         data, given = replay(body, receive)
