@@ -268,4 +268,4 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
 def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
     """Whether it holds banks of an earlier release, which kept other things of them."""
     about = _about(collection)
-    return about["kind"] == "banks" and collection.name != bank_name(str(about.get("namespace")))
+    return bool(about["kind"] == "banks" and collection.name != bank_name(str(about.get("namespace"))))

@@ -48,7 +48,8 @@ class _MemoryTable:
         return {row.fact.text: fact_id for fact_id, row in self._rows.items() if row.fact.text in asked}
 
     def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
-        rows = zip(facts, vectors, banks or [None] * len(facts), strict=True)
+        numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks
+        rows = zip(facts, vectors, numbers, strict=True)
         self._rows = self._rows | {fact.id: Row(fact, vector, bank) for fact, vector, bank in rows}
 
     def remove(self, ids: Sequence[str]) -> None:
