@@ -27,9 +27,10 @@ __all__ = ["why_not_bitwise"]
 
 _CUTS = ((), (1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
-_MANY_ROWS = 2049
-"""Of products with matrices that are not packed, which may differ in one row of 500, and of what threads divide: an odd
-number, so that two of them meet within a row."""
+_UNPACKED_ROWS = 2048
+"""Of products with matrices that are not packed: where they differ, it may be one row in 500."""
+_FEWEST_ROWS, _DIVIDED = 321, 2**18
+"""Rows, and numbers in them, that several threads share: an odd number of rows, so that two threads meet within one."""
 _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
@@ -91,7 +92,7 @@ def _others_agree(network: nn.Module, linear: Sequence[nn.Linear]) -> bool:
         matrix = weight.detach().reshape(-1, *weight.shape[-2:])[0]
         for each in (matrix, matrix.T):
             product = partial(nn.functional.linear, weight=each)
-            if not rows_agree(product, each.shape[1], each.dtype, rows=_MANY_ROWS, tries=_MANY_ROWS):
+            if not rows_agree(product, each.shape[1], each.dtype, rows=_UNPACKED_ROWS, tries=_UNPACKED_ROWS):
                 return False
     return True
 
@@ -104,15 +105,16 @@ def _activations_agree(model: _Model) -> bool:
     width = getattr(model.network.config.get_text_config(decoder=True), "intermediate_size", None)
     if not isinstance(width, int):
         return True
+    rows = max(_FEWEST_ROWS, _DIVIDED // width | 1)
     # Some models take the gate out of a product that is twice as wide, so its rows do not lie one behind the other.
     is_half = any(isinstance(each, nn.Linear) and each.out_features == 2 * width for each in model.network.modules())
     leaves = [each for each in model.network.modules() if not [*each.children(), *each.parameters(), *each.buffers()]]
     for module in {type(each): each for each in leaves}.values():
         with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # It is no function of rows.
-            if not rows_agree(module, width, model.shape.dtype, rows=_MANY_ROWS):
+            if not rows_agree(module, width, model.shape.dtype, rows=rows):
                 return False
             halves = partial(_of_half, module, width)
-            if is_half and not rows_agree(halves, 2 * width, model.shape.dtype, rows=_MANY_ROWS):
+            if is_half and not rows_agree(halves, 2 * width, model.shape.dtype, rows=rows):
                 return False
     return True
 

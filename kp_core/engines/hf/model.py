@@ -63,7 +63,8 @@ class CausalModel:
         self._text: Any = self.config.get_text_config(decoder=True)
         self.device: torch.device = self._model.device
         """Where token ids go in."""
-        self.pack()
+        one_pass = partial(self._model.base_model, input_ids=self._probe_ids(), use_cache=False)
+        self._packed = pack_weights(self._model, one_pass)
         if self.kind.is_recurrent:
             scan_from_states(self._model)
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
@@ -89,14 +90,10 @@ class CausalModel:
         """See `PlacedModel.lacks`."""
         let_go()  # Requests may come in other threads.
 
-    def pack(self) -> None:
-        """Pack the weights as they are now."""
-        one_pass = partial(self._model.base_model, input_ids=self._probe_ids(), use_cache=False)
-        self._packed = pack_weights(self._model, one_pass)
-
     def renew(self) -> None:
         """Take the weights as they are now, and probe what is done with them."""
-        self.pack()
+        buffer = KVBuffer(self.shape, 2 * _PROBE)
+        self._packed = pack_weights(self._model, partial(self.forward, self._probe_ids(), buffer, logits=False))
         self.lacks = self._found_lacks()
 
     def _found_lacks(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from kp_core.engines.hf import packed
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.hf.packed import pack_weights, rows_agree, rows_needed
 from kp_core.testing import tiny_model
+from tests.parity.families import model_of
 
 pytestmark = pytest.mark.skipif(
     not packed._is_known(torch.zeros(1, dtype=torch.bfloat16)), reason="oneDNN does not know bfloat16 on this processor"
@@ -118,3 +119,13 @@ def test_products_that_depend_on_the_rows_beside_them_are_noticed():
         return nn.functional.linear(rows, odd.weight) * (1 + (rows.shape[1] == 1) / 100)
 
     assert not rows_agree(single, 64, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt_oss", "jamba"])
+def test_weights_taken_anew_are_packed_as_before(kind):
+    model = CausalModel(model_of(kind, torch.bfloat16))
+    before, lacks = [product.layers for product in model._packed], model.lacks
+    assert before
+    model.renew()
+    assert [product.layers for product in model._packed] == before
+    assert model.lacks == lacks
