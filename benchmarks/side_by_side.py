@@ -5,6 +5,8 @@ stays up (`benchmarks.side_worker`); they are asked in turn, one pair after the 
 to both:
 
 - first token: the handle of a stored pack that is warm in memory, another question each time, one token generated.
+- decoding: seconds a token of an answer of `--answer` tokens behind a prompt of so many that is warm in memory.
+- users: seconds a token of the answers to eight users at once, with a question each behind one warm pack.
 - prefill: a prompt of text with nothing cached.
 - forward: one forward pass of plain transformers over the ids of that prompt, in a process of its own.
 
@@ -20,7 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -35,6 +37,7 @@ __all__ = ["main", "run"]
 
 _HERE = Path(__file__).parents[1]
 _FACTS = _HERE / "cookbooks/demo/facts.jsonl"
+_USERS = 8
 
 
 class _Side:
@@ -103,39 +106,68 @@ def compared(new: Sequence[float], old: Sequence[float]) -> dict[str, float | No
     return {"new_s": median(new), "old_s": median(old), "ratio": median(ratios), "low": low, "high": high}
 
 
+_Ask = Callable[[int], dict[str, Any]]
+"""What one side answers for the pair of this number."""
+
+
+def _in_turn(what: str, pairs: int, asks: Sequence[_Ask]) -> list[list[float]]:
+    """Seconds of each of `asks`, pair by pair; what comes before the first pair brings all to memory."""
+    took: list[list[float]] = [[] for _ in asks]
+    for number in track(range(-1, pairs), what):
+        for ask, seconds in zip(asks, took, strict=True):
+            answer = ask(number)
+            if number < 0:
+                continue
+            if not answer.get("from_memory", True):
+                raise RuntimeError(f"Got {answer}; expected the pack to be in memory.")
+            seconds.append(answer["seconds"])
+    return took
+
+
+def _first_token(side: _Side, known: str) -> _Ask:
+    handle = side.ask("pack", text=known)["handle"]
+    return lambda number: side.ask("first_token", said=f"{handle}\n\nQuestion {number}: which of these stands there?")
+
+
+def _users(side: _Side, known: str, answer: int) -> _Ask:
+    handle = side.ask("pack", text=known)["handle"]
+    return lambda _: side.ask("users", said=handle, count=_USERS, tokens=answer)
+
+
+def _decode(side: _Side, said: str, answer: int) -> _Ask:
+    return lambda _: side.ask("decode", said=said, tokens=answer)
+
+
+def _prefill(side: _Side, said: str) -> _Ask:
+    return lambda _: side.ask("prefill", said=said)
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The figures, as the JSON file holds them."""
     text = "\n".join(map(str, common.read_passages(_FACTS)))
-    rows = {}
     with ExitStack() as stack:
         other = arguments.other or stack.enter_context(_worktree(arguments.rev))
-        new, old = (stack.enter_context(_started(arguments, checkout)) for checkout in (_HERE, other))
+        sides = [stack.enter_context(_started(arguments, checkout)) for checkout in (_HERE, other)]
         hf = stack.enter_context(_started(arguments, _HERE, "--plain"))
+
+        def cut(tokens: int) -> dict[str, Any]:
+            return sides[0].ask("cut", text=text, tokens=tokens)
+
+        asked: dict[str, list[_Ask]] = {}
         for tokens in arguments.packs:
-            known = new.ask("cut", text=text, tokens=tokens)["text"]
-            handles = [side.ask("pack", text=known)["handle"] for side in (new, old)]
-            found: list[list[float]] = [[], []]
-            for number in track(range(-1, arguments.pairs), f"First token, {tokens}"):
-                asked = f"Question {number}: which of these stands there?"
-                for side, handle, seconds in zip((new, old), handles, found, strict=True):
-                    answer = side.ask("first_token", said=f"{handle}\n\n{asked}")
-                    if number < 0:  # Brings the pack to memory.
-                        continue
-                    if not answer["from_memory"]:
-                        raise RuntimeError(f"Got {answer}; expected the pack of {tokens} tokens to be in memory.")
-                    seconds.append(answer["seconds"])
-            rows[f"first token, pack of {tokens}"] = compared(*found)
-        prompt = new.ask("cut", text=text, tokens=arguments.tokens)
-        took: list[list[float]] = [[], [], []]
-        for number in track(range(-1, arguments.pairs), f"Prefill, {arguments.tokens}"):
-            answers = [side.ask("prefill", said=prompt["text"]) for side in (new, old)]
-            answers.append(hf.ask("forward", ids=prompt["ids"]))
-            if number >= 0:
-                for answer, seconds in zip(answers, took, strict=True):
-                    seconds.append(answer["seconds"])
-        rows[f"prefill of {arguments.tokens}"] = compared(took[0], took[1])
-        rows[f"prefill of {arguments.tokens}, to one forward pass"] = compared(took[0], took[2])
-        rows["the other's, to one forward pass"] = compared(took[1], took[2])
+            known = cut(tokens)["text"]
+            asked[f"first token, pack of {tokens}"] = [_first_token(side, known) for side in sides]
+            asked[f"{_USERS} users, pack of {tokens}"] = [_users(side, known, arguments.answer) for side in sides]
+        for tokens in arguments.behind:
+            said = cut(tokens)["text"]
+            asked[f"decoding behind {tokens}"] = [_decode(side, said, arguments.answer) for side in sides]
+        rows = {name: compared(*_in_turn(name, arguments.pairs, asks)) for name, asks in asked.items()}
+        prompt, name = cut(arguments.tokens), f"prefill of {arguments.tokens}"
+        asks = [*(_prefill(side, prompt["text"]) for side in sides), lambda _: hf.ask("forward", ids=prompt["ids"])]
+        new, old, plain = _in_turn(name, arguments.pairs, asks)
+        rows[name] = compared(new, old)
+        rows[f"{name}, to one forward pass"] = compared(new, plain)
+        rows["the other's, to one forward pass"] = compared(old, plain)
     return {"dtype": arguments.dtype, "pairs": arguments.pairs, "rows": rows}
 
 
@@ -146,6 +178,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rev", default="f8ef676", help="its revision, without --other; default: %(default)s")
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--packs", type=int, nargs="+", default=[250, 1000, 4000], metavar="N", help="tokens of packs")
+    parser.add_argument(
+        "--behind", type=int, nargs="*", default=[50, 1000, 4000], metavar="N", help="tokens decoded behind"
+    )
+    parser.add_argument("--answer", type=int, default=48, metavar="N", help="tokens of an answer; default: %(default)s")
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the prefill; default: %(default)s")
     arguments = parser.parse_args(argv)
     figures = run(arguments)

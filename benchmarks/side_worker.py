@@ -52,7 +52,28 @@ def checkout(model: str, dtype: str, device: str, folder: str) -> _Commands:
         engine.prefill(said, reuse=False)
         return {"seconds": time.perf_counter() - began}
 
-    return {"pack": pack, "first_token": first_token, "cut": cut, "prefill": prefill}
+    def decode(said: str, tokens: int) -> dict[str, Any]:
+        """Seconds a token behind `said`, between the first of an answer and the last."""
+        at, stream = [], engine.stream(said, view=view, max_tokens=tokens)
+        at += [time.perf_counter() for _ in stream.deltas()]
+        return {"seconds": (at[-1] - at[0]) / (stream.result().usage.completion_tokens - 1)}
+
+    def users(said: str, count: int, tokens: int) -> dict[str, Any]:
+        """Seconds a token of all answers to as many users at once, each with a question of their own behind `said`."""
+        asked = {user: f"{said}\n\nUser {user} asks: tell a long story about what you read." for user in range(count)}
+        began = time.perf_counter()
+        answers = dict(engine.generate_many(asked, view=view, max_tokens=tokens, at_once=count, progress=False))
+        seconds = time.perf_counter() - began
+        return {"seconds": seconds / sum(answer.usage.completion_tokens for answer in answers.values())}
+
+    return {
+        "pack": pack,
+        "first_token": first_token,
+        "cut": cut,
+        "prefill": prefill,
+        "decode": decode,
+        "users": users,
+    }
 
 
 def plain(model: str, dtype: str, device: str) -> _Commands:
