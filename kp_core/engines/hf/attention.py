@@ -1,7 +1,7 @@
 """Attention whose result for a token depends on the tokens before it, and not on how a prompt was cut into passes.
 
-Positions are divided into tiles of `TILE`. A token attends to each tile before its own without a mask, to its own tile
-with a mask, and the results are joined by their log-sum-exp, tile by tile, in one fixed order. So which numbers are
+Positions are divided into tiles of `TILE`. A token attends to each tile up to its own by itself, and the results are
+joined by their log-sum-exp, tile by tile, in the order of positions. So which numbers are
 multiplied, and in what order they are added, is decided by the position of the token alone: keys of a tile that are not
 there yet are masked and never cut off, and query rows are padded to a multiple of `_ROWS`, since the kernel computes
 the last one to three rows of a block in another way. On processors whose matrix products do not depend on the number of
@@ -21,11 +21,15 @@ from transformers import AttentionInterface
 
 from kp_core.engines.local.buffer import TILE
 
-__all__ = ["NAME", "Sees", "attend", "grouped_rows", "joined", "past_tiles", "tile_of_each", "tiled_attention"]
+__all__ = ["NAME", "Sees", "attend", "grouped_rows", "joined", "over_tiles", "tile_of_each", "tiled_attention"]
 
 NAME = "kp_tiles"
 
 _ROWS = 4
+_FEW = 64
+"""New tokens up to which one call attends to all tiles, with a mask; of more, most tiles are read without one."""
+_LANES = 16
+"""Shares of tiles are computed of so many numbers at least: the sum of fewer is added up in another order."""
 _TOGETHER = 16
 """Tiles whose results are added one after the other; more are added in groups of so many."""
 _SMALL = 1 << 16
@@ -98,28 +102,36 @@ def attend(  # noqa: PLR0913 - what attention is made of
         return _by_mask(query, key, value, positions, scale, sees, sinks)
     dim = value.shape[3]
     key, value = _whole_tiles(key, value, positions[-1] + 1)
+    is_few = query.shape[2] <= _FEW and not sees.window
     found, start = [], 0
-    for tile, places in _by_tile(tuple(positions) if isinstance(positions, list) else positions):
+    for places in [tuple(positions)] if is_few else _by_tile(tuple(positions)):
         stop = start + len(places)
-        found.append(_of_tile(query[:, :, start:stop], key, value, tile, places, scale, sees, sinks))
+        found.append(_of_rows(query[:, :, start:stop], key, value, places, scale, sees, sinks))
         start = stop
     return (found[0] if len(found) == 1 else torch.cat(found, dim=2))[..., :dim]
 
 
-def past_tiles(grouped: Tensor, key: Tensor, value: Tensor, tiles: range, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention of rows `(1, kv_heads, rows, dim)` over each of `tiles` without a mask.
+def over_tiles(  # noqa: PLR0913
+    grouped: Tensor, key: Tensor, value: Tensor, tiles: range, scale: float | None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows `(1, kv_heads, rows, dim)` over each of `tiles`; a mask of zeros changes no bit.
 
     Gives results `(tiles, kv_heads, rows, dim)` and their log-sum-exps, `(tiles, kv_heads, rows)`.
     """
     rows = grouped.expand(len(tiles), -1, -1, -1)
-    return _flash(rows, _tiles(key, tiles), _tiles(value, tiles), scale, None)
+    return tile_of_each(rows, _tiles(key, tiles), _tiles(value, tiles), mask, scale)
 
 
 def tile_of_each(
     grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of rows `(batch, kv_heads, rows, dim)` over a tile `(batch, kv_heads, TILE, dim)` each."""
-    return _flash(grouped, key, value, scale, mask)
+    """Attention of rows `(batch, kv_heads, rows, dim)` over a tile `(batch, kv_heads, TILE, dim)` each.
+
+    By the processor's kernel, which gives the log-sum-exp beside the result.
+    """
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no other gives it
+    output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
+    return output, weight
 
 
 def _tiles(side: Tensor, tiles: range) -> Tensor:
@@ -128,27 +140,24 @@ def _tiles(side: Tensor, tiles: range) -> Tensor:
     return some.view(len(some), len(tiles), TILE, side.shape[3]).transpose(0, 1)
 
 
-def _some_tiles(side: Tensor, tiles: Sequence[int]) -> Tensor:
-    """Any tiles of keys or values; a view where it is one tile."""
-    found = [_tiles(side, range(at, at + 1)) for at in tiles]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
 def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
-    """One result `(..., rows, dim)` of those over all tiles, the own one first, then by position.
+    """One result `(..., rows, dim)` of those over all tiles, by position.
 
-    `outputs` are `(tiles, ..., rows, dim)` each, `weights` their log-sum-exps, `(tiles, ..., rows)`.
-    `sinks` are log-sum-exps of keys without values, of the shape of a result without its last dimension.
+    `outputs` are `(tiles, ..., rows, dim)` each, `weights` their log-sum-exps, `(tiles, ..., rows)`: minus infinity
+    where a row sees nothing of a tile. Such tiles may follow, and change no bit. `sinks` are log-sum-exps of keys
+    without values, of the shape of a result without its last dimension.
     """
     count = sum(len(each) for each in outputs)
     if count == 1 and sinks is None:
         return outputs[0][0]
     precise = torch.promote_types(dtype, torch.float32)
-    shares = torch.cat(weights).movedim(0, -1)
-    if sinks is not None:
-        shares = torch.cat([shares, sinks[..., None].to(shares.dtype)], dim=-1)
-    # Along the last dimension, so that each row is a sum of its own, whatever rows are beside it.
-    shares = shares.contiguous().softmax(dim=-1)[..., :count].movedim(-1, 0)[..., None]
+    if sinks is not None:  # The first, so that what follows has its place whatever is behind it.
+        weights = [sinks[None].to(weights[0].dtype), *weights]
+    shares = torch.cat(weights) if len(weights) > 1 else weights[0]
+    # Along the last dimension each row is a sum of its own, and of so many numbers always added in the same order.
+    shares = nn.functional.pad(shares.movedim(0, -1), (0, max(_LANES - len(shares), 0)), value=-torch.inf)
+    first = int(sinks is not None)
+    shares = shares.softmax(dim=-1)[..., first : first + count].movedim(-1, 0)[..., None]
     total = _summed(outputs, shares, range(min(_TOGETHER, count)), precise)
     for start in range(_TOGETHER, count, _TOGETHER):
         total.add_(_summed(outputs, shares, range(start, min(start + _TOGETHER, count)), precise))
@@ -168,32 +177,32 @@ def _summed(outputs: list[Tensor], shares: Tensor, tiles: range, precise: torch.
     return total
 
 
-def _of_tile(  # noqa: PLR0913
+def _of_rows(  # noqa: PLR0913
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    tile: int,
-    places: tuple[int, ...],
+    positions: tuple[int, ...],
     scale: float | None,
     sees: Sees,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of tokens at some `places` of one tile."""
+    """Attention of tokens at `positions` of one tile, or of any tiles where they see all before them."""
     heads, new = query.shape[1:3]
-    kv_heads, start = key.shape[1], tile * TILE
+    kv_heads, own = key.shape[1], range(positions[0] // TILE, positions[-1] // TILE + 1)
     share = heads // kv_heads
     grouped, extra = grouped_rows(query, kv_heads)
-    # Of the tiles before its own, a token sees all from `whole` on, and one before these in part, if it has a window.
-    whole = min(tile, -(-sees.first(start + TILE - 1) // TILE))
-    masked = (tile, *range(sees.first(start) // TILE, whole))
-    mask, blind = _mask(places, share, extra, masked, sees, query.dtype)
-    keys, values = (_some_tiles(side, masked) for side in (key, value))
-    output, weight = _flash(grouped.expand(len(masked), -1, -1, -1), keys, values, scale, mask)
-    outputs, weights = [output], [weight if blind is None else weight.masked_fill(blind, -torch.inf)]
-    if whole < tile:
-        output, weight = past_tiles(grouped, key, value, range(whole, tile), scale)
+    # Of the tiles before their own, all tokens see all from `whole` on, and those before these in part, if at all.
+    first = sees.first(own.start * TILE) // TILE
+    whole = min(own.start, -(-sees.first(own.stop * TILE - 1) // TILE))
+    past = range(own.start, own.start) if new <= _FEW else range(whole, own.start)
+    outputs, weights = [], []
+    for tiles in (range(first, past.start), past, range(past.stop, own.stop)) if past else (range(first, own.stop),):
+        if not tiles:
+            continue
+        mask, blind = (None, None) if tiles is past else _mask(positions, share, extra, tiles, sees, query.dtype)
+        output, weight = over_tiles(grouped, key, value, tiles, scale, mask)
         outputs.append(output)
-        weights.append(weight)
+        weights.append(weight if blind is None else weight.masked_fill(blind, -torch.inf))
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, share, 1).expand(-1, -1, new).reshape(kv_heads, -1)
         sinks = nn.functional.pad(sinks, (0, extra))
@@ -215,27 +224,28 @@ def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:
 
 @lru_cache(32)
 def _mask(  # noqa: PLR0913
-    places: tuple[int, ...], share: int, extra: int, tiles: tuple[int, ...], sees: Sees, dtype: torch.dtype
+    positions: tuple[int, ...], share: int, extra: int, tiles: range, sees: Sees, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """What is added to the scores of some `tiles`, the first of which is the tokens' own: `(tiles, 1, rows, TILE)`.
+    """What is added to the scores of some `tiles`, `(tiles, 1, rows, TILE)`.
 
-    And which rows see nothing of a tile, `(tiles, 1, rows)`, where there are such. Tokens stand at `places` of their
-    tile, each is one row for each of `share` query heads, and `extra` rows are at the end.
+    And which rows see nothing of a tile, `(tiles, 1, rows)`, where there are such. Each token is one row for each of
+    `share` query heads, and `extra` rows, which see as the last token does, are at the end.
     """
-    rows = nn.functional.pad(torch.tensor(places).repeat(share), (0, extra), value=TILE - 1) + tiles[0] * TILE
-    keys = torch.tensor(tiles)[:, None] * TILE + torch.arange(TILE)
-    seen = keys[:, None] <= rows[:, None]
+    rows = torch.tensor(positions).repeat(share)
+    rows = nn.functional.pad(rows, (0, extra), value=positions[-1])
+    keys = torch.arange(tiles.start * TILE, tiles.stop * TILE).view(len(tiles), 1, TILE)
+    seen = keys <= rows[:, None]
     if sees.window:
-        seen &= keys[:, None] >= torch.tensor([sees.first(row) for row in rows.tolist()])[:, None]
+        seen &= keys >= torch.tensor([sees.first(row) for row in rows.tolist()])[:, None]
     blind = ~seen.any(dim=-1)[:, None]
     mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]
     return mask, blind if bool(blind.any()) else None
 
 
 @lru_cache(64)
-def _by_tile(positions: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Which tiles positions are in, and their places there."""
-    return [(tile, tuple(at % TILE for at in inside)) for tile, inside in groupby(positions, lambda at: at // TILE)]
+def _by_tile(positions: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The positions in each tile."""
+    return [tuple(inside) for _, inside in groupby(positions, lambda at: at // TILE)]
 
 
 def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]:
@@ -246,15 +256,6 @@ def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]
         key = nn.functional.pad(key, (0, 0, 0, max(missing, 0)))
         value = nn.functional.pad(value, (0, max(wider, 0), 0, max(missing, 0)))
     return key, value
-
-
-def _flash(
-    grouped: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The processor's kernel, which gives the log-sum-exp beside the result."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no other gives it
-    output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
-    return output, weight
 
 
 def _by_mask(  # noqa: PLR0913

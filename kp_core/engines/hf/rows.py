@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, past_tiles, tile_of_each
+from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, over_tiles, tile_of_each
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.tree import common_tokens
 
@@ -143,27 +143,30 @@ class _Group:
     """
 
     def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], tiles: int, layers: Sequence[int]) -> None:
-        self.rows, self._layers, self._tiles = rows, layers, tiles
+        self.rows, self._layers, self._tiles = rows, layers, range(tiles)
         self._buffers = [buffers[row] for row in rows]
-        self._index, self._each = torch.tensor(rows), torch.arange(len(rows))
+        self._index = torch.tensor(rows)
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self._at: dict[tuple[int, int], int] = {}
+        """Where a tile of a row is in `_own`, by tile and row: one that is begun later stands behind the others."""
         self._room = 0
-        self._parts: list[tuple[int, Tensor | None, Tensor]] = []
 
     def begin(self) -> None:
-        """Before each step: where its tokens go, and which tiles of its own each row sees."""
-        lengths = torch.tensor([buffer.length - self._tiles * TILE for buffer in self._buffers])
-        if (longest := int(lengths.max())) >= self._room:
-            self._room = (longest // TILE + 1) * TILE
-            self._own = {layer: self._copied(layer, lengths.tolist()) for layer in self._layers}
-        self._ends, before = lengths, lengths // TILE
+        """Before each step: where its tokens go, and what each row sees of its own tiles."""
+        ends = torch.tensor([buffer.length for buffer in self._buffers]) - len(self._tiles) * TILE
+        last = (ends // TILE).tolist()
+        needed = [(tile, row) for tile in range(max(last) + 1) for row in range(len(last)) if tile <= last[row]]
+        for pair in needed:
+            self._at.setdefault(pair, len(self._at))
+        if len(needed) > self._room:
+            self._room = len(needed) + len(last)
+            self._own = {layer: self._copied(layer) for layer in self._layers}
+        self._tile_of, self._row_of = torch.tensor(list(self._at)).unbind(1)
+        self._is_full = list(self._at) == [(tile, row) for tile in range(max(last) + 1) for row in range(len(last))]
+        seen = torch.arange(TILE) + self._tile_of[:, None] * TILE <= ends[self._row_of, None]
         dtype = self._buffers[0].layers[0].keys.dtype
-        self._parts = []
-        for count in sorted(set(before.tolist())):
-            among = (before == count).nonzero()[:, 0]
-            seen = torch.arange(TILE) <= (lengths[among] % TILE)[:, None]
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None, None]
-            self._parts.append((count, None if len(among) == len(lengths) else among, mask))
+        self._mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None, None]
+        self._place = (torch.tensor([self._at[tile, row] for row, tile in enumerate(last)]), slice(None), ends % TILE)
 
     def attend(  # noqa: PLR0913
         self,
@@ -178,30 +181,20 @@ class _Group:
         """Attention of these rows of `query`, `(all rows, heads, 1, head_dim)`, written to their rows of `found`."""
         if len(self.rows) < len(query):
             query, key, value = query[self._index], key[self._index], value[self._index]
-        held, (own_keys, own_values) = self._buffers[0].layers[layer], self._own[layer]
-        own_keys[self._each, :, self._ends] = key[:, :, 0]
-        own_values[self._each, :, self._ends] = value[:, :, 0]
-        heads, kv_heads = query.shape[1], own_keys.shape[1]
-        share = heads // kv_heads
-        shared = self._attend_shared(query, held, kv_heads, scale) if self._tiles else None
+        own_keys, own_values = self._own[layer]
+        own_keys[self._place], own_values[self._place] = key[:, :, 0], value[:, :, 0]
+        rows, kv_heads = len(query), key.shape[1]
+        share = query.shape[1] // kv_heads
         grouped, _ = grouped_rows(query, kv_heads)
-        for before, among, mask in self._parts:
-            rows, keys, values = grouped, own_keys, own_values
-            outputs, weights = ([], []) if shared is None else ([shared[0]], [shared[1]])
-            if among is not None:
-                rows, keys, values = grouped[among], own_keys[among], own_values[among]
-                outputs, weights = [each[:, among] for each in outputs], [each[:, among] for each in weights]
-            spread = mask.expand(-1, 1, rows.shape[2], -1)
-            for at in (before, *range(before)):
-                tile = slice(at * TILE, (at + 1) * TILE)
-                asked = spread if at == before else None
-                output, lse = tile_of_each(rows, keys[:, :, tile], values[:, :, tile], asked, scale)
-                place = 0 if at == before else len(outputs)  # The own tile is the first, as in `attention`.
-                outputs.insert(place, output[None, :, :, :share])
-                weights.insert(place, lse[None, :, :, :share])
-            behind = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(len(rows), -1, -1)
-            result = joined(outputs, weights, query.dtype, behind).reshape(len(rows), heads, 1, -1)
-            found[self._index if among is None else self._index[among]] = result
+        asked, mask = grouped[self._row_of], self._mask.expand(-1, -1, grouped.shape[2], -1)
+        output, weight = tile_of_each(asked, own_keys[: len(asked)], own_values[: len(asked)], mask, scale)
+        output, weight = self._by_tile(output[:, :, :share], 0), self._by_tile(weight[:, :, :share], -torch.inf)
+        outputs, weights = [output], [weight]
+        if self._tiles:
+            shared, weight = self._attend_shared(query, self._buffers[0].layers[layer], kv_heads, scale)
+            outputs, weights = [shared, *outputs], [weight, *weights]
+        behind = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(rows, -1, -1)
+        found[self._index] = joined(outputs, weights, query.dtype, behind).reshape(rows, -1, 1, found.shape[3])
 
     def _attend_shared(
         self, query: Tensor, held: BufferLayer, kv_heads: int, scale: float | None
@@ -210,20 +203,31 @@ class _Group:
         count, heads, _, dim = query.shape
         share = heads // kv_heads
         together = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
-        output, weight = past_tiles(
-            grouped_rows(together, kv_heads)[0], held.keys, held.values, range(self._tiles), scale
-        )
-        shape = (self._tiles, kv_heads, count, share)
+        grouped, _ = grouped_rows(together, kv_heads)
+        output, weight = over_tiles(grouped, held.keys, held.values, self._tiles, scale)
+        shape = (len(self._tiles), kv_heads, count, share)
         shared = output[:, :, : count * share].reshape(*shape, -1).transpose(1, 2)
         return shared, weight[:, :, : count * share].reshape(shape).transpose(1, 2)
 
-    def _copied(self, layer: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-        held, start = [buffer.layers[layer] for buffer in self._buffers], self._tiles * TILE
+    def _by_tile(self, side: Tensor, missing: float) -> Tensor:
+        """What each pair of tile and row has, `(tiles, rows, ...)`."""
+        rows, shape = len(self.rows), side.shape[1:]
+        if self._is_full:
+            return side.reshape(-1, rows, *shape)
+        every = side.new_full((int(self._tile_of.max()) + 1, rows, *shape), missing)
+        every[self._tile_of, self._row_of] = side
+        return every
+
+    def _copied(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows' own tiles, with room for more: `(room, kv_heads, TILE, head_dim)`."""
+        held = [buffer.layers[layer] for buffer in self._buffers]
         made = []
         for sides in ([each.keys for each in held], [each.values for each in held]):
-            own = sides[0].new_zeros(len(held), sides[0].shape[1], self._room, sides[0].shape[3])
-            for row, (side, tokens) in enumerate(zip(sides, lengths, strict=True)):
-                own[row, :, :tokens] = side[0, :, start : start + tokens]
+            own = sides[0].new_zeros(self._room, sides[0].shape[1], TILE, sides[0].shape[3])
+            for (tile, row), at in self._at.items():
+                start = (len(self._tiles) + tile) * TILE
+                some = sides[row][0, :, start : min(start + TILE, self._buffers[row].length)]
+                own[at, :, : some.shape[1]] = some
             made.append(own)
         return made[0], made[1]
 
