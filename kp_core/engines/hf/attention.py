@@ -1,11 +1,11 @@
 """Attention whose result for a token depends on the tokens before it, and not on how a prompt was cut into passes.
 
 Positions are divided into tiles of `TILE`. A token attends to each tile up to its own by itself, and the results are
-joined by their log-sum-exp, tile by tile, in the order of positions. So which numbers are
-multiplied, and in what order they are added, is decided by the position of the token alone: keys of a tile that are not
-there yet are masked and never cut off, and query rows are padded to a multiple of `_ROWS`, since the kernel computes
-the last one to three rows of a block in another way. On processors whose matrix products do not depend on the number of
-rows, prefill, a short question, decoding and several answers at once then give the same bits (`hf.bitwise` tries it).
+joined by their log-sum-exp, tile by tile, in the order of positions. So which numbers are multiplied, and in what order
+they are added, is decided by the position of the token alone: keys of a tile that are not there yet are masked and
+never cut off, and query rows are padded to a multiple of `_ROWS`, since the kernel computes the last one to three rows
+of a block in another way. On processors whose matrix products do not depend on the number of rows, prefill, a short
+question, decoding and several answers at once then give the same bits (`hf.bitwise` tries it).
 """
 
 from __future__ import annotations
