@@ -9,11 +9,11 @@ from itertools import dropwhile, islice
 from typing import Any
 from urllib.parse import parse_qsl
 
-from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.desk import Desk, asked_namespaces, need_write, refuse_unknown
-from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, send_json
 from kp_core.errors import PackNotFoundError
 from kp_core.facts import Fact, FactStore, Hit
+from kp_serve.access import Access
+from kp_serve.desk import Desk, asked_namespaces, need_write, refuse_unknown
+from kp_serve.wire import App, HTTPError, Receive, Scope, Send, read_json, send_json
 
 __all__ = ["answer_facts"]
 

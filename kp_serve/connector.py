@@ -23,16 +23,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kp_core.engines.vllm.altered import digest_of
-from kp_core.engines.vllm.blocks import PagedKV, layer_names
-from kp_core.engines.vllm.loading import Loading, Move
-from kp_core.engines.vllm.pieces import Kept, Loaded, StoredPieces, saved_from
-from kp_core.engines.vllm.rights import Rights, server_key
-from kp_core.engines.vllm.spliced import Wrapping
 from kp_core.errors import KnowledgePackError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
+from kp_serve.altered import digest_of
+from kp_serve.blocks import PagedKV, layer_names
+from kp_serve.loading import Loading, Move
+from kp_serve.pieces import Kept, Loaded, StoredPieces, saved_from
+from kp_serve.rights import Rights, server_key
+from kp_serve.spliced import Wrapping
 
 __all__ = ["PackConnector"]
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from kp_core.engines.local.altered import altered
-from kp_core.engines.vllm.altered import Below
-from kp_core.engines.vllm.spliced import KeptPart, Laid, MovedPack, Packet
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
@@ -29,6 +27,8 @@ from kp_core.packs.layout import handle_of
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
+from kp_serve.altered import Below
+from kp_serve.spliced import KeptPart, Laid, MovedPack, Packet
 
 __all__ = ["Kept", "LayeredKV", "Loaded", "Piece", "StoredPieces", "saved_from"]
 

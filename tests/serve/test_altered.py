@@ -9,15 +9,15 @@ import pytest
 from kp_core import BlendComposer, KVTensors, PackStore, Prefix
 from kp_core.engines.local.altered import altered as alter
 from kp_core.engines.request import Request
-from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.altered import Altered, asked, digest_of
-from kp_core.engines.vllm.pieces import StoredPieces
-from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.steering import preset
+from kp_serve.access import Access
+from kp_serve.altered import Altered, asked, digest_of
+from kp_serve.pieces import StoredPieces
+from kp_serve.rights import Rights, salt_of
 from tests.conftest import tiny_engine
-from tests.core.engines.gate import remote
-from tests.core.engines.test_serving import KEY, TEXT, Gate, served
+from tests.serve.gate import remote
+from tests.serve.test_serving import KEY, TEXT, Gate, served
 
 __all__ = ["remote"]
 

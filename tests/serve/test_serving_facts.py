@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks import s3server
 from kp_core import PackStore, find_handles, load_engine, strip_handles
-from kp_core.engines.vllm.answers import Answer
-from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.facts import ChromaFactStore
+from kp_serve.answers import Answer
+from kp_serve.pieces import StoredPieces
 from tests.attack.trouble import full_disk
 from tests.conftest import until
-from tests.core.engines.gate import Served, address, events_of, server
-from tests.core.engines.test_serving import TEXT, served
 from tests.core.facts.test_facts import HashEmbedder
+from tests.serve.gate import Served, address, events_of, server
+from tests.serve.test_serving import TEXT, served
 
 __all__ = ["address", "server"]
 

@@ -48,7 +48,7 @@ def transfer_config(
         about["rope"] = rope.to_dict()
     return {
         "kv_connector": "PackConnector",
-        "kv_connector_module_path": "kp_core.engines.vllm.connector",
+        "kv_connector_module_path": "kp_serve.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": about,
@@ -78,7 +78,7 @@ def arguments(  # noqa: PLR0913 - what one server is
         "--port": str(port),
         "--dtype": identity.dtype,
         "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
-        "--middleware": "kp_core.engines.vllm.middleware.PackMiddleware",
+        "--middleware": "kp_serve.middleware.PackMiddleware",
         "--kv-transfer-config": json.dumps(
             transfer_config(store, identity, sealed=sealed, compress=compress, rope=rope)
         ),

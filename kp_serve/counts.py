@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from kp_core.engines.vllm.wire import App, Receive, Scope, Send, call_raw
 from kp_core.packs.handle import Handle, find_handles
+from kp_serve.wire import App, Receive, Scope, Send, call_raw
 
 __all__ = ["FIRST_PACK", "Counts", "HotPacks"]
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
-from kp_core.engines.vllm.pieces import Kept, LayeredKV, Loaded, StoredPieces
 from kp_core.errors import KnowledgePackError, PackError
+from kp_serve.pieces import Kept, LayeredKV, Loaded, StoredPieces
 
 if TYPE_CHECKING:  # It imports vLLM.
-    from kp_core.engines.vllm.blocks import PagedKV
+    from kp_serve.blocks import PagedKV
 
 __all__ = ["Loading", "Move"]
 

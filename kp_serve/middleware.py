@@ -8,17 +8,17 @@ import secrets
 from collections.abc import Coroutine, Iterator, MutableMapping
 from typing import Any
 
-from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.answers import Answer
-from kp_core.engines.vllm.counts import FIRST_PACK
-from kp_core.engines.vllm.desk import Desk
-from kp_core.engines.vllm.facts import answer_facts
-from kp_core.engines.vllm.preparing import counted, prepared
-from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
 from kp_core.errors import BankError, BankLockedError, KnowledgePackError
 from kp_core.packs.handle import find_handles
 from kp_core.packs.view import PackRef, PackView
+from kp_serve.access import Access
+from kp_serve.answers import Answer
+from kp_serve.counts import FIRST_PACK
+from kp_serve.desk import Desk
+from kp_serve.facts import answer_facts
+from kp_serve.preparing import counted, prepared
+from kp_serve.rights import Rights, salt_of
+from kp_serve.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
 
 __all__ = ["PackMiddleware", "until_end"]
 

@@ -15,14 +15,14 @@ import torch
 import uvicorn
 
 from kp_core import KVTensors, MemoryFactStore, Prefix, load_engine
-from kp_core.engines.vllm.access import Keys, add_key
-from kp_core.engines.vllm.engine import VLLMEngine
-from kp_core.engines.vllm.pieces import StoredPieces, saved_from
-from kp_core.engines.vllm.rights import Rights
-from kp_core.engines.vllm.wire import send_json
+from kp_serve.access import Keys, add_key
+from kp_serve.engine import VLLMEngine
+from kp_serve.pieces import StoredPieces, saved_from
+from kp_serve.rights import Rights
+from kp_serve.wire import send_json
 from tests.conftest import tiny_engine, until
-from tests.core.engines.test_serving import KEY, Gate, served
 from tests.core.facts.test_facts import HashEmbedder
+from tests.serve.test_serving import KEY, Gate, served
 
 
 class Served(Gate):

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from kp_core.compose.packet import PacketComposer
 from kp_core.compose.wrapper import wrapper_of
-from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.altered import COMPUTED, Altered
-from kp_core.engines.vllm.desk import Desk, need_write
-from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.spliced import Spliced, Wrapping
-from kp_core.engines.vllm.wire import App, HTTPError, Scope, Send
 from kp_core.errors import HandleError
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import EntryKey
 from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_serve.access import Access
+from kp_serve.altered import COMPUTED, Altered
+from kp_serve.desk import Desk, need_write
+from kp_serve.rights import Rights, salt_of
+from kp_serve.spliced import Spliced, Wrapping
+from kp_serve.wire import App, HTTPError, Scope, Send
 
 __all__ = ["counted", "prepared"]
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from kp_core.engines.reading import WithoutHandles
-from kp_core.engines.vllm.wire import Send
 from kp_core.packs.handle import strip_handles
+from kp_serve.wire import Send
 
 __all__ = ["Answer"]
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b, sha256
 from typing import Any
 
-from kp_core.engines.vllm.altered import Altered
-from kp_core.engines.vllm.spliced import Spliced, Wrapping
 from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
+from kp_serve.altered import Altered
+from kp_serve.spliced import Spliced, Wrapping
 
 __all__ = ["KEY_VARIABLE", "PARAMETER", "Rights", "salt_of", "server_key"]
 

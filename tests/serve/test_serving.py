@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,16 +13,16 @@ import torch
 
 from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
 from kp_core.engines.request import Request
-from kp_core.engines.vllm.access import Access, Keys, add_key
-from kp_core.engines.vllm.desk import Desk
-from kp_core.engines.vllm.engine import VLLMEngine
-from kp_core.engines.vllm.middleware import PackMiddleware, until_end
-from kp_core.engines.vllm.pieces import StoredPieces
-from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.wire import HTTPError, send_json
-from kp_core.errors import ModelError, PackCorruptError, PackError
+from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackError
 from kp_core.packs.files import PackCorruptWarning
 from kp_core.packs.handle import Handle
+from kp_serve.access import Access, Keys, add_key
+from kp_serve.desk import Desk
+from kp_serve.engine import VLLMEngine
+from kp_serve.middleware import PackMiddleware, until_end
+from kp_serve.pieces import StoredPieces
+from kp_serve.rights import Rights, salt_of
+from kp_serve.wire import HTTPError, send_json
 from tests.conftest import tiny_engine
 
 KEY = bytes(range(32))
@@ -338,11 +339,14 @@ def test_packs_of_others_look_like_none_at_all(gate):
     assert gate.ask("POST", "/v1/packs", {"text": "x", "namespace": "a"}).status_code == 403
 
 
-def test_an_engine_without_a_server_says_what_is_missing():
+def test_an_engine_without_a_server_says_what_is_missing(monkeypatch):
     with pytest.raises(ModelError, match="No server of `kp serve` answers"):
         load_engine(engine="http://127.0.0.1:9")
     with pytest.raises(ModelError, match="has its own"):
         load_engine(engine="http://127.0.0.1:9", dtype="float32")
+    monkeypatch.setitem(sys.modules, "kp_serve.engine", None)
+    with pytest.raises(MissingDependencyError, match=r"kp_serve.*knowledge-packs\[serve\]"):
+        load_engine(engine="http://127.0.0.1:9")
 
 
 def test_packs_for_a_server_are_those_of_the_same_model_whatever_computed_them(tmp_path):

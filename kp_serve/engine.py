@@ -11,15 +11,15 @@ from typing import Any
 import httpx
 
 from kp_core.engines.base import TokenStream
-from kp_core.engines.vllm.altered import COMPUTED, asked
-from kp_core.engines.vllm.counts import FIRST_PACK
-from kp_core.engines.vllm.spliced import moved_packs
 from kp_core.errors import ModelError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
+from kp_serve.altered import COMPUTED, asked
+from kp_serve.counts import FIRST_PACK
+from kp_serve.spliced import moved_packs
 
 __all__ = ["VLLMEngine"]
 

@@ -17,10 +17,6 @@ from urllib.parse import parse_qs
 import torch
 from torch import Tensor
 
-from kp_core.engines.vllm.access import Access, Keys
-from kp_core.engines.vllm.counts import Counts, HotPacks
-from kp_core.engines.vllm.rights import Rights, salt_of, server_key
-from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, call, read_json, send_json
 from kp_core.errors import HandleError, PackNotFoundError
 from kp_core.facts import FactStore
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -28,6 +24,10 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.prompt.template import ChatTemplate
+from kp_serve.access import Access, Keys
+from kp_serve.counts import Counts, HotPacks
+from kp_serve.rights import Rights, salt_of, server_key
+from kp_serve.wire import App, HTTPError, Receive, Scope, Send, call, read_json, send_json
 
 if TYPE_CHECKING:
     from kp_core.engines.hf.embeddings import TokenEmbeddings

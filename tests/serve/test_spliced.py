@@ -12,18 +12,18 @@ from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_en
 from kp_core.compose.wrapper import Wrapper, wrapper_bytes, wrapper_of
 from kp_core.engines.hf.embeddings import TokenEmbeddings
 from kp_core.engines.request import Request
-from kp_core.engines.vllm.pieces import StoredPieces
-from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.spliced import KeptPart, MovedPack, Packet, Spliced, moved_packs
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.rope import Rope
 from kp_core.testing import tiny_model, tiny_tokenizer
+from kp_serve.pieces import StoredPieces
+from kp_serve.rights import Rights, salt_of
+from kp_serve.spliced import KeptPart, MovedPack, Packet, Spliced, moved_packs
 from tests.conftest import tiny_engine
-from tests.core.engines.gate import remote, server
-from tests.core.engines.test_serving import KEY, TEXT, served
 from tests.parity.families import model_of
+from tests.serve.gate import remote, server
+from tests.serve.test_serving import KEY, TEXT, served
 
 __all__ = ["remote", "server"]
 

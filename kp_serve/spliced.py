@@ -10,13 +10,13 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from kp_core.compose.wrapper import wrapper_bytes
-from kp_core.engines.vllm.altered import digest_of
 from kp_core.errors import PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import EntryKey
 from kp_core.packs.pack import PackKey, Prefix
 from kp_core.plan import Plan
+from kp_serve.altered import digest_of
 
 __all__ = ["KeptPart", "Laid", "MovedPack", "Packet", "Spliced", "Wrapping", "moved_packs"]
 
