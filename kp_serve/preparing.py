@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import secrets
 from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import torch
@@ -15,25 +16,26 @@ from torch import Tensor
 
 from kp_core.compose.packet import PacketComposer
 from kp_core.compose.wrapper import wrapper_of
-from kp_core.errors import HandleError
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import EntryKey
-from kp_core.packs.pack import KnowledgePack, PackKey
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
+from kp_core.steering import Block
 from kp_serve.access import Access
-from kp_serve.altered import COMPUTED, Altered
-from kp_serve.desk import Desk, need_write
+from kp_serve.asked import COMPUTED, Placed, blocks_as_json, digest_of, moved_packs, steered
+from kp_serve.desk import Desk
 from kp_serve.rights import Rights, salt_of
-from kp_serve.spliced import Spliced, Wrapping
-from kp_serve.wire import App, HTTPError, Scope, Send
+from kp_serve.stored import KeptPart, PackPart, Part, is_compiled
+from kp_serve.wire import HTTPError, Send, Visit
 
-__all__ = ["counted", "prepared"]
+__all__ = ["counted", "laid_steps", "prepared", "steered_steps"]
 
 _MOST_BYTES = 8 * 2**20
-_Step: TypeAlias = tuple[EntryKey, list[int] | Tensor, Rights]
-"""What has to be kept, the prompt that is computed for it, and with which rights."""
+_BEFORE = "altered KV"  # How `KeptPart.before` of such entries begins.
+_Step: TypeAlias = tuple[list[int] | Tensor, Rights]
+"""A prompt, and the rights that it is computed with."""
 
 
-async def prepared(desk: Desk, app: App, scope: Scope, access: Access, body: dict[str, Any]) -> tuple[Rights, int]:
+async def prepared(desk: Desk, visit: Visit, body: dict[str, Any]) -> tuple[Rights, int]:
     """The rights of a request that steers or moves packs, and how many tokens were computed for it beforehand.
 
     `body` is that of `/v1/completions`, whose field `kp` is taken out. Steered blocks, and text before moved packs,
@@ -45,28 +47,78 @@ async def prepared(desk: Desk, app: App, scope: Scope, access: Access, body: dic
     ids: Any = body.get("prompt")  # Checked when `said` is read.
     moves = isinstance(said, dict) and "moved" in said
     what = "between moved packs" if moves else "to be steered"
-    if not access.namespaces:
+    if not visit.access.namespaces:
         raise HTTPError(403, f"This key reads no namespace, and what is {what} is kept in one.")
-    steps, computed = list[_Step](), 0
     if moves:
-        moved, computed = await _moved(desk, app, scope, access, said, ids)
-        rights = _rights(desk, access, moved)
-        for _, stop in moved.between:
-            step = moved.until(stop, ids)
-            key = step.leaves(desk.identity, access.namespaces, ids[:stop]).key
-            # One salt for all: the next step finds in vLLM's own cache what the one before brought there.
-            steps.append((key, ids[:stop], replace(rights, altered=step)))
+        steps, computed = await _moved(desk, visit, said, ids)
     else:
-        steered = Altered.of(said, ids, desk.identity)
-        steered = replace(steered, packs=await asyncio.to_thread(_readable, steered.packs, desk, access))
-        rights = _rights(desk, access, steered)
-        for number, (_, stop, _) in enumerate(steered.blocks):
-            below = steered.until(number, ids)
-            key = below.leaves(desk.identity, access.namespaces, ids[:stop]).key
-            # A salt for each: the block is computed plain, and altered for the next step.
-            steps.append((key, ids[:stop], _rights(desk, access, below)))
-    computed += await _computed(desk, app, scope, steps, f"What is {what}", last_is_all=not moves)
+        blocks, packs = steered(said, ids, desk.identity)
+        packs = await asyncio.to_thread(_readable, packs, desk, visit.access)
+        steps, computed = steered_steps(visit.access.namespaces, desk.key, ids, blocks, packs), 0
+    *before, (_, rights) = steps
+    computed += await _computed(desk, visit, before, f"What is {what}", last_is_all=not moves)
     return rights, computed
+
+
+def steered_steps(
+    names: tuple[str, ...], key: bytes, ids: list[int], blocks: Sequence[Block], packs: Placed
+) -> list[_Step]:
+    """The requests for a prompt with steered blocks: one for each block, then that of the client.
+
+    A block is computed as if nothing in it were steered, and then altered; what follows sees the altered KV. A server
+    computes no token twice in one pass. So one request computes up to the end of a block, behind the blocks before it,
+    and this is kept; the next one loads it, alters the block, and goes on.
+    """
+    steps, begins = list[_Step](), tuple[Part, ...]()
+    for number, block in enumerate(blocks):
+        until, label = ids[: block.stop], _label(blocks[:number], packs)
+        keeps = _kept(names, label, until, 0, packs)
+        # A salt for each: the block is computed plain, and altered for the next step.
+        steps.append(_step(names, salt_of(names, key, label), until, begins, keeps))
+        begins = (replace(keeps, block=json.dumps(blocks_as_json([block]))),)
+    return [*steps, _step(names, salt_of(names, key, _label(blocks, packs)), ids, begins)]
+
+
+def laid_steps(names: tuple[str, ...], key: bytes, ids: list[int], moved: Sequence[Part], packs: Placed) -> list[_Step]:
+    """The requests for a prompt with moved packs: one for each text before one, then that of the client.
+
+    Such text is computed over all that stands before it. A server computes what follows what is loaded: so one request
+    computes one text, behind the packs and texts before it, and this is kept.
+    """
+    labels = ["splice", *map(repr, moved)]
+    # One salt for all: the next step finds in vLLM's own cache what the one before brought there.
+    salt = salt_of(names, key, "\0".join(labels))
+    steps, parts, done = list[_Step](), list[Part](), 0
+    for number, part in enumerate(moved):
+        if done < part.start:
+            until, label = ids[: part.start], "\0".join(labels[: number + 1]) if number else ""
+            keeps = _kept(names, label, until, done, packs)
+            steps.append(_step(names, salt, until, parts, keeps))
+            parts.append(keeps)
+        parts.append(part)
+        done = part.stop
+    return [*steps, _step(names, salt, ids, parts)]
+
+
+def _step(
+    names: tuple[str, ...], salt: str, ids: list[int], begins: Sequence[Part], keeps: KeptPart | None = None
+) -> _Step:
+    return ids, Rights(names, salt, tokens=digest_of(ids), begins=tuple(begins), keeps=keeps)
+
+
+def _label(blocks: Sequence[Block], packs: Placed) -> str:
+    """What is steered in a prompt, and where: of two requests with one label, equal ids have equal KV."""
+    names = [f"{block.start}:{block.stop}:{block.label}" for block in blocks]
+    return "\0".join([*names, *sorted(handle for handle, start in packs if blocks and start < blocks[-1].stop)])
+
+
+def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs: Placed) -> KeptPart:
+    """The tokens of `ids` from `start` on, before which KV is altered as `label` says."""
+    # Who reads other namespaces has entries of their own, so that time says nothing about what others ask.
+    behind = "\0".join([",".join(sorted(names)), label, digest_of(ids[:start])])
+    before = f"{_BEFORE} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
+    handles = tuple(handle for handle, at in packs if at < len(ids))
+    return KeptPart(start, tuple(ids[start:]), start, before, handles, min(names))
 
 
 def counted(send: Send, computed: int) -> Send:
@@ -81,9 +133,7 @@ def counted(send: Send, computed: int) -> Send:
     return sent
 
 
-async def _computed(  # noqa: PLR0913 - what a request comes with, and what it needs
-    desk: Desk, app: App, scope: Scope, steps: Sequence[_Step], what: str, *, last_is_all: bool = False
-) -> int:
+async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str, *, last_is_all: bool = False) -> int:
     """Have the server compute and keep those of `steps` that are not kept, in order; how many tokens it computed.
 
     With `last_is_all` a step that is kept makes up for those before it. Raises `HTTPError`, which begins with `what`.
@@ -91,16 +141,16 @@ async def _computed(  # noqa: PLR0913 - what a request comes with, and what it n
 
     def missing() -> list[_Step]:
         found = list[_Step]()
-        for key, prompt, rights in reversed(steps):
-            if not desk.store.kept.has(key, rights.namespaces):
-                found.append((key, prompt, rights))
+        for prompt, rights in reversed(steps):
+            if rights.keeps and not desk.store.kept.has(rights.keeps.key(desk.identity), rights.namespaces):
+                found.append((prompt, rights))
             elif last_is_all:
                 break
         return found[::-1]
 
     computed = 0
-    for _, prompt, rights in await asyncio.to_thread(missing):
-        computed += await desk.prefill(app, scope, prompt, rights, f"{what} could not be computed")
+    for prompt, rights in await asyncio.to_thread(missing):
+        computed += await desk.prefill(visit, prompt, rights, f"{what} could not be computed")
     if await asyncio.to_thread(missing):
         raise HTTPError(
             507,
@@ -109,12 +159,7 @@ async def _computed(  # noqa: PLR0913 - what a request comes with, and what it n
     return computed
 
 
-def _rights(desk: Desk, access: Access, altered: Altered | Spliced) -> Rights:
-    salt = salt_of(access.namespaces, desk.key, altered.label)
-    return Rights(access.namespaces, salt, altered=altered)
-
-
-def _readable(packs: tuple[tuple[str, int], ...], desk: Desk, access: Access) -> tuple[tuple[str, int], ...]:
+def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
     """Those of the packs named that the key reads and that are stored; others count nothing."""
     named = [(handle, start) for handle, start in packs if find_handles(handle)]
     found = {handle: Handle.parse(handle) for handle, _ in named}
@@ -125,14 +170,12 @@ def _readable(packs: tuple[tuple[str, int], ...], desk: Desk, access: Access) ->
     )
 
 
-async def _moved(  # noqa: PLR0913 - what a request comes with
-    desk: Desk, app: App, scope: Scope, access: Access, said: dict[str, Any], ids: list[int]
-) -> tuple[Spliced, int]:
-    """The packs that a client names as moved, all compiled, and how many tokens were computed for that."""
+async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:
+    """The requests for a prompt with moved packs, all compiled, and how many tokens were computed for that."""
     if desk.immovable:
         raise HTTPError(400, desk.immovable)
-    asked = Spliced.of(said, ids)
-    packs = [await asyncio.to_thread(_pack, desk, access, handle) for _, _, handle in asked.moved]
+    moved, named = moved_packs(said, ids)
+    packs = [await asyncio.to_thread(_pack, desk, visit.access, handle) for _, _, handle in moved]
     prefix = packs[0].prefix
     if other := next((pack for pack in packs if pack.prefix != prefix), None):
         raise HTTPError(
@@ -140,51 +183,51 @@ async def _moved(  # noqa: PLR0913 - what a request comes with
             f"Got packs compiled behind {len(prefix)} and behind {len(other.prefix)} tokens, or others; a composer "
             "that moves packs expects one prefix. Build all with the same `compiled_for`.",
         )
-    named = await asyncio.to_thread(_readable, asked.packs, desk, access)
-    found = replace(asked, prefix=prefix.token_ids, packs=named)
+    named = await asyncio.to_thread(_readable, named, desk, visit.access)
     soft = _soft(desk, said.get("wrapper"))
-    if soft is not None:
-        found = replace(found, wrapped=soft.key)
-    for (start, stop, handle), pack in zip(asked.moved, packs, strict=True):
+    for (start, stop, handle), pack in zip(moved, packs, strict=True):
         if not _stands(desk, pack, ids[start:stop], soft):
             raise HTTPError(
                 409,
                 f"{handle} is not, as this server would compile it, what stands at the tokens {start}:{stop}. Build it "
                 "with this server's engine, or use composer='exact'.",
             )
-    computed = 0
-    for (start, stop, handle), pack in zip(asked.moved, packs, strict=True):
+    parts, computed = list[Part](), 0
+    for (start, stop, handle), pack in zip(moved, packs, strict=True):
+        own = tuple(ids[start:stop])
         if soft is not None:
-            made = found.wrapping(handle, tuple(ids[start:stop]))
-            computed += await _wrapped(desk, app, scope, access, made, soft)
-        elif not await asyncio.to_thread(desk.is_compiled, Handle.parse(handle), pack.key):
-            need_write(access)
-            await desk.fill(app, scope, access, pack)
-            computed += len(pack.token_ids)  # Not what stands before them once more.
-    return found, computed
+            key = EntryKey.wrapped(desk.identity, soft.key, prefix, own, handle)
+            part = KeptPart(start, own, key.at, key.before, key.packs)
+            computed += await _wrapped(desk, visit, part, prefix, soft)
+            parts.append(part)
+            continue
+        if not await asyncio.to_thread(is_compiled, desk.store, Handle.parse(handle), pack.key):
+            visit.need_write()
+            await desk.fill(visit, pack)
+            computed += len(own)  # Not what stands before them once more.
+        parts.append(PackPart(start, own, handle, prefix.token_ids))
+    return laid_steps(visit.access.namespaces, desk.key, ids, parts, named), computed
 
 
-async def _wrapped(  # noqa: PLR0913 - what a request comes with, and what it needs
-    desk: Desk, app: App, scope: Scope, access: Access, made: Wrapping, soft: PacketComposer
-) -> int:
+async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
     """Have a pack compiled between its soft tokens, unless it is; how many tokens were computed for it."""
-    left = made.leaves(desk.identity, access.namespaces)
-    if await asyncio.to_thread(desk.store.kept.has, left.key, access.namespaces):
+    if await asyncio.to_thread(desk.store.kept.has, part.key(desk.identity), visit.access.namespaces):
         return 0
-    need_write(access)
-    prompt = await asyncio.to_thread(_embedded, desk, made, soft)
-    # Nobody else has this salt: what is computed of embeddings is found in the store alone.
-    rights = Rights(access.namespaces, secrets.token_hex(16), altered=made)
-    await _computed(desk, app, scope, [(left.key, prompt, rights)], "The pack between its soft tokens")
-    return len(made.token_ids)
+    visit.need_write()
+    prompt = await asyncio.to_thread(_embedded, desk, prefix, part.token_ids, soft)
+    # Nobody else has this salt: what is computed of embeddings, which are no token ids, is found in the store alone.
+    keeps = replace(part, start=part.at)
+    rights = Rights(visit.access.namespaces, secrets.token_hex(16), tokens=digest_of(()), keeps=keeps)
+    await _computed(desk, visit, [(prompt, rights)], "The pack between its soft tokens")
+    return len(part.token_ids)
 
 
-def _embedded(desk: Desk, made: Wrapping, soft: PacketComposer) -> Tensor:
+def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
     """What a wrapped pack and its prefix are for the model, `(tokens, hidden)`."""
     header, trailer = soft.wrapper.header, soft.wrapper.trailer
-    inner = made.token_ids[len(header) : len(made.token_ids) - len(trailer)]
-    tokens = desk.embeddings([*made.prefix, *inner])
-    parts = (tokens[: len(made.prefix)], header, tokens[len(made.prefix) :], trailer)
+    inner = token_ids[len(header) : len(token_ids) - len(trailer)]
+    tokens = desk.embeddings([*prefix.token_ids, *inner])
+    parts = (tokens[: len(prefix)], header, tokens[len(prefix) :], trailer)
     dtype: torch.dtype = getattr(torch, desk.identity.dtype)
     return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
 
@@ -220,11 +263,7 @@ def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketCompose
 
 def _pack(desk: Desk, access: Access, name: str) -> KnowledgePack:
     """The pack of that handle, where the key may read it."""
-    pack = None
-    with suppress(HandleError):
-        handle = Handle.parse(name)
-        if handle.namespace in access.namespaces and handle in desk.store:
-            pack = desk.store.peek(handle, PackKey(desk.identity))
-    if pack is None:
+    pack = desk.store.peek(desk.handle(name, access), PackKey(desk.identity))
+    if pack is None:  # Deleted meanwhile.
         raise HTTPError(404, f"There is no pack {name!r}.")
     return pack
