@@ -16,7 +16,7 @@ from kp_serve.answers import Answer
 from kp_serve.counts import FIRST_PACK
 from kp_serve.desk import Desk
 from kp_serve.facts import answer_facts
-from kp_serve.preparing import counted, prepared
+from kp_serve.preparing import prepared
 from kp_serve.rights import Rights, salt_of
 from kp_serve.wire import App, HTTPError, Receive, Scope, Send, Visit, replay, send_json
 
@@ -99,7 +99,7 @@ class PackMiddleware:
         if method != "POST" or path not in _FIELDS:
             known = ", ".join(sorted(_FIELDS))
             raise HTTPError(404, f"This server has no {method} {path}; it has {known}, /v1/packs, /v1/facts.")
-        body, tokens = _checked(await visit.read(), path), None
+        body, tokens, computed = _checked(await visit.read(), path), None, None
         if path == "/v1/chat/completions":
             # The store may be far away, and other requests wait for this thread.
             body["messages"], brought, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
@@ -111,12 +111,11 @@ class PackMiddleware:
         rights = self._rights(body, access)
         if "kp" in body:
             rights, computed = await prepared(self.desk, visit, body)
-            send = counted(send, computed)
         body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
         headers, given = replay(body, receive)
         kept = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
         inner = {**scope, "headers": [*kept, *headers], "query_string": b""}
-        return await self.app(inner, given, Answer(send, tokens))
+        return await self.app(inner, given, Answer(send, tokens, computed))
 
     def _rights(self, body: dict[str, Any], access: Access) -> Rights:
         """Those of the key; none for a request that is to find nothing computed."""

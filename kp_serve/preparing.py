@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import secrets
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -21,13 +21,13 @@ from kp_core.packs.kept import EntryKey
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.steering import Block
 from kp_serve.access import Access
-from kp_serve.asked import COMPUTED, Placed, blocks_as_json, digest_of, moved_packs, steered
+from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, steered
 from kp_serve.desk import Desk
 from kp_serve.rights import Rights, salt_of
 from kp_serve.stored import KeptPart, PackPart, Part, is_compiled
-from kp_serve.wire import HTTPError, Send, Visit
+from kp_serve.wire import HTTPError, Visit
 
-__all__ = ["counted", "laid_steps", "prepared", "steered_steps"]
+__all__ = ["laid_steps", "prepared", "steered_steps"]
 
 _MOST_BYTES = 8 * 2**20
 _BEFORE = "altered KV"  # How `KeptPart.before` of such entries begins.
@@ -119,18 +119,6 @@ def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs:
     before = f"{_BEFORE} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
     handles = tuple(handle for handle, at in packs if at < len(ids))
     return KeptPart(start, tuple(ids[start:]), start, before, handles, min(names))
-
-
-def counted(send: Send, computed: int) -> Send:
-    """`send` with a header that says how many tokens were computed beforehand."""
-
-    async def sent(message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            headers = [*message.get("headers", ()), (COMPUTED.encode(), str(computed).encode())]
-            message = {**message, "headers": headers}
-        await send(message)
-
-    return sent
 
 
 async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str, *, last_is_all: bool = False) -> int:
