@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from kp_core import PackStore
-from kp_core.engines.vllm.access import add_key
+from kp_serve.access import add_key
 
 __all__ = ["SETTINGS", "KpServer"]
 

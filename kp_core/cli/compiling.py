@@ -15,13 +15,13 @@ from kp_core.cli.shared import ModelOptions
 from kp_core.compiling import MUCH_BYTES, compile_cost, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
-from kp_core.engines.vllm.engine import VLLMEngine
 from kp_core.errors import PackError
 from kp_core.facts import Fact, FactStore
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import NUMERICS
 from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
+from kp_serve.engine import VLLMEngine
 
 __all__ = ["CompileOptions", "say_plan", "units_of"]
 

@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from kp_core.engines.vllm.access import Access, Keys, add_key
 from kp_core.errors import KnowledgePackError, MissingDependencyError, ModelError
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
+from kp_serve.access import Access, Keys, add_key
 
 __all__ = ["key", "serve"]
 
@@ -63,10 +63,10 @@ def serve(  # noqa: PLR0913 - one parameter per option
     With the variable KP_SERVE_KEY (`openssl rand -hex 32`, the same for all servers of a store) it reads only KV that
     a server with this key has written.
     """
-    from kp_core.engines.vllm.desk import VARIABLE
-    from kp_core.engines.vllm.rights import KEY_VARIABLE, server_key
-    from kp_core.engines.vllm.serving import arguments, served_identity
     from kp_core.facts.chroma import ChromaFactStore
+    from kp_serve.desk import VARIABLE
+    from kp_serve.rights import KEY_VARIABLE, server_key
+    from kp_serve.serving import arguments, served_identity
 
     if keys is None and not _is_local(host):
         raise ModelError(f"Got --host {host} and no --keys; expected keys for what others can reach (`kp key FILE`).")

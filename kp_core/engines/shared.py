@@ -6,6 +6,7 @@ import importlib
 import threading
 from typing import Any
 
+from kp_core.bundled import needing
 from kp_core.engines.base import Engine
 from kp_core.engines.session import Session
 from kp_core.errors import ModelError
@@ -21,15 +22,16 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
 
     Without `model`, the bundled SmolLM2-135M-Instruct. `model` may also be an `Engine` of any kind, and `engine` names
     a function that makes one, as `package.module:function`; it is called with `model` and `settings`. An `engine` that
-    is the address of a server (`http://…`, see `VLLMEngine`) answers there: `model` is then the tokenizer's folder or
-    id, where it is not what the server names, and `api_key` may be given. Raises `ModelError` for what is neither.
+    is the address of a server (`http://…`, see `kp_serve.engine.VLLMEngine`) answers there: `model` is then the
+    tokenizer's folder or id, where it is not what the server names, and `api_key` may be given. Raises `ModelError` for
+    what is neither, `MissingDependencyError` for an address where `kp_serve` is not installed.
     """
     if engine is not None and engine.startswith(("http://", "https://")):
-        from kp_core.engines.vllm.engine import VLLMEngine
-
         if "dtype" in settings:
             raise ModelError(f"Got dtype={settings['dtype']!r} for the server {engine}; it has its own.")
-        served = VLLMEngine(engine, tokenizer=model, **settings)
+        with needing("Asking a server of `kp serve` needs the package kp_serve", "serve"):
+            make = importlib.import_module("kp_serve.engine").VLLMEngine
+        served = make(engine, tokenizer=model, **settings)
         return Session(served, name=served.name)
     if engine is not None:
         module, _, name = engine.partition(":")

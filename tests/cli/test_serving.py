@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Kp, as_json
-from tests.core.engines.gate import Served, address, server
+from tests.serve.gate import Served, address, server
 
 __all__ = ["address", "server"]
 

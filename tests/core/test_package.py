@@ -3,17 +3,20 @@ import importlib.util
 import pkgutil
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 
 import kp_core
+import kp_serve
 
-INSIDE_VLLM = ("kp_core.engines.vllm.blocks", "kp_core.engines.vllm.connector")
+INSIDE_VLLM = ("kp_serve.blocks", "kp_serve.connector")
 HEAVY = ("transformers", "chromadb", "langchain_core", "llama_index", "sentence_transformers", "sklearn", "vllm")
 
 
 @pytest.mark.parametrize(
-    "module", ["kp_core", "kp_core.engines", "kp_core.facts", "kp_core.packs.store", "kp_core.facts.embed"]
+    "module",
+    ["kp_core", "kp_core.engines", "kp_core.facts", "kp_core.packs.store", "kp_core.facts.embed", "kp_serve.engine"],
 )
 def test_imports_are_light(module):
     script = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
@@ -22,7 +25,8 @@ def test_imports_are_light(module):
 
 
 def test_every_module_says_what_it_exports():
-    for about in pkgutil.walk_packages(kp_core.__path__, "kp_core."):
+    packages = (kp_core, kp_serve)
+    for about in chain.from_iterable(pkgutil.walk_packages(each.__path__, f"{each.__name__}.") for each in packages):
         if about.name in INSIDE_VLLM and importlib.util.find_spec("vllm") is None:
             continue
         module = importlib.import_module(about.name)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.vllm import TENANTS, WAYS
 from benchmarks.vllmserver import KpServer
 from kp_core import PackStore, bundled_model, load_engine
-from kp_core.engines.vllm.access import add_key
+from kp_serve.access import add_key
 from tests.conftest import DEMO
 
 # Threads that are bound to cores wait for one another whenever something else runs there.

@@ -9,7 +9,7 @@ from kp_core.errors import PackError
 @pytest.mark.parametrize("tokens", [1, 127, 128, 300])
 def test_what_is_written_into_vllms_cache_is_read_back(dtype, tokens):
     pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` runs this")
-    from kp_core.engines.vllm.blocks import PagedKV
+    from kp_serve.blocks import PagedKV
 
     made = torch.Generator().manual_seed(tokens)
     caches = {f"model.layers.{at}.attn": torch.randn(7, 3, 128, 128, generator=made).to(dtype) for at in (0, 2, 10, 1)}

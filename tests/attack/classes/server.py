@@ -17,7 +17,7 @@ from kp_core import find_handles
 from kp_core.packs.handle import Handle
 from tests.attack.harness import Case, WrongError
 from tests.attack.mutate import as_json, damaged, text, value, warped
-from tests.core.engines.gate import Served, events_of
+from tests.serve.gate import Served, events_of
 
 SHORT = 600
 

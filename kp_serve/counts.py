@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
-from kp_core.engines.vllm.wire import App, Receive, Scope, Send, call_raw
 from kp_core.packs.handle import Handle, find_handles
+from kp_serve.wire import Visit, call_raw
 
 __all__ = ["FIRST_PACK", "Counts", "HotPacks"]
 
@@ -48,17 +48,17 @@ class Counts:
         ]
         return "".join(lines)
 
-    async def join(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+    async def join(self, visit: Visit) -> None:
         """Answer `/metrics` with vLLM's figures, and these behind them."""
         # Neither zipped nor in the other format, which has an end of its own.
-        plain = [pair for pair in scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")]
-        status, headers, data = await call_raw(app, {**scope, "headers": plain}, receive)
+        plain = [pair for pair in visit.scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")]
+        status, headers, data = await call_raw(visit.app, {**visit.scope, "headers": plain}, visit.receive)
         if status == 200:
             data = data + (b"" if data.endswith(b"\n") or not data else b"\n") + str(self).encode()
         kept: list[Any] = [pair for pair in headers if pair[0].lower() != b"content-length"]
         kept.append((b"content-length", str(len(data)).encode()))
-        await send({"type": "http.response.start", "status": status, "headers": kept})
-        await send({"type": "http.response.body", "body": data})
+        await visit.send({"type": "http.response.start", "status": status, "headers": kept})
+        await visit.send({"type": "http.response.body", "body": data})
 
 
 class HotPacks:

@@ -1,18 +1,21 @@
 """What vLLM asks for KV that it has not computed: packs from a store go into its paged cache, and from it to the store.
 
-Named in `--kv-transfer-config` (see `serving.transfer_config`). A request loads and saves only what signed parameters
+Named in `--kv-transfer-config` (see `serving.arguments`). A request loads and saves only what signed parameters
 grant it (`rights`): without them it is served as if there were no store. vLLM's own prefix cache comes first.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import torch
+from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,30 +26,114 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kp_core.engines.vllm.altered import digest_of
-from kp_core.engines.vllm.blocks import PagedKV, layer_names
-from kp_core.engines.vllm.loading import Loading, Move
-from kp_core.engines.vllm.pieces import Kept, Loaded, StoredPieces, saved_from
-from kp_core.engines.vllm.rights import Rights, server_key
-from kp_core.engines.vllm.spliced import Wrapping
 from kp_core.errors import KnowledgePackError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
+from kp_serve.asked import digest_of
+from kp_serve.blocks import PagedKV, layer_names
+from kp_serve.rights import Rights, server_key
+from kp_serve.stored import Reader, StoredKV, StoredRun
 
 __all__ = ["PackConnector"]
 
 logger = logging.getLogger(__name__)
 
 _TRIED = 16  # Longest packs whose KV is looked for; each look is a `stat` or two.
+_ERRORS = (OSError, KnowledgePackError)
+_THREADS = 2  # They read from a disk, check and copy: memory is what they wait for.
+
+
+@dataclass(frozen=True)
+class Move:
+    """The tokens `start:stop` of a request, in these blocks, which are loaded from a run, or stored as one."""
+
+    run: StoredRun
+    start: int
+    stop: int
+    blocks: tuple[int, ...]
+
+
+class _Loading:
+    """What one step of vLLM needs of the store.
+
+    `wait` gives a layer to the model when it is in the cache, and `finish` ends it all; neither raises for what cannot
+    be read: `failed` then has its blocks, and vLLM fails its request. No number is written that was not checked.
+
+    On the CPU the threads that read also write. Elsewhere the thread of the model writes, in the order of its stream,
+    and all before the step, as the step may be a recorded graph that waits for nothing.
+    """
+
+    def __init__(self, moves: Sequence[Move], stored: StoredKV, cache: PagedKV) -> None:
+        self.failed: set[int] = set()
+        self._moves, self._cache, self._lock = moves, cache, threading.Lock()
+        self._layers: list[list[tuple[Move, Future[list[tuple[Tensor, Tensor]]]]]] = [[] for _ in cache.layers]
+        self._pool: ThreadPoolExecutor | None = None
+        opened = [(move, readers) for move in moves if (readers := self._opened(move, stored))]
+        if opened:
+            self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "kp-load")
+        for layer, jobs in enumerate(self._layers):
+            for move, readers in opened:
+                if self._pool is not None:
+                    jobs.append((move, self._pool.submit(self._read, layer, move, readers)))
+        if not cache.is_on_cpu:
+            self.finish()
+
+    def wait(self, layer: int) -> None:
+        """Until a layer is in the cache, for all that this step needs."""
+        jobs, self._layers[layer] = self._layers[layer], []
+        for move, job in jobs:
+            try:
+                parts = job.result()
+                if not self._cache.is_on_cpu and self._is_wanted(move):
+                    self._cache.write(layer, parts, move.blocks)
+            except _ERRORS as error:
+                self._fail(move, error)
+
+    def finish(self) -> None:
+        """Until all layers are; the threads end."""
+        for layer in range(len(self._layers)):
+            self.wait(layer)
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+            for move in filter(self._is_wanted, self._moves):
+                logger.info("Loaded %d tokens of %s.", move.stop - move.start, move.run)
+
+    def _opened(self, move: Move, stored: StoredKV) -> list[Reader]:
+        try:
+            return stored.open(move.run, move.start, move.stop, len(self._cache.layers))
+        except _ERRORS as error:
+            self._fail(move, error)
+            return []
+
+    def _read(self, layer: int, move: Move, readers: Sequence[Reader]) -> list[tuple[Tensor, Tensor]]:
+        if not self._is_wanted(move):
+            return []
+        parts = [read(layer) for read in readers]
+        if self._cache.is_on_cpu:
+            self._cache.write(layer, parts, move.blocks)
+            return []
+        return parts
+
+    def _is_wanted(self, move: Move) -> bool:
+        """Not when a layer of it has failed already."""
+        with self._lock:
+            return self.failed.isdisjoint(move.blocks)
+
+    def _fail(self, move: Move, error: Exception) -> None:
+        if self._is_wanted(move):
+            logger.warning("%s cannot be loaded, and its request fails: %s", move.run, error)
+        with self._lock:
+            self.failed.update(move.blocks)
 
 
 @dataclass
 class _Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is no package of the checker's
     """What the worker has to do in one step."""
 
-    loads: list[Move[Loaded]] = field(default_factory=list)
-    saves: list[Move[Kept]] = field(default_factory=list)
+    loads: list[Move] = field(default_factory=list)
+    saves: list[Move] = field(default_factory=list)
 
 
 class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
@@ -65,15 +152,15 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._key = server_key()
         store = PackStore(given["store"], seal=self._key if given.get("sealed") else None)
         rope = given.get("rope")
-        self._pieces = StoredPieces(store, model, given.get("compress", "lossless"), rope and Rope.from_dict(rope))
+        self._stored = StoredKV(store, model, given.get("compress", "lossless"), rope and Rope.from_dict(rope))
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._heads = vllm_config.model_config.get_total_num_kv_heads()
         self._cache: PagedKV | None = None
         self._places: dict[str, int] = {}
-        self._loading: Loading | None = None
-        self._found: dict[str, tuple[Loaded, int]] = {}
-        self._loads: list[Move[Loaded]] = []
-        self._wanted: dict[str, Kept] = {}
+        self._loading: _Loading | None = None
+        self._found: dict[str, tuple[StoredRun, int]] = {}
+        self._loads: list[Move] = []
+        self._wanted: dict[str, StoredRun] = {}
         self._failed: set[int] = set()
         self._unsafe: set[int] = set()
 
@@ -84,44 +171,39 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._found.pop(request.request_id, None)
         self._wanted.pop(request.request_id, None)
         rights = Rights.read(request.kv_transfer_params, request.cache_salt, self._key)
-        altered = None if rights is None else rights.altered
+        if rights is None:
+            return 0, False
         ids = list(request.prompt_token_ids or ())
-        # KV of an adapter, or behind pictures or embeddings, is not told by model and token ids.
-        is_known = isinstance(altered, Wrapping) if request.prompt_embeds is not None else bool(ids)
-        told = is_known and request.lora_request is None and not request.mm_features
-        if rights is not None and altered is not None:
-            # Plain KV under the salt of altered KV would answer wrongly, now and later: what cannot be read fails.
-            names = rights.namespaces if told and digest_of(ids) == altered.tokens else ()
-            if altered.keep and names and self._ranks == 1:
-                left = altered.leaves(self._pieces.model, names, ids)
-                if left.stop == request.num_prompt_tokens:
-                    self._wanted[request.request_id] = left
-            if begun := altered.begins(self._pieces.model, names, ids):
-                return self._claim(request, begun, ids, num_computed_tokens), False
-        if rights is None or not told or request.prompt_embeds is not None:
+        # KV of an adapter, or behind pictures, is not told by model and token ids.
+        told = request.lora_request is None and not request.mm_features
+        if rights.tokens:
+            names = rights.namespaces if told and digest_of(ids) == rights.tokens else ()
+            if rights.keeps and names and self._ranks == 1 and rights.keeps.stop == request.num_prompt_tokens:
+                self._wanted[request.request_id] = StoredRun((rights.keeps,), names)
+            if rights.begins:
+                # Plain KV under the salt of altered KV would answer wrongly, now and later: what cannot be read fails.
+                return self._claim(request, StoredRun(rights.begins, names), num_computed_tokens), False
+        if not told or not ids or request.prompt_embeds is not None:
             return 0, False
         try:
             return self._match(request, rights, num_computed_tokens), False
-        except (OSError, KnowledgePackError) as error:
+        except _ERRORS as error:
             logger.warning("The store of packs cannot be asked; all is computed: %s", error)
             return 0, False
 
     def _match(self, request: Any, rights: Rights, computed: int) -> int:  # noqa: ANN401
-        token_ids = request.prompt_token_ids
-        for piece in islice(self._pieces.find(token_ids, rights.namespaces), _TRIED):
-            stored = self._pieces.has(piece)
-            ready = stored and (piece.start <= computed or self._pieces.has_prefix(piece))
-            if not ready and rights.save and self._ranks == 1 and request.request_id not in self._wanted:
-                self._wanted[request.request_id] = piece
-            if ready:
-                return self._claim(request, piece, token_ids, computed)
+        for run in islice(self._stored.find(request.prompt_token_ids, rights.namespaces), _TRIED):
+            if self._stored.has(run, computed):
+                return self._claim(request, run, computed)
+            if rights.save and self._ranks == 1:
+                self._wanted.setdefault(request.request_id, run)
         return 0
 
-    def _claim(self, request: Any, piece: Loaded, token_ids: Sequence[int], computed: int) -> int:  # noqa: ANN401
+    def _claim(self, request: Any, run: StoredRun, computed: int) -> int:  # noqa: ANN401
         # One token has to be computed for the logits.
-        stop = min(piece.stop, len(token_ids) - 1)
+        stop: int = min(run.stop, request.num_prompt_tokens - 1)
         if stop > computed:
-            self._found[request.request_id] = (piece, computed)
+            self._found[request.request_id] = (run, computed)
         return max(stop - computed, 0)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
@@ -129,11 +211,12 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         found = self._found.pop(request.request_id, None)
         if found is None or num_external_tokens <= 0:
             return
-        piece, start = found
-        stop = start + num_external_tokens
+        run, start = found
+        self._loads.append(self._move(run, start, start + num_external_tokens, blocks.get_block_ids()[0]))
+
+    def _move(self, run: StoredRun, start: int, stop: int, blocks: Sequence[int]) -> Move:
         size = self._vllm_config.cache_config.block_size
-        ids = blocks.get_block_ids()[0][start // size : -(-stop // size)]
-        self._loads.append(Move(piece, start, stop, tuple(ids)))
+        return Move(run, start, stop, tuple(blocks[start // size : -(-stop // size)]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What is to be loaded before this step, and stored after it."""
@@ -143,13 +226,10 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             done = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
             done |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             for name, scheduled in scheduler_output.num_scheduled_tokens.items():
-                piece = self._wanted.get(name)
-                if piece is not None and done.get(name, 0) + scheduled >= piece.stop:
+                run = self._wanted.get(name)
+                if run is not None and done.get(name, 0) + scheduled >= run.stop:
                     blocks = scheduler_output.kv_connector_block_state.get_block_ids(name)[0]
-                    start, size = saved_from(piece), self._vllm_config.cache_config.block_size
-                    moves.saves.append(
-                        Move(piece, start, piece.stop, tuple(blocks[start // size : -(-piece.stop // size)]))
-                    )
+                    moves.saves.append(self._move(run, run.start, run.stop, blocks))
                     del self._wanted[name]
         return moves
 
@@ -169,7 +249,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
 
     # In the workers.
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the paged cache of this rank."""
         rank = get_tensor_model_parallel_rank()
         # With fewer heads than ranks, several ranks have the same one.
@@ -185,7 +265,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             return
         if self._cache is None:
             raise ModelError("vLLM has not said where its KV cache is.")
-        self._loading = Loading(loads, self._pieces, self._cache)
+        self._loading = _Loading(loads, self._stored, self._cache)
 
     def _end_loading(self) -> None:
         if self._loading is not None:
@@ -203,10 +283,10 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 if self._cache is not None:
                     first = move.start % self._cache.block_size
                     kv = self._cache.read(move.blocks, first + move.stop - move.start)
-                    self._pieces.write(move.piece, kv.slice(first, kv.tokens))
-                    logger.info("Stored %d tokens of %s.", move.stop - move.start, move.piece.handle)
-            except (OSError, KnowledgePackError) as error:
-                logger.warning("The KV of %s was not stored: %s", move.piece.handle, error)
+                    self._stored.write(move.run, kv.slice(first, kv.tokens))
+                    logger.info("Stored %d tokens of %s.", move.stop - move.start, move.run)
+            except _ERRORS as error:
+                logger.warning("The KV of %s was not stored: %s", move.run, error)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """The blocks that were not written; vLLM fails their requests."""
@@ -217,12 +297,11 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Until this layer is in the cache."""
         place = self._places.get(layer_name)
-        if (
-            self._loading is not None and place is not None
-        ):  # A layer without KV of its own uses that of an earlier one.
+        # A layer without KV of its own uses that of an earlier one.
+        if self._loading is not None and place is not None:
             self._loading.wait(place)
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Nothing: all layers are read behind the step."""
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from kp_core.engines.reading import WithoutHandles
-from kp_core.engines.vllm.wire import Send
 from kp_core.packs.handle import strip_handles
+from kp_serve.asked import COMPUTED
+from kp_serve.wire import Send
 
 __all__ = ["Answer"]
 
@@ -23,11 +24,13 @@ class Answer:
 
     A model must not hand out handles: what it says may be sent to it again, in another role. In a stream, what may
     still become one is held back until it is decided, so that the pieces join to the text of the whole answer.
-    `pack_tokens` were brought by handles; with them the usage is split as `kp_core.Usage` is.
+    `pack_tokens` were brought by handles; with them the usage is split as `kp_core.Usage` is. `computed` is how many
+    tokens were computed before the prompt could be answered, which a header says.
     """
 
-    def __init__(self, send: Send, pack_tokens: int | None = None) -> None:
+    def __init__(self, send: Send, pack_tokens: int | None = None, computed: int | None = None) -> None:
         self._send, self._pack_tokens = send, pack_tokens
+        self._headers = [] if computed is None else [(COMPUTED.encode(), str(computed).encode())]
         self._start: MutableMapping[str, Any] | None = None
         self._data = bytearray()
         self._is_stream = False
@@ -36,6 +39,7 @@ class Answer:
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         """One message of ASGI."""
         if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message["headers"], *self._headers]}
             kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
             self._is_stream = any(b"event-stream" in kind for kind in kinds)
             self._start = None if self._is_stream else message

@@ -8,19 +8,17 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from hashlib import blake2b, sha256
 from typing import Any
 
-from kp_core.engines.vllm.altered import Altered
-from kp_core.engines.vllm.spliced import Spliced, Wrapping
 from kp_core.errors import ModelError
 from kp_core.packs.handle import check_namespace
+from kp_serve.stored import KeptPart, Part, part_of
 
-__all__ = ["KEY_VARIABLE", "PARAMETER", "Rights", "salt_of", "server_key"]
+__all__ = ["KEY_VARIABLE", "Rights", "salt_of", "server_key"]
 
-PARAMETER = "kp"
-"""The one name in `kv_transfer_params` that is read."""
+_PARAMETER = "kp"  # The one name in `kv_transfer_params` that is read.
 KEY_VARIABLE = "KP_SERVE_KEY"
 """The environment variable that hands the server's key, in hexadecimal, from `kp serve` to vLLM's processes."""
 _LIVES = 3600.0  # Seconds: a request may wait in vLLM's queue.
@@ -30,44 +28,46 @@ _LIVES = 3600.0  # Seconds: a request may wait in vLLM's queue.
 class Rights:
     """The namespaces whose packs a request may load, and whether KV computed for their packs is stored.
 
-    `salt` is the request's `cache_salt`: rights count for that salt alone. `expires` is in seconds since 1970. With
-    `altered` they count for the prompt that it names alone, and what is altered, or moved, is part of the salt.
+    `salt` is the request's `cache_salt`: rights count for that salt alone. `expires` is in seconds since 1970.
+
+    With `tokens`, the digest of its token ids, they count for one prompt alone, whose KV is altered: it begins with the
+    KV of `begins`, and that of `keeps` is kept for later requests.
     """
 
     namespaces: tuple[str, ...]
     salt: str
     save: bool = False
     expires: float = 0.0
-    altered: Altered | Spliced | Wrapping | None = None
+    tokens: str = ""
+    begins: tuple[Part, ...] = ()
+    keeps: KeptPart | None = None
 
     def sign(self, key: bytes) -> dict[str, str]:
         """As `kv_transfer_params` of a request."""
         claims = asdict(self) | {"expires": self.expires or time.time() + _LIVES}
         text = base64.urlsafe_b64encode(json.dumps(claims, sort_keys=True).encode()).decode()
-        return {PARAMETER: f"{text}.{_mac(key, text)}"}
+        return {_PARAMETER: f"{text}.{_mac(key, text)}"}
 
     @classmethod
     def read(cls, parameters: object, salt: str | None, key: bytes) -> Rights | None:
         """What `kv_transfer_params` grant a request with this salt; `None` for what was not signed for it.
 
-        What is altered reads nothing once it has expired: it then fails, where else plain KV would be computed for it.
+        Rights that have expired read nothing; those to altered KV stay, so that their request fails: plain KV must not
+        be computed for it.
         """
-        signed = parameters.get(PARAMETER) if isinstance(parameters, Mapping) else None
+        signed = parameters.get(_PARAMETER) if isinstance(parameters, Mapping) else None
         text, _, mac = str(signed).partition(".")
         if not isinstance(signed, str) or not hmac.compare_digest(_mac(key, text).encode(), mac.encode()):
             return None
         claims: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
-        altered: Altered | Spliced | Wrapping | None = None
-        if given := claims["altered"]:
-            kind = Spliced if "moved" in given else Wrapping if "token_ids" in given else Altered
-            altered = kind.from_dict(given)
-        names = tuple(map(check_namespace, claims["namespaces"]))
-        found = cls(**claims | {"namespaces": names, "altered": altered})
-        if found.salt != salt:
+        if claims["salt"] != salt:
             return None
-        if found.expires > time.time():
-            return found
-        return replace(found, namespaces=(), save=False) if altered and altered.label else None
+        is_over, keeps = claims["expires"] <= time.time(), claims["keeps"]
+        names = () if is_over else tuple(map(check_namespace, claims["namespaces"]))
+        claims |= {"begins": tuple(map(part_of, claims["begins"])), "keeps": keeps and part_of(keeps)}
+        if is_over and not claims["begins"]:
+            return None
+        return cls(**claims | {"namespaces": names, "save": claims["save"] and not is_over})
 
 
 def _mac(key: bytes, text: str) -> str:
@@ -78,7 +78,7 @@ def salt_of(namespaces: Iterable[str], key: bytes, altered: str = "") -> str:
     """The `cache_salt` of all who may read exactly these namespaces: they share what vLLM caches, nobody else does.
 
     It names no pack, so that the next search of an agent still finds the prefix of its conversation; but for KV that
-    is `altered` (`Altered.label`), which only requests that alter the same in the same places share.
+    is `altered`, which only requests that alter the same in the same places share.
     """
     names = "\0".join(sorted(set(namespaces))) + (f"\1{altered}" if altered else "")
     return blake2b(names.encode(), key=key[:64], person=b"kp-salt-v1", digest_size=32).hexdigest()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,19 +13,20 @@ import torch
 
 from kp_core import KnowledgePack, KVTensors, PackStore, Prefix, load_engine
 from kp_core.engines.request import Request
-from kp_core.engines.vllm.access import Access, Keys, add_key
-from kp_core.engines.vllm.desk import Desk
-from kp_core.engines.vllm.engine import VLLMEngine
-from kp_core.engines.vllm.middleware import PackMiddleware, until_end
-from kp_core.engines.vllm.pieces import StoredPieces
-from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.wire import HTTPError, send_json
-from kp_core.errors import ModelError, PackCorruptError, PackError
+from kp_core.errors import MissingDependencyError, ModelError, PackCorruptError, PackError
 from kp_core.packs.files import PackCorruptWarning
 from kp_core.packs.handle import Handle
+from kp_serve.access import Access, Keys, add_key
+from kp_serve.desk import Desk
+from kp_serve.engine import VLLMEngine
+from kp_serve.middleware import PackMiddleware, until_end
+from kp_serve.rights import Rights, salt_of
+from kp_serve.stored import StoredKV
+from kp_serve.wire import HTTPError, send_json
 from tests.conftest import tiny_engine
 
 KEY = bytes(range(32))
+LAYERS = 2  # Of tiny models.
 TEXT = "The harbour bell of Vint is rung by Oda Wick at noon, and nobody knows for whom it is rung any more."
 
 
@@ -83,24 +85,31 @@ def packed(session, text, namespace="a"):
     return pack, KVTensors.concat([head, pack.kv])
 
 
+def read(stored, run, start=0, stop=None):
+    """The KV of a run from a token on."""
+    readers = stored.open(run, start, run.stop if stop is None else stop, LAYERS)
+    layers = [[reader(layer) for reader in readers] for layer in range(LAYERS)]
+    return KVTensors(*(tuple(torch.cat([part[half] for part in each], 1) for each in layers) for half in (0, 1)))
+
+
 def test_the_longest_pack_that_a_prompt_begins_with_is_found_by_ids(tmp_path):
     session, store = tiny_engine(), PackStore(tmp_path)
     short, long = (session.build_pack(text, namespace="a") for text in (TEXT[:40], TEXT))
     other = session.build_pack(TEXT, namespace="b")
-    pieces = StoredPieces(store, served(session))
+    stored = StoredKV(store, served(session))
     ids = long.prefix.token_ids + long.token_ids + (1, 2)
-    assert not list(pieces.find(ids, ["a", "b"]))
+    assert not list(stored.find(ids, ["a", "b"]))
     for pack in (short, long, other):
         store.put(pack)
-    found = list(pieces.find(ids, ["a"]))
-    assert [piece.handle for piece in found] == [store.handle(TEXT, "a"), store.handle(TEXT[:40], "a")]
-    assert {piece.handle.namespace for piece in pieces.find(ids, ["a", "b"])} == {"a", "b"}
+    found = list(stored.find(ids, ["a"]))
+    assert [run.parts[-1].handle for run in found] == [str(store.handle(text, "a")) for text in (TEXT, TEXT[:40])]
+    assert [run.namespaces for run in stored.find(ids, ["a", "b"])] == [("a",), ("b",), ("a",)]
     assert [len(ids) - 2, len(ids) - 2 - len(long.token_ids) + len(short.token_ids)] == [each.stop for each in found]
-    assert not list(pieces.find(ids, ["c"]))
-    assert not list(pieces.find((9, *ids[1:]), ["a"]))
-    assert not list(pieces.find(ids[: len(long.prefix)], ["a"]))
-    store.remove(found[0].handle)
-    assert len(list(pieces.find(ids, ["a"]))) == 1
+    assert not list(stored.find(ids, ["c"]))
+    assert not list(stored.find((9, *ids[1:]), ["a"]))
+    assert not list(stored.find(ids[: len(long.prefix)], ["a"]))
+    store.remove(store.handle(TEXT, "a"))
+    assert len(list(stored.find(ids, ["a"]))) == 1
 
 
 def test_packs_of_another_model_dtype_or_rounding_are_not_read(tmp_path):
@@ -113,55 +122,61 @@ def test_packs_of_another_model_dtype_or_rounding_are_not_read(tmp_path):
         pack.compressed("int8"),
     ):
         store.put(wrong)
-        assert not list(StoredPieces(store, served(session)).find(ids, ["a"]))
+        assert not list(StoredKV(store, served(session)).find(ids, ["a"]))
     store.put(pack)
-    assert list(StoredPieces(store, served(session)).find(ids, ["a"]))
+    [run] = StoredKV(store, served(session)).find(ids, ["a"])
+    with pytest.raises(PackError, match=rf"{LAYERS} layers; this model has {LAYERS + 1}"):
+        StoredKV(store, served(session)).open(run, run.parts[-1].start, run.stop, LAYERS + 1)
 
 
 @pytest.mark.parametrize("compress", ["lossless", "none"])
 def test_what_a_server_computed_is_read_back_bit_for_bit(tmp_path, compress):
     session, store = tiny_engine(), PackStore(tmp_path)
     pack, whole = packed(session, TEXT)
-    pieces = StoredPieces(store, served(session), compress)
+    stored = StoredKV(store, served(session), compress)
     handle = store.put(pack.without_kv())
-    piece = next(pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
-    assert not pieces.has(piece)
-    pieces.write(piece, whole)
+    run = next(stored.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
+    assert not stored.has(run, run.stop)
+    stored.write(run, whole)
     # Another replica, on the same store.
-    pieces = StoredPieces(PackStore(tmp_path), served(session))
-    piece = next(each for each in pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]) if pieces.has(each))
-    assert piece.handle == handle
-    assert store.peek(handle, piece.key).compression == compress
-    assert pieces.has_prefix(piece)
-    for start in (0, 1, piece.start - 1, piece.start, piece.start + 3):
-        assert pieces.read(piece, start).equal(whole.slice(start, piece.stop))
-        for stop in {max(start, piece.start - 1), piece.start + 4, piece.stop}:
-            assert pieces.open(piece, start, stop).whole().equal(whole.slice(start, stop))
+    stored = StoredKV(PackStore(tmp_path), served(session))
+    run = next(each for each in stored.find(pack.prefix.token_ids + pack.token_ids, ["a"]) if stored.has(each))
+    own = run.parts[-1]
+    assert own.handle == str(handle)
+    assert store.peek(*stored._key(own)).compression == compress
+    for start in (0, 1, own.start - 1, own.start, own.start + 3):
+        assert read(stored, run, start).equal(whole.slice(start, run.stop))
+        for stop in {max(start + 1, own.start - 1), own.start + 4, run.stop}:
+            assert read(stored, run, start, stop).equal(whole.slice(start, stop))
     with pytest.raises(PackError, match="expected"):
-        pieces.write(piece, whole.slice(0, 5))
+        stored.write(run, whole.slice(0, 5))
     store.forget("a")
-    with pytest.raises(PackError, match="before"):
-        StoredPieces(store, served(session)).read(piece, 0)
+    assert not stored.has(run, own.start - 1)
+    assert stored.has(run, own.start)
+    with pytest.raises(PackError, match="kept of this prompt"):
+        read(stored, run)
+    assert read(stored, run, own.start).equal(pack.kv)
 
 
 def test_a_layer_that_is_damaged_is_not_given_and_its_pack_is_set_aside(tmp_path):
     session, store = tiny_engine(), PackStore(tmp_path)
     pack, whole = packed(session, TEXT)
     handle = store.put(pack)
-    pieces = StoredPieces(store, served(session))
-    piece = next(pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
+    stored = StoredKV(store, served(session))
+    run = next(stored.find(pack.prefix.token_ids + pack.token_ids, ["a"]))
     file = next(tmp_path.glob(f"packs/a/*/{handle.id}*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    opened = pieces.open(piece, piece.start, piece.stop)
-    [(key, value)] = opened.read(0)
-    assert torch.equal(key, whole.keys[0][:, piece.start : piece.stop])
-    assert torch.equal(value, whole.values[0][:, piece.start : piece.stop])
-    assert pieces.has(piece)
+    start = run.parts[-1].start
+    [reader] = stored.open(run, start, run.stop, LAYERS)
+    key, value = reader(0)
+    assert torch.equal(key, whole.keys[0][:, start : run.stop])
+    assert torch.equal(value, whole.values[0][:, start : run.stop])
+    assert stored.has(run, start)
     with pytest.warns(PackCorruptWarning, match="KV is lost"), pytest.raises(PackCorruptError, match="digest"):
-        opened.read(opened.layers - 1)
-    assert not pieces.has(piece)
+        reader(LAYERS - 1)
+    assert not stored.has(run, start)
     assert any((tmp_path / "quarantine").rglob("*.safetensors"))
 
 
@@ -255,7 +270,7 @@ def test_without_reuse_neither_packs_nor_vllms_own_cache_are_read(gate):
     assert [gate.ask("POST", "/v1/completions", asked).status_code for _ in range(2)] == [200, 200]
     first, second = (body for _, body in gate.seen)
     rights = Rights.read(first["kv_transfer_params"], first["cache_salt"], KEY)
-    assert (rights.namespaces, rights.save, rights.altered) == ((), False, None)
+    assert (rights.namespaces, rights.save, rights.tokens) == ((), False, "")
     assert len({first["cache_salt"], second["cache_salt"], salt_of(["a"], KEY)}) == 3
     assert "kp" not in first
     assert gate.ask("POST", "/v1/completions", {"prompt": "x", "kp": {"reuse": True}}).status_code == 400
@@ -338,11 +353,14 @@ def test_packs_of_others_look_like_none_at_all(gate):
     assert gate.ask("POST", "/v1/packs", {"text": "x", "namespace": "a"}).status_code == 403
 
 
-def test_an_engine_without_a_server_says_what_is_missing():
+def test_an_engine_without_a_server_says_what_is_missing(monkeypatch):
     with pytest.raises(ModelError, match="No server of `kp serve` answers"):
         load_engine(engine="http://127.0.0.1:9")
     with pytest.raises(ModelError, match="has its own"):
         load_engine(engine="http://127.0.0.1:9", dtype="float32")
+    monkeypatch.setitem(sys.modules, "kp_serve.engine", None)
+    with pytest.raises(MissingDependencyError, match=r"kp_serve.*knowledge-packs\[serve\]"):
+        load_engine(engine="http://127.0.0.1:9")
 
 
 def test_packs_for_a_server_are_those_of_the_same_model_whatever_computed_them(tmp_path):

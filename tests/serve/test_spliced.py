@@ -12,18 +12,19 @@ from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_en
 from kp_core.compose.wrapper import Wrapper, wrapper_bytes, wrapper_of
 from kp_core.engines.hf.embeddings import TokenEmbeddings
 from kp_core.engines.request import Request
-from kp_core.engines.vllm.pieces import StoredPieces
-from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.spliced import KeptPart, MovedPack, Packet, Spliced, moved_packs
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.rope import Rope
 from kp_core.testing import tiny_model, tiny_tokenizer
+from kp_serve.asked import asked, digest_of, moved_packs
+from kp_serve.preparing import laid_steps
+from kp_serve.rights import Rights, salt_of
+from kp_serve.stored import KeptPart, PackPart, StoredKV, StoredRun
 from tests.conftest import tiny_engine
-from tests.core.engines.gate import remote, server
-from tests.core.engines.test_serving import KEY, TEXT, served
 from tests.parity.families import model_of
+from tests.serve.gate import remote, server
+from tests.serve.test_serving import KEY, TEXT, read, served
 
 __all__ = ["remote", "server"]
 
@@ -41,75 +42,78 @@ def said_of(remote, store, handles, content="{}\n{}\n{}\n{}\nWho?"):
     """What a client sends, and the token ids of the prompt."""
     options = {"view": store.view("a"), "composer": "splice"}
     plan = remote._plan(content.format(*handles), Request.of(options))[0]
-    return json.loads(json.dumps(moved_packs(plan))), list(plan.prompt.token_ids)
+    return json.loads(json.dumps(asked(plan))), list(plan.prompt.token_ids)
+
+
+def laid(store, said, ids, *, change=list):
+    """The packs that a client names, and the rights of the requests that the server makes of it, its own last."""
+    moved, packs = moved_packs(said, ids)
+    prefix = pack_of(store, said).prefix.token_ids
+    parts = [PackPart(start, tuple(ids[start:stop]), handle, prefix) for start, stop, handle in moved]
+    return moved, [rights for _, rights in laid_steps(("a",), KEY, ids, change(parts), packs)]
 
 
 def test_packs_lie_where_the_prompt_has_them_and_what_is_between_as_it_was_kept(tmp_path, remote):
     session, store, model = tiny_engine(), PackStore(tmp_path), served(tiny_engine())
     rope = session.engine._filler.model.rope
-    pieces = StoredPieces(store, model, rope=Rope.from_dict(json.loads(json.dumps(rope.to_dict()))))
+    stored = StoredKV(store, model, rope=Rope.from_dict(json.loads(json.dumps(rope.to_dict()))))
     said, ids = said_of(remote, store, handles_of(remote, store))
-    prefix = store.get(Handle.parse(said["moved"][0][2]), PackKey(model)).prefix
-    found = replace(Spliced.of(said, ids), prefix=prefix.token_ids)
-    assert len(found.moved) == 3  # The first one stands where it was compiled.
-    laid = found.begins(model, ("a",), ids)
-    assert [part.start for part in laid.parts[1:]] == [part.stop for part in laid.parts[:-1]]
-    assert (laid.parts[0].start, laid.stop) == (0, found.moved[-1][1])
-    with pytest.raises(PackError, match="moved packs need"):
-        pieces.read(laid, 0)
+    moved, rights = laid(store, said, ids)
+    assert len(moved) == 3  # The first one stands where it was compiled.
+    run = StoredRun(rights[-1].begins, ("a",))
+    assert [part.start for part in run.parts[1:]] == [part.stop for part in run.parts[:-1]]
+    assert (run.start, run.stop) == (0, moved[-1][1])
+    with pytest.raises(PackError, match="kept of this prompt"):
+        read(stored, run)
     made, expected = torch.Generator().manual_seed(1), []
-    for part in laid.parts:
-        if isinstance(part, MovedPack):
-            pack = store.get(part.handle, part.key)
+    for part in run.parts:
+        if isinstance(part, PackPart):
+            pack = store.get(Handle.parse(part.handle), PackKey(model))
             expected.append(rope.move(pack.kv, part.start - len(pack.prefix)))
             continue
         shapes = [(len(key), part.stop - part.start, key.shape[2]) for key in pack_of(store, said).kv.keys]
         tensors = [tuple(torch.randn(shape, generator=made) for shape in shapes) for _ in range(2)]
         expected.append(KVTensors(*tensors))
-        step = found.until(part.stop, ids)
-        left = step.leaves(model, ("a",), ids[: part.stop])
-        assert left == part
-        pieces.write(left, expected[-1])
+        [step] = [each for each in rights if each.keeps == part]
+        assert step.tokens == digest_of(ids[: part.stop])
+        assert step.begins == run.parts[: run.parts.index(part)]
+        stored.write(StoredRun((part,), ("a",)), expected[-1])
     whole = KVTensors.concat(expected)
-    for start, stop in ((0, laid.stop), (7, laid.stop), (laid.parts[2].start + 1, laid.parts[3].stop - 1)):
-        assert pieces.open(laid, start, stop).whole().equal(whole.slice(start, stop))
-    for wrong in (pieces, StoredPieces(store, model)):
-        with pytest.raises(PackError, match="moved"):
-            wrong.read(replace(laid, parts=tuple(stranger(part) for part in laid.parts)), 0)
-    # Nor packs alone: rights that are over, or of an adapter's request, name no namespace.
-    alone = replace(laid, parts=tuple(part for part in laid.parts if isinstance(part, MovedPack)))
-    assert pieces.read(alone, alone.parts[0].start).tokens
-    for names in ((), ("b",)):
-        with pytest.raises(PackError, match="may not be read"):
-            pieces.read(replace(alone, namespaces=names), 0)
+    for start, stop in ((0, run.stop), (7, run.stop), (run.parts[2].start + 1, run.parts[3].stop - 1)):
+        assert read(stored, run, start, stop).equal(whole.slice(start, stop))
+    with pytest.raises(PackError, match="cannot be moved"):
+        read(StoredKV(store, model), run)
+    # Neither what was kept nor packs: rights that are over, or of an adapter's request, name no namespace.
+    for kind in (PackPart, KeptPart):
+        alone = replace(run, parts=tuple(part for part in run.parts if isinstance(part, kind)))
+        assert read(stored, alone, alone.start).tokens
+        for names in ((), ("b",)):
+            with pytest.raises(PackError, match="may not be read"):
+                read(stored, replace(alone, namespaces=names), 0)
     store.remove(Handle.parse(said["moved"][1][2]))
     with pytest.raises(PackError):
-        pieces.read(laid, 0)
+        read(stored, run)
 
 
 def pack_of(store, said):
     return store.get(Handle.parse(said["moved"][0][2]))
 
 
-def stranger(part):
-    return replace(part, namespaces=("b",)) if isinstance(part, KeptPart) else part
-
-
 def test_rights_to_move_count_for_one_prompt_and_one_salt(tmp_path, remote):
     store = PackStore(tmp_path)
     said, ids = said_of(remote, store, handles_of(remote, store))
-    found = replace(Spliced.of(said, ids), prefix=(1, 2))
-    rights = Rights(("a",), "salt", altered=found)
-    assert Rights.read(rights.sign(KEY), "salt", KEY).altered == found
+    rights = laid(store, said, ids)[1][-1]
+    assert replace(Rights.read(rights.sign(KEY), rights.salt, KEY), expires=0.0) == rights
     assert Rights.read(rights.sign(KEY), "other", KEY) is None
-    late = Rights.read(replace(rights, expires=time.time() - 1).sign(KEY), "salt", KEY)
-    assert (late.altered, late.namespaces) == (found, ())  # It fails, and computes no plain KV under this salt.
+    late = Rights.read(replace(rights, expires=time.time() - 1).sign(KEY), rights.salt, KEY)
+    assert (late.begins, late.namespaces) == (rights.begins, ())  # It fails, and computes no plain KV under this salt.
     others = [
-        replace(found, moved=found.moved[:-1]),
-        replace(found, moved=found.moved[::-1]),
-        replace(found, prefix=(1,)),
+        lambda parts: parts[:-1],
+        lambda parts: parts[::-1],
+        lambda parts: [replace(part, prefix=(1,)) for part in parts],
     ]
-    assert len({salt_of(["a"], KEY, each.label) for each in (found, *others)}) == 4
+    salts = {laid(store, said, ids, change=change)[1][-1].salt for change in (list, *others)}
+    assert len(salts) == 4
 
 
 def test_the_server_compiles_and_computes_what_is_missing_once(server, remote):
@@ -124,7 +128,8 @@ def test_the_server_compiles_and_computes_what_is_missing_once(server, remote):
     assert ask("b").status_code == 404
     assert not server.seen
     assert ask().status_code == 200
-    stops = [stop for _, stop in Spliced.of(said, ids).between]
+    starts, stops = ([each[at] for each in said["moved"]] for at in (0, 1))
+    stops = [start for done, start in zip([0, *stops], starts, strict=False) if done < start]
     assert [len(body["prompt"]) for _, body in server.seen[3:]] == [*stops, len(ids)]
     assert server.computed == 3
     salts = {body["cache_salt"] for _, body in server.seen[3:]}
@@ -136,9 +141,9 @@ def test_the_server_compiles_and_computes_what_is_missing_once(server, remote):
         [(_, body)] = server.seen
         assert "kp" not in body
     rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
-    pieces = StoredPieces(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
-    laid = rights.altered.begins(pieces.model, rights.namespaces, ids)
-    assert pieces.read(laid, 0).tokens == laid.stop
+    stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
+    run = StoredRun(rights.begins, rights.namespaces)
+    assert read(stored, run).tokens == run.stop
 
 
 def test_what_cannot_be_moved_is_said(server, remote):
@@ -185,7 +190,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     composer, handles = wrapped(remote, width), handles_of(remote, server.store, compiled=False)
     options = {"view": server.store.view("a"), "composer": composer}
     plan = remote._plan("{}\n{}\n{}\nWho?".format(*handles), Request.of(options))[0]
-    said, ids = moved_packs(plan), list(plan.prompt.token_ids)
+    said, ids = asked(plan), list(plan.prompt.token_ids)
     assert wrapper_of(base64.b64decode(said["wrapper"])) == composer.wrapper
 
     def ask(kp=said, prompt=ids, key="a"):
@@ -219,12 +224,11 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     parts = [embeddings(pack.prefix.token_ids), composer.wrapper.header, embeddings(inner), composer.wrapper.trailer]
     assert torch.equal(server.embedded[0], torch.cat(parts))
     rights = Rights.read(server.seen[-1][1]["kv_transfer_params"], server.seen[-1][1]["cache_salt"], KEY)
-    pieces = StoredPieces(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
-    laid = rights.altered.begins(pieces.model, rights.namespaces, ids)
-    packet = next(part for part in laid.parts if isinstance(part, Packet))
-    kept = server.store.kept.read(packet.kept.key, ["a"])
+    stored = StoredKV(server.store, served(tiny_engine()), rope=tiny_engine().engine._filler.model.rope)
+    packet = next(part for part in rights.begins if part.by)
+    kept = server.store.kept.read(packet.key(stored.model), ["a"])
     expected = tiny_engine().engine._filler.model.rope.move(kept, packet.start - len(pack.prefix))
-    assert pieces.read(laid, 0).slice(packet.start, packet.stop).equal(expected)
+    assert read(stored, StoredRun(rights.begins, ("a",)), packet.start, packet.stop).equal(expected)
 
 
 def test_embeddings_are_those_of_the_model():

@@ -8,17 +8,17 @@ import secrets
 from collections.abc import Coroutine, Iterator, MutableMapping
 from typing import Any
 
-from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.answers import Answer
-from kp_core.engines.vllm.counts import FIRST_PACK
-from kp_core.engines.vllm.desk import Desk
-from kp_core.engines.vllm.facts import answer_facts
-from kp_core.engines.vllm.preparing import counted, prepared
-from kp_core.engines.vllm.rights import Rights, salt_of
-from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, replay, send_json
 from kp_core.errors import BankError, BankLockedError, KnowledgePackError
 from kp_core.packs.handle import find_handles
 from kp_core.packs.view import PackRef, PackView
+from kp_serve.access import Access
+from kp_serve.answers import Answer
+from kp_serve.counts import FIRST_PACK
+from kp_serve.desk import Desk
+from kp_serve.facts import answer_facts
+from kp_serve.preparing import prepared
+from kp_serve.rights import Rights, salt_of
+from kp_serve.wire import App, HTTPError, Receive, Scope, Send, Visit, replay, send_json
 
 __all__ = ["PackMiddleware", "until_end"]
 
@@ -87,18 +87,19 @@ class PackMiddleware:
         access = self.desk.keys.access(_key_of(scope))
         if access is None:
             raise HTTPError(401, "The API key is missing or not one of this server. Send 'Authorization: Bearer KEY'.")
+        visit = Visit(self.app, scope, receive, send, access)
         if f"{path}/".startswith("/v1/packs/"):
-            return await self.desk.answer(self.app, scope, access, receive, send)
+            return await self.desk.answer(visit)
         if f"{path}/".startswith("/v1/facts/"):
-            return await answer_facts(self.desk, self.app, scope, access, receive, send)
+            return await answer_facts(self.desk, visit)
         if (method, path) == ("GET", "/metrics"):
-            return await self.desk.counts.join(self.app, scope, receive, send)
+            return await self.desk.counts.join(visit)
         if method == "GET" and path in _GET:
             return await self.app(scope, receive, send)
         if method != "POST" or path not in _FIELDS:
             known = ", ".join(sorted(_FIELDS))
             raise HTTPError(404, f"This server has no {method} {path}; it has {known}, /v1/packs, /v1/facts.")
-        body, tokens = _checked(await read_json(receive), path), None
+        body, tokens, computed = _checked(await visit.read(), path), None, None
         if path == "/v1/chat/completions":
             # The store may be far away, and other requests wait for this thread.
             body["messages"], brought, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
@@ -109,14 +110,12 @@ class PackMiddleware:
         self.desk.hot.note(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
-            rights, computed = await prepared(self.desk, self.app, scope, access, body)
-            send = counted(send, computed)
+            rights, computed = await prepared(self.desk, visit, body)
         body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
-        data, given = replay(body, receive)
-        headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
-        headers += [(b"content-length", str(len(data)).encode()), (b"content-type", b"application/json")]
-        inner = {**scope, "headers": headers, "query_string": b""}
-        return await self.app(inner, given, Answer(send, tokens))
+        headers, given = replay(body, receive)
+        kept = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
+        inner = {**scope, "headers": [*kept, *headers], "query_string": b""}
+        return await self.app(inner, given, Answer(send, tokens, computed))
 
     def _rights(self, body: dict[str, Any], access: Access) -> Rights:
         """Those of the key; none for a request that is to find nothing computed."""

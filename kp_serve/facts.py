@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import dropwhile, islice
 from typing import Any
-from urllib.parse import parse_qsl
 
-from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.desk import Desk, asked_namespaces, need_write, refuse_unknown
-from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, read_json, send_json
 from kp_core.errors import PackNotFoundError
 from kp_core.facts import Fact, FactStore, Hit
+from kp_serve.access import Access
+from kp_serve.desk import Desk, refuse_unknown
+from kp_serve.wire import HTTPError, Visit
 
 __all__ = ["answer_facts"]
 
@@ -21,43 +20,42 @@ _FIELDS = ("text", "title", "source", "metadata", "id", "expires")
 _MOST, _AT_ONCE = 1000, 16  # Facts of one request, and how many of these vLLM is given at a time.
 
 
-async def answer_facts(  # noqa: PLR0913 - what comes with a request
-    desk: Desk, app: App, scope: Scope, access: Access, receive: Receive, send: Send
-) -> None:
+async def answer_facts(desk: Desk, visit: Visit) -> None:
     """One request below `/v1/facts`; a fact is a pack of its own, and both come and go together."""
     if desk.facts is None:
         raise HTTPError(
             404, "This server has no facts. Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
         )
-    method, name = scope["method"], scope["path"].removeprefix("/v1/facts").removeprefix("/")
+    method, name = visit.scope["method"], visit.scope["path"].removeprefix("/v1/facts").removeprefix("/")
     facts = _Facts(desk, desk.facts)
     if (method, name) == ("POST", ""):
-        return await send_json(send, 200, await facts.add(app, scope, access, await read_json(receive)))
+        return await visit.answer(await facts.add(visit, await visit.read()))
     if (method, name) == ("POST", "search"):
-        found = await asyncio.to_thread(facts.search, access, await read_json(receive))
+        found = await asyncio.to_thread(facts.search, visit.access, await visit.read())
         desk.counts.add(fact_searches=1)
-        return await send_json(send, 200, found)
+        return await visit.answer(found)
     if method not in ("GET", "DELETE"):
         raise HTTPError(405, f"/v1/facts has no {method} of {name!r}; it has GET, POST and DELETE, and POST of search.")
+    if method == "GET" and name == "":
+        return await visit.answer(await asyncio.to_thread(facts.listed, visit))
     if method == "GET":
-        told = facts.listed if name == "" else facts.told
-        return await send_json(send, 200, await asyncio.to_thread(told, name, scope, access))
-    need_write(access)
-    return await send_json(send, 200, await asyncio.to_thread(facts.delete, name, scope, access))
+        return await visit.answer(await asyncio.to_thread(facts.told, name, visit))
+    visit.need_write()
+    return await visit.answer(await asyncio.to_thread(facts.delete, name, visit))
 
 
 class _Facts:
     def __init__(self, desk: Desk, facts: FactStore) -> None:
         self._desk, self._facts = desk, facts
 
-    async def add(self, app: App, scope: Scope, access: Access, body: dict[str, Any]) -> dict[str, Any]:
-        need_write(access)
+    async def add(self, visit: Visit, body: dict[str, Any]) -> dict[str, Any]:
+        visit.need_write()
         refuse_unknown(body, {"facts", "namespace", "compiled_for"})
         given, namespace, where = body.get("facts"), body.get("namespace"), body.get("compiled_for", "user")
         if not isinstance(given, list) or not all(isinstance(each, dict) for each in given) or len(given) > _MOST:
             raise HTTPError(400, f"Expected 'facts', a list of at most {_MOST} objects, e.g. [{{'text': …}}].")
-        if namespace not in access.namespaces:
-            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(access.namespaces)}.")
+        if namespace not in visit.access.namespaces:
+            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(visit.access.namespaces)}.")
         for each in given:
             refuse_unknown(each, _FIELDS)
         # All are looked at before the first is compiled.
@@ -68,10 +66,8 @@ class _Facts:
         async def compiled(fact: Fact) -> None:
             about = {"title": fact.title, "source": fact.source, "unit": "fact"}
             async with turn:
-                await self._desk.compile(
-                    *(app, scope, access, fact.text, namespace, where),
-                    {key: said for key, said in about.items() if said},
-                )
+                provenance = {key: said for key, said in about.items() if said}
+                await self._desk.compile(visit, fact.text, namespace, where, provenance)
 
         # First the packs: a fact whose pack cannot be made would be in the way of every search.
         units = {fact.text: fact for fact in facts}
@@ -103,32 +99,31 @@ class _Facts:
         best = sorted(hits, key=lambda hit: (-hit.score, hit.fact.namespace, hit.fact.id))[:k]
         return {"object": "list", "data": [{**self._about(hit.fact), "score": hit.score} for hit in best]}
 
-    def listed(self, _: str, scope: Scope, access: Access) -> dict[str, Any]:
-        asked = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1")))
-        limit, after = asked.get("limit", "100"), asked.get("after")
+    def listed(self, visit: Visit) -> dict[str, Any]:
+        limit, after = visit.query.get("limit", ["100"])[-1], visit.query.get("after", [""])[-1]
         if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MOST:
             raise HTTPError(400, f"Got limit={limit!r}; expected a number from 1 to {_MOST}.")
-        found = self._of(asked_namespaces(scope, access))
-        if after is not None:
+        found = self._of(visit.namespaces)
+        if after:
             found = islice(dropwhile(lambda fact: fact.id != after, found), 1, None)
         page = list(islice(found, int(limit) + 1))
         data = [self._about(fact) for fact in page[: int(limit)]]
         return {"object": "list", "data": data, "has_more": len(page) > int(limit)}
 
-    def told(self, name: str, scope: Scope, access: Access) -> dict[str, Any]:
-        return self._about(self._fact(name, scope, access))
+    def told(self, name: str, visit: Visit) -> dict[str, Any]:
+        return self._about(self._fact(name, visit))
 
-    def delete(self, name: str, scope: Scope, access: Access) -> dict[str, Any]:
-        fact = self._fact(name, scope, access)
+    def delete(self, name: str, visit: Visit) -> dict[str, Any]:
+        fact = self._fact(name, visit)
         self._facts.delete([fact.id], namespace=fact.namespace)
         if not self._holding([fact.text], fact.namespace):  # Another fact may say the same.
             with suppress(PackNotFoundError):
                 self._desk.store.remove(self._desk.store.handle(fact.text, fact.namespace))
         return {"id": fact.id, "namespace": fact.namespace, "deleted": True}
 
-    def _fact(self, name: str, scope: Scope, access: Access) -> Fact:
+    def _fact(self, name: str, visit: Visit) -> Fact:
         """The fact with this id, where the key may read it and it is there: all else is the same 404."""
-        found = next(self._of(asked_namespaces(scope, access), [name]), None)
+        found = next(self._of(visit.namespaces, [name]), None)
         if found is None:
             raise HTTPError(404, f"There is no fact {name!r}.")
         return found

@@ -2,22 +2,22 @@
 
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
 from kp_core import BlendComposer, KVTensors, PackStore, Prefix
 from kp_core.engines.local.altered import altered as alter
 from kp_core.engines.request import Request
-from kp_core.engines.vllm.access import Access
-from kp_core.engines.vllm.altered import Altered, asked, digest_of
-from kp_core.engines.vllm.pieces import StoredPieces
-from kp_core.engines.vllm.rights import Rights, salt_of
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.steering import preset
+from kp_serve.access import Access
+from kp_serve.asked import asked, blocks_as_json, digest_of, steered
+from kp_serve.preparing import steered_steps
+from kp_serve.rights import Rights, salt_of
+from kp_serve.stored import StoredKV, StoredRun
 from tests.conftest import tiny_engine
-from tests.core.engines.gate import remote
-from tests.core.engines.test_serving import KEY, TEXT, Gate, served
+from tests.serve.gate import remote
+from tests.serve.test_serving import KEY, TEXT, Gate, read, served
 
 __all__ = ["remote"]
 
@@ -33,15 +33,19 @@ def planned(remote, messages, **options):
     return remote._plan(messages, Request.of(options))[0]
 
 
-def named(plan):
-    """What a client sends for a plan, and what the server reads of it."""
-    ids = list(plan.prompt.token_ids)
-    return asked(plan), ids, Altered.of(asked(plan), ids, served(tiny_engine()))
+def blocks_of(plan):
+    """The blocks that the server reads of what a client sends for a plan, and the packs."""
+    return steered(asked(plan), list(plan.prompt.token_ids), served(tiny_engine()))
+
+
+def rights_of(plan, names=("a",)):
+    """Those of the requests that the server makes of it, the client's own last."""
+    return [rights for _, rights in steered_steps(names, KEY, list(plan.prompt.token_ids), *blocks_of(plan))]
 
 
 def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
-    session, pieces = tiny_engine(), StoredPieces(PackStore(tmp_path), served(tiny_engine()))
-    own = [pieces.store.put(session.build_pack(text, namespace="a")) for text in (TEXT, OTHER)]
+    session, stored = tiny_engine(), StoredKV(PackStore(tmp_path), served(tiny_engine()))
+    own = [stored.store.put(session.build_pack(text, namespace="a")) for text in (TEXT, OTHER)]
     said = zip(("user", "assistant", "user"), (f"{own[0]}", "So.", f"{own[1]}\nWho?"), strict=True)
     conversation = [{"role": role, "content": content} for role, content in said]
     memory = [session.build_pack(text).steer(formal, 1.5) for text in (TEXT, OTHER)]
@@ -49,51 +53,55 @@ def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
         planned(remote, "Who rings it?", steering=(formal, 2.0)),
         planned(remote, "Who rings it?", steering=formal, scope="prompt"),
         planned(remote, "Who rings it?", packs=memory),
-        planned(remote, conversation, view=pieces.store.view("a"), steering=formal),
+        planned(remote, conversation, view=stored.store.view("a"), steering=formal),
     ):
-        _, ids, found = named(plan)
+        ids, rights = plan.prompt.token_ids, rights_of(plan)
         local = [region.block for region in plan.regions if region.block]
-        assert [found.block(n).label for n in range(len(local))] == [block.label for block in local]
+        assert [block.label for block in blocks_of(plan)[0]] == [block.label for block in local]
         last = local[-1]
         whole = next(session.engine.kv([session._planner.wanted(Prefix(), ids[: last.stop])]))
-        step = found.until(len(local) - 1, ids)
-        below = step.leaves(pieces.model, ("a",), ids[: last.stop])
-        assert not pieces.store.kept.has(below.key, ("a",))
-        pieces.write(below, whole)
-        loaded = found.begins(pieces.model, ("a",), ids)
-        assert loaded.key == below.key
+        assert [each.tokens for each in rights] == [digest_of(ids[: block.stop]) for block in local] + [digest_of(ids)]
+        assert (rights[0].begins, rights[-1].keeps) == ((), None)
+        below = StoredRun((rights[-2].keeps,), ("a",))
+        assert not stored.has(below)
+        stored.write(below, whole)
+        loaded = StoredRun(rights[-1].begins, ("a",))
+        assert replace(loaded.parts[0], block="") == rights[-2].keeps
         expected = [whole.slice(0, last.start), alter(whole.slice(last.start, last.stop), last)]
-        for start in (0, 5, last.stop - 1):
-            read = pieces.read(loaded, start)
-            assert read.equal(KVTensors.concat(expected).slice(start, last.stop))
-        assert not read.equal(whole.slice(start, last.stop))
+        for start in (0, last.stop // 2, last.stop - 1):
+            found = read(stored, loaded, start)
+            assert found.equal(KVTensors.concat(expected).slice(start, last.stop))
+        assert not found.equal(whole.slice(start, last.stop))
         for wrong in (replace(loaded, namespaces=("b",)), replace(loaded, namespaces=())):
-            with pytest.raises(PackError, match="altered"):
-                pieces.read(wrong, 0)
+            with pytest.raises(PackError, match="kept of this prompt"):
+                read(stored, wrong)
     assert len(local) == 2
 
 
 def test_rights_to_alter_count_for_one_prompt_and_one_salt(remote, formal):
-    _, ids, found = named(planned(remote, "Who rings it?", steering=formal))
-    rights = Rights(("a",), "salt", altered=found)
-    signed = rights.sign(KEY)
-    assert Rights.read(signed, "salt", KEY).altered == found
-    assert Rights.read(signed, "other", KEY) is None
-    assert Rights.read(signed, "salt", KEY[::-1]) is None
+    plan = planned(remote, "Who rings it?", steering=formal)
+    ids, (first, rights) = plan.prompt.token_ids, rights_of(plan)
+    found = Rights.read(rights.sign(KEY), rights.salt, KEY)
+    assert replace(found, expires=0.0) == rights
+    assert replace(Rights.read(first.sign(KEY), first.salt, KEY), expires=0.0) == first
+    assert Rights.read(rights.sign(KEY), "other", KEY) is None
+    assert Rights.read(rights.sign(KEY), rights.salt, KEY[::-1]) is None
     assert found.tokens == digest_of(ids) != digest_of(ids[1:])
-    late = Rights.read(replace(rights, expires=time.time() - 1).sign(KEY), "salt", KEY)
-    assert (late.altered, late.namespaces, late.save) == (found, (), False)
+    over = time.time() - 1
+    late = Rights.read(replace(rights, expires=over).sign(KEY), rights.salt, KEY)
+    assert (late.begins, late.namespaces, late.save) == (rights.begins, (), False)
+    assert Rights.read(replace(first, expires=over).sign(KEY), first.salt, KEY) is None  # Nothing of it is altered.
 
 
 def test_salts_differ_wherever_kv_does(remote, formal):
     ask = "Who rings it?"
     scopes = ("system", "prompt")
     plans = [planned(remote, ask, steering=(formal, alpha), scope=each) for alpha in (1, 2) for each in scopes]
-    labels = [named(plan)[2].label for plan in plans]
+    salts = [rights_of(plan, names)[-1].salt for plan in plans for names in (("a",), ("b",))]
     other = planned(remote, "Who rang it, then?", steering=formal, scope="system")
-    assert named(other)[2].label == labels[0]  # The same head, altered alike.
-    salts = {salt_of(names, KEY, label) for names in (["a"], ["b"]) for label in ("", *labels)}
-    assert len(salts) == 10
+    assert rights_of(other)[-1].salt == salts[0]  # The same head, altered alike.
+    salts += [salt_of(names, KEY) for names in (["a"], ["b"])]
+    assert len(set(salts)) == 10
     assert all(salt.isalnum() and len(salt) <= 128 for salt in salts)
 
 
@@ -101,15 +109,14 @@ def test_entries_of_other_readers_and_of_deleted_packs_are_gone(tmp_path, remote
     session, store = tiny_engine(), PackStore(tmp_path)
     handle = store.put(session.build_pack(TEXT, namespace="a"))
     plan = planned(remote, f"{handle}\nWho?", view=store.view("a"), steering=formal)
-    said, ids, found = named(plan)
-    assert [each[0] for each in said["packs"]] == [str(handle)]
-    step, stop = found.until(0, ids), found.blocks[0][1]
-    keys = [step.key(served(session), names, ids[:stop]) for names in (["a"], ["a", "b"], ["b"])]
-    assert len({key.before for key in keys}) == 3
-    store.kept.write(keys[0], next(session.engine.kv([session._planner.wanted(Prefix(), ids[:stop])])))
-    assert store.kept.has(keys[0], ["a"])
+    assert [each[0] for each in asked(plan)["packs"]] == [str(handle)]
+    kept = [rights_of(plan, names)[0].keeps for names in (("a",), ("a", "b"), ("b",))]
+    assert len({each.before for each in kept}) == 3
+    key = kept[0].key(served(session))
+    store.kept.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    assert store.kept.has(key, ["a"])
     store.remove(handle)
-    assert not store.kept.has(keys[0], ["a"])
+    assert not store.kept.has(key, ["a"])
 
 
 def test_composers_are_refused_by_name(tmp_path, remote):
@@ -131,29 +138,24 @@ def sent(gate, said, ids, **more):
 
 
 def test_the_server_signs_what_a_client_names(gate, remote, formal):
-    said, ids, found = named(planned(remote, "Who rings it?", steering=formal))
-    step, stop = found.until(0, ids), found.blocks[0][1]
-    identity = gate.gate.desk.identity
-    session = tiny_engine()
-    gate.store.kept.write(
-        step.key(identity, ["a"], ids[:stop]),
-        next(session.engine.kv([session._planner.wanted(Prefix(), ids[:stop])])),
-    )
-    forged = Rights(("b",), "mine", altered=found).sign(b"x" * 32)
+    plan = planned(remote, "Who rings it?", steering=formal)
+    said, ids, (first, own) = asked(plan), list(plan.prompt.token_ids), rights_of(plan)
+    key, session = first.keeps.key(gate.gate.desk.identity), tiny_engine()
+    gate.store.kept.write(key, next(session.engine.kv([session._planner.wanted(Prefix(), key.token_ids)])))
+    forged = replace(own, namespaces=("b",), salt="mine").sign(b"x" * 32)
     done, _ = sent(gate, said, ids, cache_salt="mine", kv_transfer_params=forged)
     assert done.headers["kp-computed-tokens"] == "0"
     [(_, body)] = gate.seen
     assert "kp" not in body
-    assert body["cache_salt"] == salt_of(["a"], KEY, found.label)
+    assert body["cache_salt"] == own.salt
     rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
+    assert replace(rights, expires=0.0) == own
     assert (rights.namespaces, rights.save) == (("a",), False)
-    # A steering may lie in a file in several ways.
-    assert replace(rights.altered, steerings={}) == replace(found, steerings={})
-    assert rights.altered.label == found.label
 
 
 def test_what_cannot_be_steered_is_said(gate, remote, formal):
-    said, ids, _ = named(planned(remote, "Who rings it?", steering=formal))
+    plan = planned(remote, "Who rings it?", steering=formal)
+    said, ids = asked(plan), list(plan.prompt.token_ids)
     (start, stop, parts), name = said["blocks"][0], next(iter(said["steerings"]))
     for wrong, prompt, expected in (
         (3, ids, "Expected 'kp'"),
@@ -172,12 +174,8 @@ def test_what_cannot_be_steered_is_said(gate, remote, formal):
         done, message = sent(gate, wrong, prompt)
         assert (done.status_code, expected in message) == (400, True), message
     other = tiny_engine("qwen3").make_steering(preset("formal")[:1], progress=False)
-    plan = SimpleNamespace(
-        regions=planned(remote, "Who rings it?", steering=formal).regions, prompt=SimpleNamespace(spans=())
-    )
     block = next(region.block for region in plan.regions if region.block)
     part = replace(block.parts[0], steering=other)
-    plan.regions = [SimpleNamespace(block=replace(block, parts=(part,)))]
-    done, message = sent(gate, asked(plan), ids)
+    done, message = sent(gate, blocks_as_json([replace(block, parts=(part,))]), ids)
     assert (done.status_code, "weights" in message) == (400, True)
     assert not gate.seen

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.rope import Rope
 
-__all__ = ["arguments", "served_identity", "transfer_config"]
+__all__ = ["arguments", "served_identity"]
 
 
 def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerprint:
@@ -30,31 +29,6 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
     return replace(made, dtype=str(dtype), engine="vllm", passes="any")
 
 
-def transfer_config(
-    store: str,
-    identity: ModelFingerprint,
-    *,
-    sealed: bool = False,
-    compress: Compression = "lossless",
-    rope: Rope | None = None,
-) -> dict[str, Any]:
-    """The value of `--kv-transfer-config` with which vLLM reads and keeps the packs of `store`.
-
-    With `sealed` it reads only entries with a MAC of the server's key. What it stores is stored as `compress` says;
-    what it reads may be stored either way. With `rope` packs are moved as well.
-    """
-    about = {"store": str(store), "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
-    if rope is not None:
-        about["rope"] = rope.to_dict()
-    return {
-        "kv_connector": "PackConnector",
-        "kv_connector_module_path": "kp_core.engines.vllm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": about,
-    }
-
-
 def arguments(  # noqa: PLR0913 - what one server is
     model: str,
     store: str,
@@ -67,21 +41,29 @@ def arguments(  # noqa: PLR0913 - what one server is
     rope: Rope | None = None,
     packets: bool = False,
 ) -> list[str]:
-    """The options of `vllm serve` that serve a model with packs; see `transfer_config`.
+    """The options of `vllm serve` that serve a model with the packs of `store`.
 
-    With `packets` it takes embeddings beside tokens, from its own middleware alone.
+    With `sealed` it reads only entries with a MAC of the server's key. What it stores is stored as `compress` says;
+    what it reads may be stored either way. With `rope` packs are moved as well. With `packets` it takes embeddings
+    beside tokens, from its own middleware alone.
     """
     import torch
 
+    about = {"store": str(store), "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
+    transfer = {
+        "kv_connector": "PackConnector",
+        "kv_connector_module_path": "kp_serve.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": about if rope is None else about | {"rope": rope.to_dict()},
+    }
     given = {
         "--host": host,
         "--port": str(port),
         "--dtype": identity.dtype,
         "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
-        "--middleware": "kp_core.engines.vllm.middleware.PackMiddleware",
-        "--kv-transfer-config": json.dumps(
-            transfer_config(store, identity, sealed=sealed, compress=compress, rope=rope)
-        ),
+        "--middleware": "kp_serve.middleware.PackMiddleware",
+        "--kv-transfer-config": json.dumps(transfer),
         # It reads the grammars that clients of ours send.
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }

@@ -11,15 +11,14 @@ from typing import Any
 import httpx
 
 from kp_core.engines.base import TokenStream
-from kp_core.engines.vllm.altered import COMPUTED, asked
-from kp_core.engines.vllm.counts import FIRST_PACK
-from kp_core.engines.vllm.spliced import moved_packs
 from kp_core.errors import ModelError, PackError, UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.template import ChatTemplate
+from kp_serve.asked import COMPUTED, asked
+from kp_serve.counts import FIRST_PACK
 
 __all__ = ["VLLMEngine"]
 
@@ -136,12 +135,8 @@ class VLLMEngine:
             body["seed"] = sampling.seed % 2**63
         if plan.grammar is not None:
             body["structured_outputs"] = {"grammar": plan.grammar}
-        if (steered := asked(plan)) is not None:
-            body["kp"] = steered
-        elif not plan.reuse:
-            body["kp"] = {"reuse": False}
-        elif (moved := moved_packs(plan)) is not None:
-            body["kp"] = moved
+        if (altered := asked(plan)) is not None:
+            body["kp"] = altered
         return TokenStream(partial(self._answer, plan, body))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's

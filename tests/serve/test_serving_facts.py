@@ -8,14 +8,14 @@ import pytest
 
 from benchmarks import s3server
 from kp_core import PackStore, find_handles, load_engine, strip_handles
-from kp_core.engines.vllm.answers import Answer
-from kp_core.engines.vllm.pieces import StoredPieces
 from kp_core.facts import ChromaFactStore
+from kp_serve.answers import Answer
+from kp_serve.stored import StoredKV
 from tests.attack.trouble import full_disk
 from tests.conftest import until
-from tests.core.engines.gate import Served, address, events_of, server
-from tests.core.engines.test_serving import TEXT, served
 from tests.core.facts.test_facts import HashEmbedder
+from tests.serve.gate import Served, address, events_of, server
+from tests.serve.test_serving import TEXT, read, served
 
 __all__ = ["address", "server"]
 
@@ -147,10 +147,10 @@ def test_two_servers_share_a_bucket(s3_server, tmp_path, monkeypatch):
     assert two.ask("POST", "/v1/packs", {"text": TEXT, "namespace": "a"}).json()["handle"] == fact["handle"]
     assert (one.computed, two.computed) == (1, 0)
     pack = two.session.build_pack(TEXT, namespace="a")
-    pieces = StoredPieces(PackStore("s3://packs/two-servers"), served(two.session))
-    [piece] = pieces.find(pack.prefix.token_ids + pack.token_ids, ["a"])
-    assert pieces.has_prefix(piece)
-    assert pieces.read(piece, 0).slice(piece.start, piece.stop).equal(pack.kv)
+    stored = StoredKV(PackStore("s3://packs/two-servers"), served(two.session))
+    [run] = stored.find(pack.prefix.token_ids + pack.token_ids, ["a"])
+    assert stored.has(run)
+    assert read(stored, run).slice(len(pack.prefix), run.stop).equal(pack.kv)
     one.ask("DELETE", f"/v1/facts/{fact['id']}")
     until(lambda: two.ask("GET", f"/v1/packs/{fact['handle']}").status_code == 404)
 

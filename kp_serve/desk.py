@@ -12,15 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import parse_qs
 
 import torch
 from torch import Tensor
 
-from kp_core.engines.vllm.access import Access, Keys
-from kp_core.engines.vllm.counts import Counts, HotPacks
-from kp_core.engines.vllm.rights import Rights, salt_of, server_key
-from kp_core.engines.vllm.wire import App, HTTPError, Receive, Scope, Send, call, read_json, send_json
 from kp_core.errors import HandleError, PackNotFoundError
 from kp_core.facts import FactStore
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -28,11 +23,16 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.prompt.template import ChatTemplate
+from kp_serve.access import Access, Keys
+from kp_serve.counts import Counts, HotPacks
+from kp_serve.rights import Rights, salt_of, server_key
+from kp_serve.stored import is_compiled
+from kp_serve.wire import HTTPError, Visit
 
 if TYPE_CHECKING:
     from kp_core.engines.hf.embeddings import TokenEmbeddings
 
-__all__ = ["VARIABLE", "Desk", "asked_namespaces", "need_write", "refuse_unknown"]
+__all__ = ["VARIABLE", "Desk", "refuse_unknown"]
 
 VARIABLE = "KP_SERVE"
 """The environment variable that hands JSON with the fields below from `kp serve` to its middleware."""
@@ -109,66 +109,58 @@ class Desk:
             return len(pack.token_ids)
         return len(self.tokenizer.encode(pack.text, add_special_tokens=False))
 
-    async def answer(self, app: App, scope: Scope, access: Access, receive: Receive, send: Send) -> None:
+    async def answer(self, visit: Visit) -> None:
         """One request below `/v1/packs`."""
-        method, name = scope["method"], scope["path"].removeprefix("/v1/packs").strip("/")
+        method, name = visit.scope["method"], visit.scope["path"].removeprefix("/v1/packs").strip("/")
         if (method, name) == ("GET", "model"):
-            return await send_json(send, 200, await self._about(app, scope, access))
+            access = visit.access
+            about = {"root": self.model, "identity": self.identity.to_dict(), **await _served(visit)}
+            return await visit.answer({**about, "namespaces": access.namespaces, "write": access.write})
         if (method, name) == ("POST", ""):
-            body = await read_json(receive)
+            body = await visit.read()
             refuse_unknown(body, {"text", "namespace", "compiled_for", "provenance"})
-            return await send_json(send, 200, await self.compile(app, scope, access, **{"text": None} | body))
+            return await visit.answer(await self.compile(visit, **{"text": None} | body))
         if (method, name) == ("GET", ""):
-            found = await asyncio.to_thread(self._listed, scope, access)
-            return await send_json(send, 200, {"object": "list", "data": found})
+            return await visit.answer({"object": "list", "data": await asyncio.to_thread(self._listed, visit)})
         if method not in ("GET", "DELETE"):
             raise HTTPError(405, f"/v1/packs has no {method}; it has GET, POST and DELETE.")
-        handle = self._handle(name, access)
+        handle = self.handle("kp:" + name.removeprefix("kp:"), visit.access)
         if method == "GET":
-            return await send_json(send, 200, await asyncio.to_thread(self._told, handle))
-        need_write(access)
+            return await visit.answer(await asyncio.to_thread(self._told, handle))
+        visit.need_write()
         with suppress(PackNotFoundError):  # Deleted meanwhile, by somebody else.
             await asyncio.to_thread(self.store.remove, handle)
-        return await send_json(send, 200, {"handle": str(handle), "deleted": True})
+        return await visit.answer({"handle": str(handle), "deleted": True})
 
-    def _listed(self, scope: Scope, access: Access) -> list[str]:
+    def _listed(self, visit: Visit) -> list[str]:
         """The handles that a key reads, with `?hot=1` those alone that were answered from, the latest first."""
-        names = asked_namespaces(scope, access)
-        if parse_qs(scope.get("query_string", b"").decode("latin-1")).get("hot") == ["1"]:
-            return [str(each) for each in self.hot.among(names) if each in self.store]
-        return [str(each) for name in names for each in self.store.handles(name)]
+        if visit.query.get("hot") == ["1"]:
+            return [str(each) for each in self.hot.among(visit.namespaces) if each in self.store]
+        return [str(each) for name in visit.namespaces for each in self.store.handles(name)]
 
-    async def _about(self, app: App, scope: Scope, access: Access) -> dict[str, Any]:
-        _, models = await call(app, scope, "GET", "/v1/models")
-        served = models["data"][0]
-        about = {"model": served["id"], "root": self.model, "max_positions": served["max_model_len"]}
-        return {**about, "identity": self.identity.to_dict(), "namespaces": access.namespaces, "write": access.write}
-
-    async def compile(  # noqa: PLR0913 - the fields of a body, behind what a request comes with
+    async def compile(
         self,
-        app: App,
-        scope: Scope,
-        access: Access,
+        visit: Visit,
         text: object,
         namespace: object = None,
         compiled_for: object = "user",
         provenance: object = None,
     ) -> dict[str, Any]:
         """The pack of a text, compiled by the served model unless its KV is stored; raises `HTTPError`."""
-        need_write(access)
+        visit.need_write()
         known = namespace if isinstance(namespace, str) else ""
         where: Literal["user", "system"] = "system" if compiled_for == "system" else "user"
         if not isinstance(text, str) or compiled_for != where:
             raise HTTPError(400, "Expected 'text', a string, and 'compiled_for' of 'user' or 'system'.")
-        if known not in access.namespaces:
-            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(access.namespaces)}.")
+        if known not in visit.access.namespaces:
+            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(visit.access.namespaces)}.")
         about = {} if provenance is None else provenance
         if not isinstance(about, Mapping) or not all(isinstance(each, str) for each in about.values()):
             raise HTTPError(400, "Expected 'provenance' of texts, e.g. {'title': 'Refunds'}.")
         self.refuse_special(text)
         job = await asyncio.to_thread(self.template.tokenise_pack, text, where)
         prefix = job.prompt.prefix_of(job.prompt.spans[0])
-        served = await self._about(app, scope, access)
+        served = await _served(visit)
         ids = [*prefix.token_ids, *job.token_ids]
         if len(ids) >= served["max_positions"]:
             raise HTTPError(
@@ -179,17 +171,17 @@ class Desk:
         told = await asyncio.to_thread(self._told, handle, pack.key)
         if told["compiled"]:  # A run that was interrupted begins anew.
             return told
-        await self.fill(app, scope, access, pack)
+        await self.fill(visit, pack)
         return await asyncio.to_thread(self._told, handle, pack.key)
 
-    async def fill(self, app: App, scope: Scope, access: Access, pack: KnowledgePack) -> None:
+    async def fill(self, visit: Visit, pack: KnowledgePack) -> None:
         """Have the server compute and store the KV of a pack that is stored without."""
-        rights = Rights((pack.namespace,), salt_of(access.namespaces, self.key), save=True)
+        rights = Rights((pack.namespace,), salt_of(visit.access.namespaces, self.key), save=True)
         ids = [*pack.prefix.token_ids, *pack.token_ids]
-        await self.prefill(app, scope, ids, rights, "The pack is stored as text; compiling it failed")
+        await self.prefill(visit, ids, rights, "The pack is stored as text; compiling it failed")
         self.counts.add(packs_compiled=1)
 
-    async def prefill(self, app: App, scope: Scope, prompt: Sequence[int] | Tensor, rights: Rights, failed: str) -> int:
+    async def prefill(self, visit: Visit, prompt: Sequence[int] | Tensor, rights: Rights, failed: str) -> int:
         """Have the server compute what it lacks of a prompt, with these rights; how many tokens that were.
 
         The prompt is token ids, or input embeddings `(tokens, hidden)`. Raises `HTTPError`, which begins with `failed`.
@@ -202,21 +194,16 @@ class Desk:
         else:
             ask["prompt"] = list(prompt)
         signed = {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.key)}
-        status, answer = await call(app, scope, "POST", "/v1/completions", ask | signed)
+        status, answer = await visit.call("POST", "/v1/completions", ask | signed)
         if status != 200:
             raise HTTPError(status, f"{failed}: {answer}")
         usage = answer["usage"]
         return int(usage["prompt_tokens"] - ((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0))
 
-    def is_compiled(self, handle: Handle, key: PackKey) -> bool:
-        """Whether the KV of a pack is stored, and may be read."""
-        pack = self.store.peek(handle, key)
-        return pack is not None and key.fits(pack) and pack.stored_bytes > 0 and self.store.is_sealed(handle, key)
-
-    def _handle(self, name: str, access: Access) -> Handle:
-        """The handle in a path, where the key may read it and it is there: all else is the same 404."""
+    def handle(self, name: str, access: Access) -> Handle:
+        """The handle of that name, where the key may read it and it is there: all else is the same 404."""
         with suppress(HandleError):
-            handle = Handle.parse("kp:" + name.removeprefix("kp:"))
+            handle = Handle.parse(name)
             if handle.namespace in access.namespaces and handle in self.store:
                 return handle
         raise HTTPError(404, f"There is no pack {name!r}.")
@@ -227,26 +214,21 @@ class Desk:
         if pack is None:
             raise HTTPError(404, f"There is no pack {str(handle)!r}.")
         about = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids)}
-        about["compiled"] = self.is_compiled(handle, key)
+        about["compiled"] = is_compiled(self.store, handle, key)
         return {**about, "bytes": pack.stored_bytes, "provenance": dict(pack.provenance)}
 
 
-def need_write(access: Access) -> None:
-    """Raise `HTTPError` for a key that only reads."""
-    if not access.write:
-        raise HTTPError(403, "This key reads packs and may not change them. Ask for a key made with --write.")
+async def _served(visit: Visit) -> dict[str, Any]:
+    """What vLLM calls its model, and how many tokens that reads."""
+    _, models = await visit.call("GET", "/v1/models")
+    served = models["data"][0]
+    return {"model": served["id"], "max_positions": served["max_model_len"]}
 
 
 def refuse_unknown(body: Mapping[str, object], fields: Collection[str]) -> None:
     """Raise `HTTPError` for fields that a body does not have."""
     if unknown := body.keys() - set(fields):
         raise HTTPError(400, f"Got the unknown fields {sorted(unknown)}; expected some of {sorted(fields)}.")
-
-
-def asked_namespaces(scope: Scope, access: Access) -> list[str]:
-    """Those in the query (`?namespace=`) that the key reads, else all of the key; those of others are like none."""
-    asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("namespace", access.namespaces)
-    return [name for name in access.namespaces if name in asked]
 
 
 def _strings(value: object) -> Iterator[str]:

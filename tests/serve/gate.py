@@ -15,14 +15,14 @@ import torch
 import uvicorn
 
 from kp_core import KVTensors, MemoryFactStore, Prefix, load_engine
-from kp_core.engines.vllm.access import Keys, add_key
-from kp_core.engines.vllm.engine import VLLMEngine
-from kp_core.engines.vllm.pieces import StoredPieces, saved_from
-from kp_core.engines.vllm.rights import Rights
-from kp_core.engines.vllm.wire import send_json
+from kp_serve.access import Keys, add_key
+from kp_serve.engine import VLLMEngine
+from kp_serve.rights import Rights
+from kp_serve.stored import StoredKV, StoredRun
+from kp_serve.wire import send_json
 from tests.conftest import tiny_engine, until
-from tests.core.engines.test_serving import KEY, Gate, served
 from tests.core.facts.test_facts import HashEmbedder
+from tests.serve.test_serving import KEY, Gate, served
 
 
 class Served(Gate):
@@ -70,23 +70,24 @@ class Served(Gate):
 
     def _store(self, body):
         rights = Rights.read(body["kv_transfer_params"], body["cache_salt"], KEY)
-        pieces, engine = StoredPieces(self.store, served(self.session)), self.session.engine
+        stored, engine = StoredKV(self.store, served(self.session)), self.session.engine
         # What else clients send as a prompt is vLLM's to refuse.
         given = body.get("prompt")
         ids = tuple(given) if isinstance(given, list) and all(type(each) is int for each in given) else ()
-        for piece in pieces.find(ids, rights.namespaces) if rights.save else ():
-            if not pieces.has(piece):
-                plans = [(Prefix(), piece.prefix), (piece.key.prefix, piece.token_ids)]
+        for run in stored.find(ids, rights.namespaces) if rights.save else ():
+            if not stored.has(run, run.stop):
+                pack = run.parts[-1]
+                plans = [(Prefix(), pack.prefix), (Prefix(pack.prefix), pack.token_ids)]
                 kv = engine.kv([self.session._planner.wanted(*plan) for plan in plans])
-                pieces.write(piece, KVTensors.concat(list(kv)))
+                stored.write(run, KVTensors.concat(list(kv)))
                 self.computed += 1
-        if rights.altered and rights.altered.keep:  # As of plain tokens: nothing is moved or steered here.
-            left = rights.altered.leaves(pieces.model, rights.namespaces, ids)
+        if rights.keeps:  # As of plain tokens: nothing is moved or steered here.
             if embeddings := body.get("prompt_embeds"):
                 self.embedded.append(torch.load(io.BytesIO(base64.b64decode(embeddings)), weights_only=True))
                 ids = (5,) * len(self.embedded[-1])
             [whole] = engine.kv([self.session._planner.wanted(Prefix(), ids)])
-            pieces.write(left, whole.slice(saved_from(left), left.stop))
+            run = StoredRun((rights.keeps,), rights.namespaces)
+            stored.write(run, whole.slice(run.start, run.stop))
 
     def ask(self, method, path, body=None, key="a", **more):
         async def go():

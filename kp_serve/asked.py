@@ -1,0 +1,150 @@
+"""What clients ask to be done to the KV of a prompt, steered blocks or moved packs: as it is sent and as it is read."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from hashlib import blake2b
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from kp_core.compose import PacketComposer
+from kp_core.compose.wrapper import wrapper_bytes
+from kp_core.errors import PromptError, SteeringError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import find_handles
+from kp_core.plan import Plan
+from kp_core.steering import Block, Part, Steering
+from kp_core.steering.file import steering_bytes, steering_of
+
+__all__ = ["COMPUTED", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of", "moved_packs", "steered"]
+
+COMPUTED = "kp-computed-tokens"
+"""The header of an answer that says how many tokens were computed before its prompt could be steered or moved."""
+
+Moved: TypeAlias = tuple[tuple[int, int, str], ...]
+"""Packs that are moved, in order: start, stop and handle of each."""
+Placed: TypeAlias = tuple[tuple[str, int], ...]
+"""Handles of all packs in a prompt, and where they begin: with a pack goes what was kept of it."""
+
+_MOST_BLOCKS, _MOST_PACKS = 64, 256
+_MOST_BYTES = 8 * 2**20  # Of a steering; one of an 8B model has some 50 kB.
+
+
+def asked(plan: Plan) -> dict[str, Any] | None:
+    """The field `kp` of a request for this plan; `None` for one that needs none."""
+    packs = [[span.handle, span.start] for span in plan.prompt.spans if find_handles(span.handle)]
+    if blocks := [region.block for region in plan.regions if region.block]:
+        return {**blocks_as_json(blocks), "packs": packs}
+    if not plan.reuse:
+        return {"reuse": False}
+    composed = [region for region in plan.regions if region.composer]
+    if not composed:
+        return None
+    moved = [[span.start, span.stop, span.handle] for region in composed for span in region.spans]
+    soft = next((each.composer for each in composed if isinstance(each.composer, PacketComposer)), None)
+    wrapper = {"wrapper": base64.b64encode(wrapper_bytes(soft.wrapper)).decode()} if soft else {}
+    return {"moved": moved, "packs": packs, **wrapper}
+
+
+def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Block], Placed]:
+    """The blocks to be steered and the packs in the prompt; raises `PromptError` and `SteeringError`."""
+    ids, given = _checked(said, token_ids, {"blocks", "steerings", "packs"})
+    with _refused():
+        blocks, packs = blocks_of(given), _packs(given)
+    parts = [part for block in blocks for part in block.parts]
+    for part in parts:
+        part.steering.check(model)
+    places = [(block.start, block.stop) for block in blocks]
+    inside = all(
+        _is_ascending([block.start, *(edge for part in block.parts for edge in (part.start, part.stop)), block.stop])
+        for block in blocks
+    )
+    if not inside or not _are_ordered(places, ids, _MOST_BLOCKS):
+        raise PromptError(
+            f"Got steered blocks at {places} of {len(ids)} tokens; expected 1 to {_MOST_BLOCKS} in order, with their "
+            "parts inside, and the last token behind them."
+        )
+    if any(part.steering.keys and part.stop - part.start > 1 for part in parts):
+        raise SteeringError("Got key deltas for more than one position; one delta fits one position.")
+    return blocks, packs
+
+
+def moved_packs(said: object, token_ids: object) -> tuple[Moved, Placed]:
+    """The packs to be moved, and all packs in the prompt; raises `PromptError`."""
+    ids, given = _checked(said, token_ids, {"moved", "packs", "wrapper"})
+    with _refused():
+        moved = tuple((int(start), int(stop), str(handle)) for start, stop, handle in given["moved"])
+        packs = _packs(given)
+    places = [each[:2] for each in moved]
+    if not _are_ordered(places, ids, _MOST_PACKS):
+        raise PromptError(
+            f"Got moved packs at {places} of {len(ids)} tokens; expected 1 to {_MOST_PACKS} in order, and the last "
+            "token behind them."
+        )
+    return moved, packs
+
+
+def blocks_as_json(blocks: Iterable[Block]) -> dict[str, Any]:
+    """What `blocks_of` reads: blocks with the ids of their steerings, and these as files in base64."""
+    blocks = list(blocks)
+    steerings = {part.steering.id: part.steering for block in blocks for part in block.parts}
+    rows = [[[part.start, part.stop, part.steering.id] for part in block.parts] for block in blocks]
+    return {
+        "blocks": [[block.start, block.stop, parts] for block, parts in zip(blocks, rows, strict=True)],
+        "steerings": {name: base64.b64encode(steering_bytes(each)).decode() for name, each in steerings.items()},
+    }
+
+
+def blocks_of(said: Mapping[str, Any]) -> list[Block]:
+    """What `blocks_as_json` gave; for anything else what Python raises, or `SteeringError`."""
+    steerings = {name: _steering(data) for name, data in said["steerings"].items()}
+    return [
+        Block(int(start), int(stop), tuple(Part(int(at), int(end), steerings[name]) for at, end, name in parts))
+        for start, stop, parts in said["blocks"]
+    ]
+
+
+def digest_of(token_ids: Sequence[int]) -> str:
+    """One digest of token ids."""
+    return blake2b(json.dumps(list(token_ids)).encode(), digest_size=16).hexdigest()
+
+
+def _checked(said: object, token_ids: object, fields: set[str]) -> tuple[list[int], Mapping[str, Any]]:
+    if not isinstance(token_ids, list) or not all(type(each) is int and each >= 0 for each in token_ids):
+        raise PromptError("Got 'kp' with a prompt that is not one list of token ids; what it names is placed by them.")
+    if not isinstance(said, Mapping) or set(said) - fields:
+        raise PromptError(f"Expected 'kp' with the fields {sorted(fields)}, as `VLLMEngine` sends it.")
+    return token_ids, said
+
+
+@contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise PromptError(f"Got 'kp' that cannot be read ({type(error).__name__}: {error}).") from error
+
+
+def _packs(said: Mapping[str, Any]) -> Placed:
+    return tuple((str(handle), int(start)) for handle, start in said.get("packs", ()))
+
+
+def _are_ordered(places: Sequence[tuple[int, int]], ids: Sequence[int], most: int) -> bool:
+    """Whether there are 1 to `most` places, none empty, one behind the other, and a token behind the last."""
+    edges = [0, *(edge for place in places for edge in place), len(ids) - 1]
+    return 0 < len(places) <= most and _is_ascending(edges) and all(start < stop for start, stop in places)
+
+
+def _is_ascending(numbers: Sequence[int]) -> bool:
+    return all(one <= other for one, other in pairwise(numbers))
+
+
+@lru_cache(64)
+def _steering(data: object) -> Steering:
+    if not isinstance(data, str) or len(data) > _MOST_BYTES:
+        raise ValueError(f"expected a steering in base64, of at most {_MOST_BYTES} characters")
+    return steering_of(base64.b64decode(data, validate=True))

@@ -1,0 +1,257 @@
+"""What a server does before it answers a prompt whose KV is altered: what that is made from is computed and kept."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kp_core.compose.packet import PacketComposer
+from kp_core.compose.wrapper import wrapper_of
+from kp_core.packs.handle import Handle, find_handles
+from kp_core.packs.kept import EntryKey
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
+from kp_core.steering import Block
+from kp_serve.access import Access
+from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, steered
+from kp_serve.desk import Desk
+from kp_serve.rights import Rights, salt_of
+from kp_serve.stored import KeptPart, PackPart, Part, is_compiled
+from kp_serve.wire import HTTPError, Visit
+
+__all__ = ["laid_steps", "prepared", "steered_steps"]
+
+_MOST_BYTES = 8 * 2**20
+_BEFORE = "altered KV"  # How `KeptPart.before` of such entries begins.
+_Step: TypeAlias = tuple[list[int] | Tensor, Rights]
+"""A prompt, and the rights that it is computed with."""
+
+
+async def prepared(desk: Desk, visit: Visit, body: dict[str, Any]) -> tuple[Rights, int]:
+    """The rights of a request that steers or moves packs, and how many tokens were computed for it beforehand.
+
+    `body` is that of `/v1/completions`, whose field `kp` is taken out. Steered blocks, and text before moved packs,
+    cost nothing where their KV is kept; for the others the server is asked once for each, in order. A moved pack that
+    the server has not compiled yet is compiled, if the key may write. Raises `HTTPError`, and errors of ours for what
+    cannot be read.
+    """
+    said: Any = body.pop("kp")
+    ids: Any = body.get("prompt")  # Checked when `said` is read.
+    moves = isinstance(said, dict) and "moved" in said
+    what = "between moved packs" if moves else "to be steered"
+    if not visit.access.namespaces:
+        raise HTTPError(403, f"This key reads no namespace, and what is {what} is kept in one.")
+    if moves:
+        steps, computed = await _moved(desk, visit, said, ids)
+    else:
+        blocks, packs = steered(said, ids, desk.identity)
+        packs = await asyncio.to_thread(_readable, packs, desk, visit.access)
+        steps, computed = steered_steps(visit.access.namespaces, desk.key, ids, blocks, packs), 0
+    *before, (_, rights) = steps
+    computed += await _computed(desk, visit, before, f"What is {what}", last_is_all=not moves)
+    return rights, computed
+
+
+def steered_steps(
+    names: tuple[str, ...], key: bytes, ids: list[int], blocks: Sequence[Block], packs: Placed
+) -> list[_Step]:
+    """The requests for a prompt with steered blocks: one for each block, then that of the client.
+
+    A block is computed as if nothing in it were steered, and then altered; what follows sees the altered KV. A server
+    computes no token twice in one pass. So one request computes up to the end of a block, behind the blocks before it,
+    and this is kept; the next one loads it, alters the block, and goes on.
+    """
+    steps, begins = list[_Step](), tuple[Part, ...]()
+    for number, block in enumerate(blocks):
+        until, label = ids[: block.stop], _label(blocks[:number], packs)
+        keeps = _kept(names, label, until, 0, packs)
+        # A salt for each: the block is computed plain, and altered for the next step.
+        steps.append(_step(names, salt_of(names, key, label), until, begins, keeps))
+        begins = (replace(keeps, block=json.dumps(blocks_as_json([block]))),)
+    return [*steps, _step(names, salt_of(names, key, _label(blocks, packs)), ids, begins)]
+
+
+def laid_steps(names: tuple[str, ...], key: bytes, ids: list[int], moved: Sequence[Part], packs: Placed) -> list[_Step]:
+    """The requests for a prompt with moved packs: one for each text before one, then that of the client.
+
+    Such text is computed over all that stands before it. A server computes what follows what is loaded: so one request
+    computes one text, behind the packs and texts before it, and this is kept.
+    """
+    labels = ["splice", *map(repr, moved)]
+    # One salt for all: the next step finds in vLLM's own cache what the one before brought there.
+    salt = salt_of(names, key, "\0".join(labels))
+    steps, parts, done = list[_Step](), list[Part](), 0
+    for number, part in enumerate(moved):
+        if done < part.start:
+            until, label = ids[: part.start], "\0".join(labels[: number + 1]) if number else ""
+            keeps = _kept(names, label, until, done, packs)
+            steps.append(_step(names, salt, until, parts, keeps))
+            parts.append(keeps)
+        parts.append(part)
+        done = part.stop
+    return [*steps, _step(names, salt, ids, parts)]
+
+
+def _step(
+    names: tuple[str, ...], salt: str, ids: list[int], begins: Sequence[Part], keeps: KeptPart | None = None
+) -> _Step:
+    return ids, Rights(names, salt, tokens=digest_of(ids), begins=tuple(begins), keeps=keeps)
+
+
+def _label(blocks: Sequence[Block], packs: Placed) -> str:
+    """What is steered in a prompt, and where: of two requests with one label, equal ids have equal KV."""
+    names = [f"{block.start}:{block.stop}:{block.label}" for block in blocks]
+    return "\0".join([*names, *sorted(handle for handle, start in packs if blocks and start < blocks[-1].stop)])
+
+
+def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs: Placed) -> KeptPart:
+    """The tokens of `ids` from `start` on, before which KV is altered as `label` says."""
+    # Who reads other namespaces has entries of their own, so that time says nothing about what others ask.
+    behind = "\0".join([",".join(sorted(names)), label, digest_of(ids[:start])])
+    before = f"{_BEFORE} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
+    handles = tuple(handle for handle, at in packs if at < len(ids))
+    return KeptPart(start, tuple(ids[start:]), start, before, handles, min(names))
+
+
+async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str, *, last_is_all: bool = False) -> int:
+    """Have the server compute and keep those of `steps` that are not kept, in order; how many tokens it computed.
+
+    With `last_is_all` a step that is kept makes up for those before it. Raises `HTTPError`, which begins with `what`.
+    """
+
+    def missing() -> list[_Step]:
+        found = list[_Step]()
+        for prompt, rights in reversed(steps):
+            if rights.keeps and not desk.store.kept.has(rights.keeps.key(desk.identity), rights.namespaces):
+                found.append((prompt, rights))
+            elif last_is_all:
+                break
+        return found[::-1]
+
+    computed = 0
+    for prompt, rights in await asyncio.to_thread(missing):
+        computed += await desk.prefill(visit, prompt, rights, f"{what} could not be computed")
+    if await asyncio.to_thread(missing):
+        raise HTTPError(
+            507,
+            f"{what} could not be kept in the store: it is full, cannot be written, or the server has several ranks.",
+        )
+    return computed
+
+
+def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
+    """Those of the packs named that the key reads and that are stored; others count nothing."""
+    named = [(handle, start) for handle, start in packs if find_handles(handle)]
+    found = {handle: Handle.parse(handle) for handle, _ in named}
+    return tuple(
+        (handle, start)
+        for handle, start in named
+        if found[handle].namespace in access.namespaces and found[handle] in desk.store
+    )
+
+
+async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:
+    """The requests for a prompt with moved packs, all compiled, and how many tokens were computed for that."""
+    if desk.immovable:
+        raise HTTPError(400, desk.immovable)
+    moved, named = moved_packs(said, ids)
+    packs = [await asyncio.to_thread(_pack, desk, visit.access, handle) for _, _, handle in moved]
+    prefix = packs[0].prefix
+    if other := next((pack for pack in packs if pack.prefix != prefix), None):
+        raise HTTPError(
+            400,
+            f"Got packs compiled behind {len(prefix)} and behind {len(other.prefix)} tokens, or others; a composer "
+            "that moves packs expects one prefix. Build all with the same `compiled_for`.",
+        )
+    named = await asyncio.to_thread(_readable, named, desk, visit.access)
+    soft = _soft(desk, said.get("wrapper"))
+    for (start, stop, handle), pack in zip(moved, packs, strict=True):
+        if not _stands(desk, pack, ids[start:stop], soft):
+            raise HTTPError(
+                409,
+                f"{handle} is not, as this server would compile it, what stands at the tokens {start}:{stop}. Build it "
+                "with this server's engine, or use composer='exact'.",
+            )
+    parts, computed = list[Part](), 0
+    for (start, stop, handle), pack in zip(moved, packs, strict=True):
+        own = tuple(ids[start:stop])
+        if soft is not None:
+            key = EntryKey.wrapped(desk.identity, soft.key, prefix, own, handle)
+            part = KeptPart(start, own, key.at, key.before, key.packs)
+            computed += await _wrapped(desk, visit, part, prefix, soft)
+            parts.append(part)
+            continue
+        if not await asyncio.to_thread(is_compiled, desk.store, Handle.parse(handle), pack.key):
+            visit.need_write()
+            await desk.fill(visit, pack)
+            computed += len(own)  # Not what stands before them once more.
+        parts.append(PackPart(start, own, handle, prefix.token_ids))
+    return laid_steps(visit.access.namespaces, desk.key, ids, parts, named), computed
+
+
+async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
+    """Have a pack compiled between its soft tokens, unless it is; how many tokens were computed for it."""
+    if await asyncio.to_thread(desk.store.kept.has, part.key(desk.identity), visit.access.namespaces):
+        return 0
+    visit.need_write()
+    prompt = await asyncio.to_thread(_embedded, desk, prefix, part.token_ids, soft)
+    # Nobody else has this salt: what is computed of embeddings, which are no token ids, is found in the store alone.
+    keeps = replace(part, start=part.at)
+    rights = Rights(visit.access.namespaces, secrets.token_hex(16), tokens=digest_of(()), keeps=keeps)
+    await _computed(desk, visit, [(prompt, rights)], "The pack between its soft tokens")
+    return len(part.token_ids)
+
+
+def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
+    """What a wrapped pack and its prefix are for the model, `(tokens, hidden)`."""
+    header, trailer = soft.wrapper.header, soft.wrapper.trailer
+    inner = token_ids[len(header) : len(token_ids) - len(trailer)]
+    tokens = desk.embeddings([*prefix.token_ids, *inner])
+    parts = (tokens[: len(prefix)], header, tokens[len(prefix) :], trailer)
+    dtype: torch.dtype = getattr(torch, desk.identity.dtype)
+    return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
+
+
+def _soft(desk: Desk, said: object) -> PacketComposer | None:
+    """The composer of what a client sends as its wrapper; raises `HTTPError` and `WrapperError`."""
+    if said is None:
+        return None
+    if not desk.packets:
+        raise HTTPError(400, "This server wraps no packs; start it with `kp serve --packets`.")
+    if not isinstance(said, str) or len(said) > _MOST_BYTES:
+        raise HTTPError(400, f"Expected a wrapper in base64, of at most {_MOST_BYTES} characters.")
+    try:
+        wrapper = wrapper_of(base64.b64decode(said, validate=True))
+    except ValueError as error:
+        raise HTTPError(400, f"Got a wrapper that is not in base64 ({error}).") from error
+    wrapper.check(desk.identity)
+    return PacketComposer(wrapper)
+
+
+def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketComposer | None) -> bool:
+    """Whether these are the tokens of the pack; wrapped, they go to the end of its text and the blanks behind."""
+    if pack.fingerprint != desk.identity:
+        return False
+    if soft is None:
+        return list(pack.token_ids) == ids
+    inner = soft.unwrapped(replace(pack, token_ids=tuple(ids), kv=None))
+    more = inner[len(pack.token_ids) :]
+    ends = pack.text.rstrip().endswith(desk.tokenizer.decode(more).strip())
+    is_own = ends and inner[: len(pack.token_ids)] == pack.token_ids
+    return bool(inner) and is_own and list(soft.wrap(pack, inner).token_ids) == ids
+
+
+def _pack(desk: Desk, access: Access, name: str) -> KnowledgePack:
+    """The pack of that handle, where the key may read it."""
+    pack = desk.store.peek(desk.handle(name, access), PackKey(desk.identity))
+    if pack is None:  # Deleted meanwhile.
+        raise HTTPError(404, f"There is no pack {name!r}.")
+    return pack

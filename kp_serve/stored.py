@@ -1,0 +1,313 @@
+"""KV of prompts in a store: packs where prompts have them, and what was kept of prompts, told by token ids alone."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from kp_core.engines.local.altered import altered
+from kp_core.errors import PackCorruptError, PackError
+from kp_core.kv import KVTensors
+from kp_core.packs.codec import Compression
+from kp_core.packs.files import PackFiles
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.handle import Handle
+from kp_core.packs.kept import EntryKey
+from kp_core.packs.layout import handle_of
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
+from kp_core.packs.store import PackStore
+from kp_core.rope import Rope
+from kp_serve.asked import blocks_of
+
+__all__ = ["KeptPart", "PackPart", "Part", "Reader", "StoredKV", "StoredRun", "is_compiled", "part_of"]
+
+_HEAD = "prefix of packs"  # What `KeptPart.before` says of the KV that stands before packs.
+_FIRST = 4  # Tokens by which the packs behind one prefix are told apart at first.
+
+
+@dataclass(frozen=True)
+class PackPart:
+    """Tokens of a prompt from `start` on whose KV is that of a pack, which was compiled behind the tokens `prefix`."""
+
+    start: int
+    token_ids: tuple[int, ...]
+    handle: str
+    prefix: tuple[int, ...]
+    model: ModelFingerprint | None = None
+    """Of its entry, where that is not this server's own."""
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def by(self) -> int:
+        """Positions from where its KV was computed."""
+        return self.start - len(self.prefix)
+
+
+@dataclass(frozen=True)
+class KeptPart:
+    """Tokens of a prompt from `start` on whose KV was computed at position `at` and kept: see `EntryKey`.
+
+    The last of them may be a steered block, which is kept plain and altered when it is read.
+    """
+
+    start: int
+    token_ids: tuple[int, ...]
+    at: int
+    before: str
+    packs: tuple[str, ...] = ()
+    words: str | None = None
+    block: str = ""
+    """The block as JSON (`blocks_as_json`)."""
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.start + len(self.token_ids)
+
+    @property
+    def by(self) -> int:
+        """Positions from where its KV was computed."""
+        return self.start - self.at
+
+    def key(self, model: ModelFingerprint) -> EntryKey:
+        """What it is kept under."""
+        return EntryKey(model, self.at, self.before, self.token_ids, self.packs, self.words)
+
+
+Part: TypeAlias = PackPart | KeptPart
+Reader: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
+"""Gives keys and values of one layer, `(kv_heads, tokens, head_dim)`, in any thread; may raise `PackCorruptError`."""
+
+
+def part_of(data: Mapping[str, Any]) -> Part:
+    """What JSON made of `dataclasses.asdict`."""
+    about: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    return PackPart(**about) if "handle" in about else KeptPart(**about)
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """Tokens of a prompt whose KV is stored, or is to be: parts one behind the other, for readers of `namespaces`."""
+
+    parts: tuple[Part, ...]
+    namespaces: tuple[str, ...]
+
+    @property
+    def start(self) -> int:
+        """Its first token."""
+        return self.parts[0].start
+
+    @property
+    def stop(self) -> int:
+        """One past its last token."""
+        return self.parts[-1].stop
+
+    def __str__(self) -> str:
+        """What logs call it."""
+        packs = [part.handle for part in self.parts if isinstance(part, PackPart)]
+        return packs[0] if len(packs) == 1 else f"{len(packs)} packs" if packs else "what was kept of a prompt"
+
+
+class StoredKV:
+    """The packs of a store as vLLM needs them: KV from the first token on, of one model in one dtype.
+
+    A pack's KV begins behind its prefix, so that of the prefix is stored too, once for all packs of a namespace that
+    stand behind it. KV from other engines serves as well: for equal ids, weights and dtype it is equal up to rounding,
+    as what vLLM itself computes is from batch to batch. KV that was rounded for storage is not read. Packs are written
+    as `compress` says.
+    """
+
+    def __init__(
+        self, store: PackStore, model: ModelFingerprint, compress: Compression = "lossless", rope: Rope | None = None
+    ) -> None:
+        """With `rope`, KV is moved as well."""
+        self.store, self.model, self._compress, self._rope = store, model, compress, rope
+        self._indexes: dict[str, _Index] = {}
+        self._lock = threading.Lock()
+
+    def find(self, token_ids: Sequence[int], namespaces: Collection[str]) -> Iterator[StoredRun]:
+        """The packs of these namespaces that a prompt begins with, the longest first; stored KV or not."""
+        with self._lock:
+            changes = self.store.changes
+            for name in namespaces:
+                index = self._indexes.setdefault(name, _Index(self.store.files, self.model))
+                index.refresh(name, changes)
+            found = [_whole(pack, name) for name in namespaces for pack in self._indexes[name].find(token_ids)]
+            return iter(sorted(found, key=lambda run: run.stop, reverse=True))
+
+    def has(self, run: StoredRun, start: int = 0) -> bool:
+        """Whether the KV of the last part is stored, and that of the others from token `start` on."""
+        *others, last = run.parts
+        needed = [*(part for part in others if part.stop > start), last]
+        return all(self._has(part, run.namespaces) for part in needed)
+
+    def _has(self, part: Part, namespaces: Collection[str]) -> bool:
+        if isinstance(part, KeptPart):
+            return self.store.kept.has(part.key(self.model), namespaces)
+        with suppress(PackError):
+            return is_compiled(self.store, *self._key(part))
+        return False
+
+    def open(self, run: StoredRun, start: int, stop: int, layers: int) -> list[Reader]:
+        """The KV of the tokens `start:stop` of a prompt, of a model of so many layers: readers, one behind the other.
+
+        Raises `PackError` where it is lost or may not be read, as far as that is seen before it is read.
+        """
+        readers = []
+        for part in run.parts:
+            low, high = max(start, part.start), min(stop, part.stop)
+            if low < high:
+                if isinstance(part, KeptPart):
+                    count, read = self._kept(part, run.namespaces)
+                else:
+                    count, read = self._pack(part, run.namespaces)
+                if count != layers:
+                    raise PackError(f"The KV has {count} layers; this model has {layers}.")
+                readers.append(self._moved(part, slice(low - part.start, high - part.start), read))
+        return readers
+
+    def _moved(self, part: Part, own: slice, read: Reader) -> Reader:
+        rope = self._rope
+        if part.by and rope is None:
+            raise PackError("The keys of this server's model cannot be moved.")
+
+        def moved(layer: int) -> tuple[Tensor, Tensor]:
+            key, value = read(layer)
+            key, value = key[:, own], value[:, own]
+            return (rope.turned(key, part.by) if rope and part.by and rope.layers[layer] else key), value
+
+        return moved
+
+    def _kept(self, part: KeptPart, namespaces: Collection[str]) -> tuple[int, Reader]:
+        kv = self.store.kept.read(part.key(self.model), namespaces)
+        if kv is None or kv.tokens != len(part.token_ids):
+            raise PackError("What was kept of this prompt is not stored (any more), or may not be read.")
+        if part.block:
+            [block] = blocks_of(json.loads(part.block))
+            start, stop = block.start - part.start, block.stop - part.start
+            kv = KVTensors.concat([kv.slice(0, start), altered(kv.slice(start, stop), block)])
+        return kv.layers, lambda layer: (kv.keys[layer], kv.values[layer])
+
+    def _pack(self, part: PackPart, namespaces: Collection[str]) -> tuple[int, Reader]:
+        handle, key = self._key(part)
+        if handle.namespace not in namespaces:
+            raise PackError(f"{handle} may not be read.")
+        with self._mending(part):
+            opened = self.store.open(handle, key)
+        pack, digests = opened.header.pack, opened.header.content.digests
+        if not digests or not key.fits(pack) or pack.token_ids != part.token_ids:
+            raise PackError(f"The KV of {handle} is not stored any more, or of other tokens.")
+        # Of the digests in the head, which each tensor is held to when it is read.
+        if self.store.seal is not None and not self.store.seal.holds(pack, digests):
+            raise PackError(f"The KV of {handle} does not carry the MAC of this server's key.")
+
+        def read(layer: int) -> tuple[Tensor, Tensor]:
+            with self._mending(part):
+                return opened.tensor(2 * layer), opened.tensor(2 * layer + 1)
+
+        return len(digests) // 2, read
+
+    @contextmanager
+    def _mending(self, part: PackPart) -> Iterator[None]:
+        """Let the store set aside what is damaged, so that it is computed next time."""
+        try:
+            yield
+        except PackCorruptError:
+            with suppress(OSError, PackError):
+                self.store.get(*self._key(part))
+            raise
+
+    def write(self, run: StoredRun, kv: KVTensors) -> None:
+        """Store what the server computed, as far as it is not stored: `kv` is that of all tokens of the run."""
+        if kv.tokens != (expected := run.stop - run.start):
+            raise PackError(f"Got KV of {kv.tokens} tokens for {run}; expected {expected}.")
+        for part in run.parts:
+            if self._has(part, run.namespaces):
+                continue
+            own = kv.slice(part.start - run.start, part.stop - run.start).clone()
+            if isinstance(part, KeptPart):
+                self.store.kept.write(part.key(self.model), own)
+            else:
+                self._write_pack(part, own)
+
+    def _write_pack(self, part: PackPart, kv: KVTensors) -> None:
+        handle, key = self._key(part)
+        stored = self.store.peek(handle, key)
+        if stored is None:
+            return
+        prefix = Prefix(part.prefix)
+        made = replace(stored, token_ids=part.token_ids, prefix=prefix, fingerprint=self.model, kv=kv)
+        made = made if self.store.seal is None else self.store.seal.sealed(made)
+        self.store.put(made.compressed(self._compress))
+        if made.key != key:  # A text that was stored for another engine has an entry more.
+            self.store.files.note_change()
+
+    def _key(self, part: PackPart) -> tuple[Handle, PackKey]:
+        return Handle.parse(part.handle), PackKey(part.model or self.model, Prefix(part.prefix))
+
+
+def is_compiled(store: PackStore, handle: Handle, key: PackKey) -> bool:
+    """Whether the KV of a pack is stored, and may be read."""
+    pack = store.peek(handle, key)
+    return pack is not None and key.fits(pack) and pack.stored_bytes > 0 and store.is_sealed(handle, key)
+
+
+def _whole(pack: PackPart, namespace: str) -> StoredRun:
+    """A pack where it was compiled, with all that stands before it."""
+    head = KeptPart(0, pack.prefix, 0, _HEAD, words=namespace)
+    return StoredRun((head, pack) if pack.prefix else (pack,), (namespace,))
+
+
+class _Index:
+    """The entries of one namespace by their prefix and first tokens; only what is new in the store is looked at."""
+
+    def __init__(self, files: PackFiles, model: ModelFingerprint) -> None:
+        self._files, self._model, self._changes = files, model, ""
+        self._known: dict[tuple[Handle, str], str] = {}
+        self._found: dict[tuple[int, ...], dict[tuple[int, ...], dict[tuple[Handle, str], PackPart]]] = {}
+
+    def refresh(self, namespace: str, changes: str) -> None:
+        if changes == self._changes and changes:
+            return
+        listed = {
+            entry: stat.version
+            for key, stat in self._files.blobs.list(f"packs/{namespace}/")
+            if key.endswith(".safetensors") and (entry := handle_of(key))
+        }
+        stale = {entry for entry, version in self._known.items() if listed.get(entry) != version}
+        for packs in chain.from_iterable(behind.values() for behind in self._found.values()):
+            for entry in stale & packs.keys():
+                del packs[entry]
+        for entry in listed.keys() - (self._known.keys() - stale):
+            pack = self._files.look(*entry)
+            if pack is not None and self._serves(pack):
+                prefix, ids = pack.prefix.token_ids, pack.token_ids
+                behind = self._found.setdefault(prefix, defaultdict(dict))
+                behind[ids[:_FIRST]][entry] = PackPart(len(prefix), ids, str(entry[0]), prefix, pack.fingerprint)
+        self._known, self._changes = listed, changes
+
+    def find(self, token_ids: Sequence[int]) -> Iterator[PackPart]:
+        for prefix, packs in self._found.items():
+            at = len(prefix)
+            if tuple(token_ids[:at]) != prefix:
+                continue
+            for count in range(1, _FIRST + 1):
+                for part in packs.get(tuple(token_ids[at : at + count]), {}).values():
+                    if tuple(token_ids[at : part.stop]) == part.token_ids:
+                        yield part
+
+    def _serves(self, pack: KnowledgePack) -> bool:
+        made = pack.fingerprint
+        return bool(pack.token_ids) and made.same_model(self._model) and made.dtype == self._model.dtype

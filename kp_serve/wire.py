@@ -1,0 +1,147 @@
+"""What ASGI and OpenAI's API need to agree on: bodies in, JSON and errors out."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from urllib.parse import parse_qs
+
+from kp_serve.access import Access
+
+__all__ = ["App", "HTTPError", "Receive", "Scope", "Send", "Visit", "call_raw", "replay", "send_json"]
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers: TypeAlias = list[tuple[bytes, bytes]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_MOST_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A client's request, what its key may do, and the application behind ours, which is asked for what it computes."""
+
+    app: App
+    scope: Scope
+    receive: Receive
+    send: Send
+    access: Access
+
+    @property
+    def query(self) -> dict[str, list[str]]:
+        """The fields behind the path."""
+        return parse_qs(self.scope.get("query_string", b"").decode("latin-1"))
+
+    @property
+    def namespaces(self) -> list[str]:
+        """Those in the query (`?namespace=`) that the key reads, else all of the key; those of others are like none."""
+        asked = self.query.get("namespace", self.access.namespaces)
+        return [name for name in self.access.namespaces if name in asked]
+
+    def need_write(self) -> None:
+        """Raise `HTTPError` for a key that only reads."""
+        if not self.access.write:
+            raise HTTPError(403, "This key reads packs and may not change them. Ask for a key made with --write.")
+
+    async def read(self) -> dict[str, Any]:
+        """The body; raises `HTTPError` unless it is a JSON object of a size that is read."""
+        data = bytearray()
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise HTTPError(400, "The client went away.")
+            data += message.get("body", b"")
+            if len(data) > _MOST_BYTES:
+                raise HTTPError(413, f"The body has more than {_MOST_BYTES} bytes. Send less at once.")
+            if not message.get("more_body"):
+                break
+        try:
+            found = json.loads(bytes(data))
+        except (ValueError, RecursionError) as error:
+            raise HTTPError(400, f"The body is not JSON ({error}).") from error
+        if not isinstance(found, dict):
+            raise HTTPError(400, f"Got a body of type {type(found).__name__}; expected a JSON object.")
+        return found
+
+    async def answer(self, body: object) -> None:
+        """Answer with JSON."""
+        await send_json(self.send, 200, body)
+
+    async def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """Ask another endpoint of the application; the status and the JSON it answers."""
+
+        async def silent() -> MutableMapping[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError("nobody goes away")
+
+        headers, receive = replay(body, silent)
+        address = {"method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
+        status, _, data = await call_raw(self.app, {**self.scope, **address, "headers": headers}, receive)
+        try:
+            return status, json.loads(data or b"null")
+        except ValueError:
+            return status, data[:200].decode(errors="replace")
+
+
+class HTTPError(Exception):
+    """A request that is answered with an error, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's API says it."""
+        kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+        usual = "invalid_request_error" if self.status < 500 else "server_error"
+        about = {"message": str(self), "type": kind.get(self.status, usual)}
+        return {"error": {**about, "param": None, "code": self.status}}
+
+
+async def send_json(send: Send, status: int, body: object) -> None:
+    """Answer with JSON."""
+    data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
+    await send({"type": "http.response.start", "status": status, "headers": _headers(data)})
+    await send({"type": "http.response.body", "body": data})
+
+
+def replay(body: object, receive: Receive) -> tuple[Headers, Receive]:
+    """The headers of a body, and what gives it, and then what the client still sends (that it went away).
+
+    Raises `HTTPError` for what JSON has no word for: numbers without end come of `1e999` as well.
+    """
+    try:
+        data = json.dumps(body, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise HTTPError(
+            400, f"The body cannot be passed on ({error}). Expected finite numbers, nested less."
+        ) from error
+    waiting = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def given() -> MutableMapping[str, Any]:
+        return waiting.pop() if waiting else await receive()
+
+    return _headers(data), given
+
+
+def _headers(data: bytes) -> Headers:
+    return [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode())]
+
+
+async def call_raw(app: App, scope: Scope, receive: Receive) -> tuple[int, Headers, bytes]:
+    """What an application answers, all of it: the status, the headers, the body."""
+    status, headers, parts = 500, Headers(), bytearray()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal status, headers
+        status, headers = message.get("status", status), list(message.get("headers", headers))
+        parts.extend(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return status, headers, bytes(parts)
