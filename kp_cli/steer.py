@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kp_cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread, tell
 from kp_core import SentenceTransformerEmbedder
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread, tell
 from kp_core.errors import SourceError, SteeringError
 from kp_core.facts.sources.tables import read_json_lines
 from kp_core.steering import (

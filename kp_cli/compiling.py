@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kp_core.cli.shared import ModelOptions
+from kp_cli.shared import ModelOptions
 from kp_core.compiling import MUCH_BYTES, compile_cost, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kp_cli.places import PlaceOptions, is_collection, open_collection
+from kp_cli.shared import JsonFlag, TargetPath, is_store, located, print_json, read_one, show_table, spread
 from kp_core import PackStore
 from kp_core.bundled import needing
-from kp_core.cli.places import PlaceOptions, is_collection, open_collection
-from kp_core.cli.shared import JsonFlag, TargetPath, is_store, located, print_json, read_one, show_table, spread
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore
 from kp_core.packs.pack import KnowledgePack

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kp_core.cli.shared import checked_namespace, console, counted, did_you_mean
+from kp_cli.shared import checked_namespace, console, counted, did_you_mean
 from kp_core.errors import SourceError
 from kp_core.facts import Added, ChromaFactStore, Fact
 from kp_core.facts.sources import OnError, read_dataset, read_facts

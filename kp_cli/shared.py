@@ -20,7 +20,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 
-from kp_core.cli import importing
+from kp_cli import importing
 from kp_core.errors import BankError, ModelError, PackError
 from kp_core.facts import Fact, Filter, LexicalReranker
 from kp_core.packs.handle import check_namespace

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from kp_core.cli.compiling import CompileOptions, say_plan, units_of
-from kp_core.cli.ingesting import SourceOptions, ingest, report, say
-from kp_core.cli.places import Place, PlaceOptions, ReadOptions, is_collection, open_collection
-from kp_core.cli.shared import (
+from kp_cli.compiling import CompileOptions, say_plan, units_of
+from kp_cli.ingesting import SourceOptions, ingest, report, say
+from kp_cli.places import Place, PlaceOptions, ReadOptions, is_collection, open_collection
+from kp_cli.shared import (
     JsonFlag,
     Where,
     checked_namespace,

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kp_core.cli.places import ReadOptions, is_collection
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread, tell
+from kp_cli.places import ReadOptions, is_collection
+from kp_cli.shared import JsonFlag, ModelOptions, console, print_json, spread, tell
 from kp_core.compose.wrapper import SHIPPED, load_wrapper
 from kp_core.facts.sources import read_facts
 

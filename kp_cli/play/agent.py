@@ -6,9 +6,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kp_cli.play.world import Answer, World
 from kp_core.engines.request import Generation
 from kp_core.errors import BankError
-from kp_core.play.world import Answer, World
 from kp_core.tools import Tool
 
 __all__ = ["Agent", "Step"]

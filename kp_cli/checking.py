@@ -13,9 +13,8 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from kp_core import PackStore
-from kp_core.cli.places import PlaceOptions, is_collection, open_collection
-from kp_core.cli.shared import (
+from kp_cli.places import PlaceOptions, is_collection, open_collection
+from kp_cli.shared import (
     JsonFlag,
     ModelOptions,
     TargetPath,
@@ -27,6 +26,7 @@ from kp_core.cli.shared import (
     read_one,
     spread,
 )
+from kp_core import PackStore
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
 from kp_core.errors import BankError, BankLockedError, KnowledgePackError, PackError

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, print_json, show_table, spread
+from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, print_json, show_table, spread
 from kp_core.errors import KnowledgePackError
 
 __all__ = ["doctor"]

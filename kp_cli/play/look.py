@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from kp_cli.play.agent import Step
+from kp_cli.play.world import Answer, Document, Way
 from kp_core.engines.explain import Explanation, Row
 from kp_core.engines.session import Session
-from kp_core.play.agent import Step
-from kp_core.play.world import Answer, Document, Way
 
 __all__ = ["answers_html", "documents_html", "empty_html", "head_html", "plan_html", "problem_html", "steps_html"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
-from kp_core.cli.places import Place, ReadOptions
-from kp_core.cli.shared import JsonFlag, SearchOptions, console, is_store, print_json, sourced, spread
+from kp_cli.places import Place, ReadOptions
+from kp_cli.shared import JsonFlag, SearchOptions, console, is_store, print_json, sourced, spread
 from kp_core.facts import Hit
 
 if TYPE_CHECKING:

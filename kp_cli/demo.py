@@ -18,7 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from kp_core.cli.shared import ModelOptions, console, spread
+from kp_cli.shared import ModelOptions, console, spread
 
 if TYPE_CHECKING:
     from kp_core import Generation, Handle, PackView, Session
@@ -72,7 +72,7 @@ class _Demo:
         from kp_core import PackStore
 
         self.session, self._store = session, PackStore(folder)
-        facts = (files("kp_core.cli") / "isles.jsonl").read_text(encoding="utf-8")
+        facts = (files("kp_cli") / "isles.jsonl").read_text(encoding="utf-8")
         self._facts = [str(json.loads(line)["text"]) for line in facts.splitlines()]
         self._sizes = [len(session.tokenizer.encode(f"{fact}\n", add_special_tokens=False)) for fact in self._facts]
         self.passages = {tokens: next(self._cut([tokens])) for tokens in _TOKENS}

@@ -19,9 +19,8 @@ import gradio as gr
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-from kp_core.errors import KnowledgePackError, ModelError
-from kp_core.play.agent import Agent
-from kp_core.play.look import (
+from kp_cli.play.agent import Agent
+from kp_cli.play.look import (
     answers_html,
     documents_html,
     empty_html,
@@ -30,7 +29,8 @@ from kp_core.play.look import (
     problem_html,
     steps_html,
 )
-from kp_core.play.world import Answer, Way, World
+from kp_cli.play.world import Answer, Way, World
+from kp_core.errors import KnowledgePackError, ModelError
 from kp_core.steering import preset_about, preset_names
 
 __all__ = ["make_page", "serve"]

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
+from kp_cli.knowledge import found_id
+from kp_cli.places import PlaceOptions, open_collection
+from kp_cli.shared import JsonFlag, ModelOptions, TargetPath, is_store, located, spread, tell
 from kp_core import edit as editing
-from kp_core.cli.knowledge import found_id
-from kp_core.cli.places import PlaceOptions, open_collection
-from kp_core.cli.shared import JsonFlag, ModelOptions, TargetPath, is_store, located, spread, tell
 from kp_core.delivery import Delivery
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey

@@ -15,9 +15,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from kp_core import Generation, Message, PackStore
-from kp_core.cli.places import Place, ReadOptions
-from kp_core.cli.shared import (
+from kp_cli.places import Place, ReadOptions
+from kp_cli.shared import (
     JsonFlag,
     ModelOptions,
     SearchOptions,
@@ -28,6 +27,7 @@ from kp_core.cli.shared import (
     spread,
     tell,
 )
+from kp_core import Generation, Message, PackStore
 from kp_core.compose import Order, composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kp_core.cli.shared import did_you_mean, located
+from kp_cli.shared import did_you_mean, located
 from kp_core.errors import BankError
 from kp_core.facts import ChromaFactStore, FactStore
 from kp_core.facts.base import content_id

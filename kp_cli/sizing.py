@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from kp_core.cli.compiling import units_of
-from kp_core.cli.ingesting import SourceOptions
-from kp_core.cli.places import PlaceOptions, is_collection, open_collection
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, counted, print_json, spread
+from kp_cli.compiling import units_of
+from kp_cli.ingesting import SourceOptions
+from kp_cli.places import PlaceOptions, is_collection, open_collection
+from kp_cli.shared import JsonFlag, ModelOptions, console, counted, print_json, spread
 from kp_core.compiling import compile_cost
 from kp_core.delivery import Unit
 from kp_core.facts.banking import BANK_SIZE

@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from kp_core.cli import INTERRUPTED, importing
-from kp_core.cli.shared import ERRORS, WrongError, plain
+from kp_cli import INTERRUPTED, importing
+from kp_cli.shared import ERRORS, WrongError, plain
 from kp_core.errors import KnowledgePackError
 
 __all__ = ["app", "run"]
@@ -37,7 +37,7 @@ _COMMANDS = {
     "search": ("searching", "Find the facts nearest to a question."),
     "ask": ("asking", "Answer a question from a collection."),
     "chat": ("asking", "Talk with a model about a collection."),
-    "play": ("play", "A page in the browser: packs and text side by side."),
+    "play": ("play.command", "A page in the browser: packs and text side by side."),
     "size": ("sizing", "What packs of a collection or of files take: tokens, disk, minutes."),
     "inspect": ("looking", "What is in a collection, a store of packs or a pack file."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
@@ -74,7 +74,7 @@ class _Late(TyperGroup):
 def _command(name: str) -> Any:  # noqa: ANN401 - a command of Click
     """A command with its options."""
     with importing():
-        found = getattr(importlib.import_module(f"kp_core.cli.{_COMMANDS[name][0]}"), name)
+        found = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)
     if not isinstance(found, typer.Typer):
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         alone.command(name)(found)
