@@ -1,6 +1,79 @@
 """The playground, `kp play`: see in a browser what packs do, before writing a line of code."""
 
-from kp_cli.play.agent import Agent, Step
-from kp_cli.play.world import SAMPLE, Answer, Document, Question, World
+from __future__ import annotations
 
-__all__ = ["SAMPLE", "Agent", "Answer", "Document", "Question", "Step", "World"]
+import os
+import socket
+import tempfile
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kp_cli.shared import ModelOptions, console, spread
+from kp_core.errors import MissingDependencyError, ModelError, SourceError
+from kp_core.progress import bar_of
+
+__all__ = ["play"]
+
+
+@spread
+def play(
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[FILE]...", help="Documents to begin with. Default: some about an invented island."),
+    ] = None,
+    *,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Default: the first free one from 7860 on.")
+    ] = None,
+    model: ModelOptions,
+) -> None:
+    """Try it in a browser: ask, see packs and text side by side, correct a fact, steer, let an agent search.
+
+    The page is for this machine alone, and sends nothing anywhere. Documents are gone when it is closed (Ctrl-C).
+    """
+    out = console()
+    if missing := [str(each) for each in files or () if not each.exists()]:
+        raise SourceError(f"There is no file {missing[0]}.")
+    if port is not None:
+        _check_port(port)
+    paths = [path for each in files or () for path in ([each] if each.is_file() else sorted(each.rglob("*")))]
+    with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
+        # Uploads are gone with the rest.
+        os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")
+        out.print("Loading the model ...")
+        try:
+            from kp_cli.play.page import serve
+            from kp_cli.play.world import SAMPLE, World
+            from kp_core.facts.embed import SentenceTransformerEmbedder
+        except ImportError as error:
+            raise MissingDependencyError(
+                f'kp play needs {error.name}: `pip install "knowledge-packs[play]"`.'
+            ) from error
+        session = model.load()
+        world = World(session, SentenceTransformerEmbedder(), Path(folder))
+        with bar_of("Compiling", None, "pack") as bar:
+            for _ in world.add([path for path in paths if path.is_file()] if files else SAMPLE):
+                bar.update()
+        page = serve(world, port)
+        try:
+            out.print(f"The playground of {session.name} is at {page.local_url} (Ctrl-C closes it).", soft_wrap=True)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            out.print("\nThe playground is closed; its documents are gone.")
+            raise typer.Exit(130) from None
+        finally:
+            page.close(verbose=False)
+            session.close()
+
+
+def _check_port(port: int) -> None:
+    """Raise `ModelError` for a port that is in use, before minutes go into loading a model."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ModelError(f"Port {port} cannot be used ({error.strerror}); give another one with --port.") from error

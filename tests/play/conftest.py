@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kp_cli.play import SAMPLE, World
+from kp_cli.play.world import SAMPLE, World
 from kp_core.facts.embed import SentenceTransformerEmbedder
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"

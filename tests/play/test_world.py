@@ -6,9 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from kp_cli.play import Agent, World
 from kp_cli.play.look import answers_html, documents_html, plan_html, problem_html, steps_html
-from kp_cli.play.world import MOST_CHARACTERS
+from kp_cli.play.world import MOST_CHARACTERS, Agent, World
 from kp_core.errors import BankError, PackError, SourceError
 from tests.conftest import roomy_engine, until
 

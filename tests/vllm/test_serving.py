@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from kp_cli.play import SAMPLE, World
+from kp_cli.play.world import SAMPLE, World
 from kp_core import load_engine
 from kp_core.errors import ModelError, UnsupportedModelError
 from tests.conftest import DEMO
