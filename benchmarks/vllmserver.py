@@ -68,7 +68,7 @@ class KpServer:
         options = [*self.ours, "--port", str(port), "--dtype", self.dtype, "--", *self.options]
         with log.open("ab") as out:
             self.process = subprocess.Popen(  # noqa: S603 - our own command
-                [sys.executable, "-m", "kp_core.cli", *ours, *options],
+                [sys.executable, "-m", "kp_cli", *ours, *options],
                 env=os.environ | self.environment | environment,
                 stdout=out,
                 stderr=out,

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kp_core.cli.app import run
+from kp_cli.app import run
 from tests.core.facts.conftest import emptied, server
 
 __all__ = ["emptied", "server"]
@@ -39,7 +39,7 @@ def started(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     # Shells have what they start in the background ignore interrupts, and tests may run there.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        command = [sys.executable, "-m", "kp_core.cli", *arguments]
+        command = [sys.executable, "-m", "kp_cli", *arguments]
         return subprocess.Popen(command, env=ENVIRONMENT, **options)  # noqa: S603 - our own
     finally:
         signal.signal(signal.SIGINT, before)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kp_core.cli.app import app, run
+from kp_cli.app import app, run
 from kp_core.facts.sources import FORMATS
 from tests.cli.conftest import FACTS, Kp, as_json, started
 
@@ -316,7 +316,7 @@ def test_completion_is_there_for_shells() -> None:
     assert app.info.name == "kp"
     # As bash asks when Tab is pressed behind `kp in`.
     asked = {"_KP_COMPLETE": "complete_bash", "COMP_WORDS": "kp in", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "kp in"}
-    command = [sys.executable, "-m", "kp_core.cli"]
+    command = [sys.executable, "-m", "kp_cli"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | asked)  # noqa: S603
     assert done.stdout.split() == ["inspect"]
     assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md", ".docx", ".pdf", ".html", ".htm"}

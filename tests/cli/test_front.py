@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kp_core.cli import INTERRUPTED, demo
-from kp_core.cli.app import _COMMANDS, _command
+from kp_cli import INTERRUPTED, demo
+from kp_cli.app import _COMMANDS, _command
 from tests.cli.conftest import ENVIRONMENT, Kp, as_json
 
 TINY = ("--engine", "tests.cli.engines:tiny")
@@ -40,7 +40,7 @@ def test_every_command_is_where_the_table_says() -> None:
 
 def test_a_search_loads_neither_torch_nor_what_stands_on_it(bank: Path) -> None:
     script = (
-        "import sys; from kp_core.cli.app import run; run(['search', sys.argv[1], 'Which bird?', '-k', '1']);"
+        "import sys; from kp_cli.app import run; run(['search', sys.argv[1], 'Which bird?', '-k', '1']);"
         "print({'torch', 'transformers', 'sklearn'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", script, str(bank)]
@@ -92,7 +92,7 @@ def test_the_demo_on_a_narrow_terminal_without_colours_and_signs() -> None:
 
     ours, theirs = pty.openpty()
     script = (
-        "import sys; from kp_core.cli import app, demo; demo._TOKENS = (60, 120, 240); demo._FOUND = 40;"
+        "import sys; from kp_cli import app, demo; demo._TOKENS = (60, 120, 240); demo._FOUND = 40;"
         f"sys.exit(app.run(['demo', *{TINY!r}]))"
     )
     plain = ENVIRONMENT | {"NO_COLOR": "1", "PYTHONIOENCODING": "ascii", "COLUMNS": "60", "TERM": "xterm"}
@@ -116,10 +116,10 @@ def test_the_demo_on_a_narrow_terminal_without_colours_and_signs() -> None:
 @pytest.mark.parametrize("library", ["typer", "torch", "transformers"])
 def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str) -> None:
     script = (
-        "import sys, kp_core.cli; seen = [];"
+        "import sys, kp_cli; seen = [];"
         f"hook = lambda event, given: event == 'import' and given[0] == {library!r} and not seen "
         "and (seen.append(1), print('up', flush=True));"
-        "sys.addaudithook(hook); kp_core.cli.main()"
+        "sys.addaudithook(hook); kp_cli.main()"
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kp_cli.mcp import memory_server
 from kp_core import Fact, MemoryFactStore, PackStore
-from kp_core.cli.mcp import memory_server
 from kp_core.delivery import Delivery
 from kp_core.packs.handle import Handle, find_handles
 from tests.cli.conftest import ENVIRONMENT, kp  # noqa: F401 - a fixture
@@ -38,7 +38,7 @@ def test_a_misspelt_collection_is_not_made(kp, tmp_path: Path) -> None:  # noqa:
 
 @pytest.mark.slow
 async def test_over_stdio_what_was_remembered_is_found_again(tmp_path: Path) -> None:
-    arguments = ["-m", "kp_core.cli", "mcp", str(tmp_path / "memory"), "--namespace", "ana"]
+    arguments = ["-m", "kp_cli", "mcp", str(tmp_path / "memory"), "--namespace", "ana"]
     arguments += ["--create", "--engine", "tests.cli.engines:tiny"]
     where = StdioServerParameters(
         command=sys.executable, args=arguments, env=ENVIRONMENT, cwd=Path(__file__).parents[2]

@@ -35,7 +35,7 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
     kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.delenv("KP_SECRET", raising=False)
-    monkeypatch.setattr("kp_core.cli.serving.find_spec", lambda _: None)  # Here vLLM may be.
+    monkeypatch.setattr("kp_cli.serving.find_spec", lambda _: None)  # Here vLLM may be.
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "photo.jpg").write_text("")
     code, out, err = kp("serve", "nowhere", "--store", "packs", *given)
@@ -56,7 +56,7 @@ def test_what_is_wrong_is_one_line_before_a_model_is_loaded(
 def test_a_model_that_is_none_leaves_no_folder_behind(
     kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("kp_core.cli.serving.find_spec", lambda _: object())
+    monkeypatch.setattr("kp_cli.serving.find_spec", lambda _: object())
     before = {path for path in bank.parent.rglob("*") if path.is_dir()}
     code, out, err = kp(*command)
     assert (code, out, "config" in err) == (1, "", True), err

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kp_core.cli.app import run
+from kp_cli.app import run
 from kp_core.steering import load_steering, preset_names
 from tests.conftest import tiny_engine
 

@@ -69,7 +69,7 @@ def test_an_unknown_compression_is_refused_before_anything_is_done(kp: Kp, bank:
 def test_a_build_says_its_plan_warns_of_gigabytes_and_goes_on_in_lines(
     kp: Kp, bank: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kp_core.cli.compiling.MUCH_BYTES", 1000)
+    monkeypatch.setattr("kp_cli.knowledge.MUCH_BYTES", 1000)
     monkeypatch.setattr("kp_core.progress._LINE_EVERY_S", 0.0)
     code, out, err = kp(*COMPILE, "facts.jsonl", "--kv", "lazy")
     assert code == 0

@@ -1,4 +1,4 @@
-"""The KV of a token depends on the tokens before it alone: the law of `test_one_arithmetic`, for one family of a kind."""
+"""The law of `test_one_arithmetic` for families beyond the three models: one or two of each kind of cache and layer."""
 
 import uuid
 

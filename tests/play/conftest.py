@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kp_cli.play.world import SAMPLE, World
 from kp_core.facts.embed import SentenceTransformerEmbedder
-from kp_core.play import SAMPLE, World
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 
@@ -34,7 +34,7 @@ def site(played, tmp_path_factory) -> Iterator[str]:
     """Where its page is."""
     pytest.importorskip("gradio", reason="the playground needs gradio")
     os.environ["GRADIO_TEMP_DIR"] = str(tmp_path_factory.mktemp("uploads"))
-    from kp_core.play.page import serve
+    from kp_cli.play.page import serve
 
     page = serve(played)
     yield page.local_url

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from PIL import Image
 
-from kp_core.play import SAMPLE
+from kp_cli.play.world import SAMPLE
 from tests.conftest import until
 from tests.play.conftest import FIGURES
 

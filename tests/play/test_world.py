@@ -6,10 +6,9 @@ from contextlib import closing
 
 import pytest
 
+from kp_cli.play.look import answers_html, documents_html, plan_html, problem_html, steps_html
+from kp_cli.play.world import MOST_CHARACTERS, Agent, World
 from kp_core.errors import BankError, PackError, SourceError
-from kp_core.play import Agent, World
-from kp_core.play.look import answers_html, documents_html, plan_html, problem_html, steps_html
-from kp_core.play.world import MOST_CHARACTERS
 from tests.conftest import roomy_engine, until
 
 MILL = "The mill of Veyl has four sails. Its miller is Greta Ashdown, who came from the north."

@@ -68,7 +68,7 @@ def test_what_one_compiles_both_adapters_and_the_openai_client_ask_the_other(tea
     (team.folder / "facts.jsonl").write_text("\n".join(facts))
     build = ["build", "isles", "facts.jsonl", "--namespace", "own", "--compile", "--engine", team.a.url, "--json"]
     subprocess.run(  # noqa: S603 - our own
-        [sys.executable, "-m", "kp_core.cli", *build, "--packs", PLACE],
+        [sys.executable, "-m", "kp_cli", *build, "--packs", PLACE],
         cwd=team.folder,
         env={**os.environ, **team.a.environment, "KP_API_KEY": team.a.keys["own"]},
         check=True,

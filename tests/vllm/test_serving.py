@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from kp_cli.play.world import SAMPLE, World
 from kp_core import load_engine
 from kp_core.errors import ModelError, UnsupportedModelError
-from kp_core.play import SAMPLE, World
 from tests.conftest import DEMO
 from tests.core.facts.test_facts import HashEmbedder
 
@@ -102,7 +102,7 @@ def test_a_collection_is_compiled_by_the_server(server, tmp_path):
     environment = {**os.environ, **server.environment, "KP_API_KEY": server.keys["own"]}
     for compiled in (12, 0):
         done = subprocess.run(  # noqa: S603 - our own
-            [sys.executable, "-m", "kp_core.cli", *build],
+            [sys.executable, "-m", "kp_cli", *build],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

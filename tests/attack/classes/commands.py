@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
+from kp_cli.app import run
 from kp_core import PackStore
-from kp_core.cli.app import run
 from tests.attack.harness import Case, WrongError
 from tests.attack.mutate import CONTROLS, damaged, text
 from tests.cli.conftest import FACTS

@@ -13,8 +13,8 @@ from typing import Any
 from langgraph.store.base import InvalidNamespaceError
 from mcp import Client
 
+from kp_cli.mcp import memory_server
 from kp_core import Fact, MemoryFactStore, PackStore, find_handles
-from kp_core.cli.mcp import memory_server
 from kp_core.delivery import Delivery
 from kp_langchain.store import KnowledgePackStore, namespace_of
 from tests.attack.harness import Case, LostError, WrongError, refused

@@ -22,10 +22,9 @@ from bs4 import BeautifulSoup
 from pypdf import PdfWriter
 from pypdf.generic import ArrayObject, DecodedStreamObject, DictionaryObject, NameObject, NumberObject
 
+from kp_cli.play.look import documents_html
+from kp_cli.play.world import Document, World
 from kp_core.errors import KnowledgePackError
-from kp_core.play import World
-from kp_core.play.look import documents_html
-from kp_core.play.world import Document
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import damaged, number, text
 from tests.conftest import roomy_engine

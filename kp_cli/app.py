@@ -18,9 +18,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
-from kp_core.cli import INTERRUPTED, importing
-from kp_core.cli.shared import ERRORS, WrongError, plain
-from kp_core.errors import KnowledgePackError
+from kp_cli import INTERRUPTED, importing
+from kp_cli.shared import ERRORS, WrongError, message_of, plain
 
 __all__ = ["app", "run"]
 
@@ -31,15 +30,15 @@ _COMMANDS = {
     "demo": ("demo", "See in a minute what packs do, with the bundled model."),
     "build": ("knowledge", "Make a collection of the facts in files or a dataset, or go on with an interrupted build."),
     "add": ("knowledge", "Add facts to a collection."),
-    "edit": ("editing", "Correct what a fact or a pack says, by a line behind it."),
+    "edit": ("knowledge", "Correct what a fact or a pack says, by a line behind it."),
     "remove": ("knowledge", "Remove facts, and packs that no fact uses then."),
     "gc": ("knowledge", "Remove packs that no fact uses any more."),
     "search": ("searching", "Find the facts nearest to a question."),
     "ask": ("asking", "Answer a question from a collection."),
     "chat": ("asking", "Talk with a model about a collection."),
     "play": ("play", "A page in the browser: packs and text side by side."),
-    "size": ("sizing", "What packs of a collection or of files take: tokens, disk, minutes."),
-    "inspect": ("looking", "What is in a collection, a store of packs or a pack file."),
+    "size": ("knowledge", "What packs of a collection or of files take: tokens, disk, minutes."),
+    "inspect": ("checking", "What is in a collection, a store of packs or a pack file."),
     "verify": ("checking", "Check that a collection, a store of packs or a pack file can be trusted."),
     "doctor": ("doctor", "Machine, packages, whether a model is supported, and where storing KV pays."),
     "mcp": ("mcp", "Serve a collection to agents over the Model Context Protocol."),
@@ -74,7 +73,7 @@ class _Late(TyperGroup):
 def _command(name: str) -> Any:  # noqa: ANN401 - a command of Click
     """A command with its options."""
     with importing():
-        found = getattr(importlib.import_module(f"kp_core.cli.{_COMMANDS[name][0]}"), name)
+        found = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)
     if not isinstance(found, typer.Typer):
         alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
         alone.command(name)(found)
@@ -116,15 +115,10 @@ def _top(
         # What is wrong with a file, we say in one sentence.
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)
     if context.invoked_subcommand is None:
-        _guide()
+        from kp_core.facts.folder import is_fact_store
 
-
-def _guide() -> None:
-    """What to do first, and which collections are here."""
-    from kp_core.facts.folder import is_fact_store
-
-    here = sorted(each.name for each in Path().iterdir() if is_fact_store(each))
-    typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(here))}" if here else ""))
+        here = sorted(each.name for each in Path().iterdir() if is_fact_store(each))
+        typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(here))}" if here else ""))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -154,7 +148,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # Who read it has enough (`kp search … | head`); what is still in the buffer must not fail at the exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (KnowledgePackError, *ERRORS) as error:
+    except ERRORS as error:
         if "--debug" in given:
             raise
         _say(error, as_json="--json" in given)
@@ -163,10 +157,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception, *, as_json: bool) -> None:
-    # An `OSError` without a number is one that we say, of places that are far.
-    ours = isinstance(error, KnowledgePackError) or (isinstance(error, OSError) and error.errno is None and error.args)
-    message = str(error) if ours else f"{type(error).__name__}: {error}"
-    message = plain(" ".join(message.splitlines()))
+    message = plain(" ".join(message_of(error).splitlines()))
     if as_json:
         sys.stdout.write(json.dumps({"error": type(error).__name__, "message": message}) + "\n")
     sys.stderr.write(f"kp: {message}\n")

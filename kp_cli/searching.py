@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from kp_core.cli.places import Place, ReadOptions
-from kp_core.cli.shared import JsonFlag, SearchOptions, console, is_store, print_json, sourced, spread
-from kp_core.facts import Hit
-
-if TYPE_CHECKING:
-    from kp_core import PackStore
+from kp_cli.shared import (
+    JsonFlag,
+    Place,
+    ReadOptions,
+    SearchOptions,
+    about_hit,
+    console,
+    is_store,
+    print_json,
+    sourced,
+    spread,
+)
+from kp_core.packs.handle import Handle
 
 __all__ = ["search"]
 
@@ -35,37 +42,26 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     with read.reading(place, read_only=probes is None) as opened:
         hits = opened.search(question, k, probes=probes, **options.keywords())
         folder = read.folder(place, opened)
-    store = None
+    handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):
         from kp_core import PackStore
 
         store = PackStore(folder)
-    found = [_hit(hit, store) for hit in hits]
+        named = [store.handle(hit.fact.text, hit.fact.namespace) for hit in hits]
+        handles = [handle if handle in store else None for handle in named]
     if as_json:
+        found = [
+            about_hit(hit, hit.fact.text, handle)
+            | {"metadata": dict(hit.fact.metadata), "namespace": hit.fact.namespace}
+            for hit, handle in zip(hits, handles, strict=True)
+        ]
         print_json({"question": question, "hits": found})
         return
     out = console()
-    for number, (hit, about) in enumerate(zip(hits, found, strict=True), 1):
+    for number, (hit, handle) in enumerate(zip(hits, handles, strict=True), 1):
         title = f"  {hit.fact.title or sourced(hit.fact) or hit.fact.id}"
         out.print(Text.assemble((f"{number}. {hit.score:.3f}", "bold"), title), soft_wrap=True)
         out.print(hit.fact.text)
-        bank = hit.bank and f"bank {hit.bank}"
-        parts = [str(about["handle"] or "no pack"), bank, sourced(hit.fact), f"id {hit.fact.id}"]
+        parts = [str(handle or "no pack"), hit.bank and f"bank {hit.bank}", sourced(hit.fact), f"id {hit.fact.id}"]
         out.print(f"{' · '.join(part for part in parts if part)}\n", style="dim", soft_wrap=True)
     out.print(f"Found {len(hits)} of {k}.")
-
-
-def _hit(hit: Hit, store: PackStore | None) -> dict[str, object]:
-    fact = hit.fact
-    handle = store.handle(fact.text, fact.namespace) if store else None
-    return {
-        "id": fact.id,
-        "score": hit.score,
-        "handle": str(handle) if store and handle in store else None,
-        "text": fact.text,
-        "title": fact.title,
-        "source": fact.source,
-        "metadata": dict(fact.metadata),
-        "namespace": fact.namespace,
-        "bank": hit.bank,
-    }

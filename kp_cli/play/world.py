@@ -1,12 +1,12 @@
-"""What the playground knows and does, without a page: documents as packs, questions answered both ways, edits."""
+"""What the playground does, without a page: documents as packs, questions answered both ways, edits, an agent."""
 
 from __future__ import annotations
 
-import queue
 import re
 import threading
 import time
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,8 +26,9 @@ from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
 from kp_core.steering import Steering, preset
+from kp_core.tools import Tool
 
-__all__ = ["MOST_CHARACTERS", "SAMPLE", "Answer", "Document", "Question", "Way", "World"]
+__all__ = ["MOST_CHARACTERS", "SAMPLE", "Agent", "Answer", "Document", "Question", "Step", "Way", "World"]
 
 Way: TypeAlias = Literal["packs", "text"]
 
@@ -41,6 +42,16 @@ _PART_TOKENS = 1200
 _PARAGRAPH = 1000  # Characters: what the embedder reads of a text.
 _TICK_S = 0.1
 _INSTRUCTION = "Answer the question in one short sentence, using the text above."
+
+_MOST_SEARCHES = 5
+
+_SEARCH = Tool(
+    "search",
+    "Find a page that says something about the words.",
+    {"type": "object", "properties": {"words": {"type": "string", "maxLength": 40}}, "required": ["words"]},
+)
+_SYSTEM = "You answer questions from pages that you search for."
+_ANSWER = "Now answer in one short sentence: "
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,11 @@ class Answer:
     seconds: float = 0.0
     first: float | None = None
     generation: Generation | None = None
+
+    @property
+    def clock(self) -> float:
+        """Seconds until the first text, or until now where there is none."""
+        return self.seconds if self.first is None else self.first
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,7 @@ class World:
             names = [f"{source}, part {n}" if len(parts) > 1 else source for n in range(1, len(parts) + 1)]
             texts = [text for text, _ in parts]
             made = zip(names, parts, self.session.build_packs(texts, namespace=_NAMESPACE, progress=False), strict=True)
-            gone = [name for name, document in self.documents.items() if document.file == source]
+            gone = {name for name, document in self.documents.items() if document.file == source} - set(names)
             for name, (_, paragraphs), pack in made:
                 self._keep(name, source, pack)
                 self._forget_facts(name)
@@ -152,7 +168,7 @@ class World:
                     overwrite=True,
                 )
                 yield self.documents[name]
-            for name in set(gone) - set(names):
+            for name in gone:
                 self._forget_facts(name)
                 del self.documents[name]
 
@@ -187,34 +203,29 @@ class World:
         return [self.documents[name] for name in named if name not in set(without)][:k]
 
     def watch(self, way: Way, request: dict[str, Any]) -> Generator[Answer, None, None]:
-        """The answer so far, ten times a second and with each piece of text; closing the iterator ends the answer."""
-        cancel, came = threading.Event(), queue.SimpleQueue[str | Generation | BaseException]()
+        """The answer so far, ten times a second and at its end; closing the iterator ends the answer."""
+        cancel, pieces, done = threading.Event(), list[str](), Future[Generation]()
 
         def run() -> None:
             try:
                 with closing(self.session.stream(**request, cancel=cancel)) as stream:
                     for piece in stream:
-                        came.put(piece)
-                    came.put(stream.result())
+                        pieces.append(piece)
+                    done.set_result(stream.result())
             except BaseException as error:  # noqa: BLE001 - raised where the answer is read
-                came.put(error)
+                done.set_exception(error)
 
         began, answer = time.perf_counter(), Answer(way)
         threading.Thread(target=run, daemon=True, name="kp-play").start()
         try:
-            while answer.generation is None:
+            while not done.done():
                 yield answer
-                with suppress(queue.Empty):
-                    new = came.get(timeout=_TICK_S)
-                    if isinstance(new, BaseException):
-                        raise new
-                    if isinstance(new, Generation):
-                        answer = replace(answer, text=new.text, first=new.usage.ttft_s, generation=new)
-                    else:
-                        first = time.perf_counter() - began if answer.first is None else answer.first
-                        answer = replace(answer, text=answer.text + new, first=first)
-                answer = replace(answer, seconds=time.perf_counter() - began)
-            yield answer
+                wait([done], _TICK_S)
+                seconds, text = time.perf_counter() - began, "".join(pieces)
+                first = seconds if text and answer.first is None else answer.first
+                answer = replace(answer, text=text, seconds=seconds, first=first)
+            made = done.result()
+            yield replace(answer, text=made.text, first=made.usage.ttft_s, generation=made)
         finally:
             cancel.set()
 
@@ -242,11 +253,6 @@ class World:
             if pack is not None and pack.text.count(statement) == 1:
                 return name
         return None
-
-    def plain_tokens(self, messages: list[dict[str, Any]], **options: Any) -> int:  # noqa: ANN401 - of `Request`
-        """How many tokens a conversation has as plain text; nothing is computed."""
-        rows = self.session.explain(messages, **options).rows
-        return rows[-1].stop if rows else 0
 
     def _steering(self, style: str) -> Steering:
         if style not in self._steerings:
@@ -290,3 +296,66 @@ class World:
             tokens, title = tokens + count, fact.title
         if paragraphs:
             yield text, paragraphs
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: what was searched for and found, or the answer; its cost, and the tokens plain text would have sent."""
+
+    number: int
+    generation: Generation
+    text_tokens: int
+    words: str = ""
+    found: str = ""
+
+
+class Agent:
+    """Searches until it has read five documents, or all; then answers. A small model would not decide to go on itself.
+
+    The prompt holds handles, and its tool calls are compacted, so it stays as long as it was; beside it the same
+    conversation is counted as text.
+    """
+
+    def __init__(self, world: World, task: str) -> None:
+        if not task.strip():
+            raise BankError("Got no task; expected a question that the agent shall answer.")
+        self.world, self.task, self.steps = world, task, list[Step]()
+        self._messages: list[dict[str, Any]] = [
+            {"role": "system", "content": _SYSTEM},
+            {"role": "user", "content": task.strip()},
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has answered."""
+        return bool(self.steps) and not self.steps[-1].words
+
+    def step(self) -> Generator[Answer, None, None]:
+        """Take the next step: what the model writes, as it comes; the step is in `steps` at the end.
+
+        Raises `BankError` when there is nothing to read, and as `Session.stream`.
+        """
+        read = [step.found for step in self.steps]
+        left = self.world.search(self.task, 1, without=read) if len(read) < _MOST_SEARCHES else []
+        tail = [] if left else [{"role": "user", "content": _ANSWER + self.task.strip()}]
+        request: dict[str, Any] = {"messages": self._messages + tail, "view": self.world.view, "max_tokens": 128}
+        request |= {"tools": [_SEARCH], "tool_choice": "search" if left else "none"}
+        generation = None
+        for answer in self.world.watch("packs", request | {"compact": True}):
+            generation = answer.generation
+            yield answer
+        if generation is None:
+            return
+        rows = self.world.session.explain(**request).rows
+        words = str(generation.tool_calls[0].arguments.get("words", "")) if generation.tool_calls else ""
+        found = self.world.search(words if words.strip() else self.task, 1, without=read) if left else []
+        for document in found:
+            called = {"type": "function", "id": "search", "function": {"name": "search", "arguments": {"words": words}}}
+            self._messages += [
+                {"role": "assistant", "content": "", "tool_calls": [called]},
+                {"role": "tool", "name": "search", "tool_call_id": "search", "content": str(document.handle)},
+            ]
+        name = found[0].name if found else ""
+        text_tokens = rows[-1].stop if rows else 0  # Behind handles stands what their text would be.
+        said = (words or self.task) if found else ""
+        self.steps.append(Step(len(self.steps) + 1, generation, text_tokens, said, name))

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kp_core.cli.places import ReadOptions, is_collection
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, print_json, spread, tell
+from kp_cli.shared import JsonFlag, ModelOptions, ReadOptions, is_collection, spread, tell
 from kp_core.compose.wrapper import SHIPPED, load_wrapper
 from kp_core.facts.sources import read_facts
 
@@ -101,14 +100,11 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     trained.check(session.fingerprint)
     length = None if tokens is None else _range("--tokens", tokens)
     rows = wrapper_scores(session, trained, _read(place, read), documents or [5, 10], limit, tokens=length)
-    if as_json:
-        print_json({"wrapper": trained.id, "questions": limit, "rows": rows})
-        return
     table = Table("documents", "packet", "without soft tokens", "packet is nearer")
     for row in rows:
         nearer = f"{row['nearer']} of {limit}"
         table.add_row(str(row["documents"]), f"{row['kl']:.4f}", f"{row['without_soft_tokens_kl']:.4f}", nearer)
-    console().print(table)
+    tell({"wrapper": trained.id, "questions": limit, "rows": rows}, table, as_json=as_json)
 
 
 def _read(place: str, options: ReadOptions) -> list[tuple[str, str]]:

@@ -42,7 +42,7 @@ def main() -> None:
     """Run `kp` and exit."""
     try:
         with importing():
-            from kp_core.cli.app import run
+            from kp_cli.app import run
     except ImportError as error:
         sys.stderr.write(f'kp needs {error.name}: `pip install "knowledge-packs[cli]"`.\n')
         sys.exit(1)

@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from kp_core import Generation, Message, PackStore
-from kp_core.cli.places import Place, ReadOptions
-from kp_core.cli.shared import (
+from kp_cli.shared import (
     JsonFlag,
     ModelOptions,
+    Place,
+    ReadOptions,
     SearchOptions,
+    about_hit,
     console,
     plain,
     print_json,
@@ -28,6 +29,7 @@ from kp_core.cli.shared import (
     spread,
     tell,
 )
+from kp_core import Generation, Message, PackStore
 from kp_core.compose import Order, composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
 from kp_core.engines.request import Mismatch
@@ -106,7 +108,10 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     with ExitStack() as stack:
         asker = _Asker(stack, place, options, max_tokens, lazy=explain, once=True)
         found = asker.search(question, k)
-        sources = {"question": question, "sources": [_source(each) for each in found]}
+        sources = {
+            "question": question,
+            "sources": [about_hit(each.hit, each.unit.text, each.handle) for each in found],
+        }
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
         if explain:
             plan = asker.session.explain(**asker.request(question, found, ways[0]))
@@ -115,13 +120,18 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
         live = not (as_json or compare)
         answers = {way: asker.answer(asker.request(question, found, way), live=live) for way in ways}
     if as_json:
-        told = {way: _answer(generation) for way, generation in answers.items()}
+        told = {
+            way: {"text": made.text, "finish_reason": made.finish_reason, "usage": made.usage.to_dict()}
+            for way, made in answers.items()
+        }
         print_json({**sources, "answers": told, **(_comparison(answers) if compare else {})})
         return
     out = console()
     if compare:
-        _show_comparison(answers, asker.session.fingerprint.dtype)
-    _show_sources(found)
+        _show_comparison(out, answers, asker.session.fingerprint.dtype)
+    out.print("\nSources:" if found else f"\nSources: {_NOTHING}.")
+    for number, each in enumerate(found, 1):
+        out.print(f"  {number}. {_name(each)}  ({each.hit.score:.3f}, {each.handle or 'as text'})", soft_wrap=True)
     if not compare:
         made = next(iter(answers.values()))
         out.print("\n".join(filter(None, (_usage(made), asker.gain(made)))))
@@ -255,8 +265,8 @@ def _comparison(answers: Mapping[str, Generation]) -> dict[str, bool]:
     return {"same_prompt": len(prompts) == 1, "same": len({each.text for each in answers.values()}) == 1}
 
 
-def _show_comparison(answers: Mapping[str, Generation], dtype: str) -> None:
-    out, about = console(), _comparison(answers)
+def _show_comparison(out: Console, answers: Mapping[str, Generation], dtype: str) -> None:
+    about = _comparison(answers)
     out.print(Columns([Panel(each.text, title=way, width=56) for way, each in answers.items()]))
     for way, each in answers.items():
         out.print(f"{way}: {_usage(each)}")
@@ -271,13 +281,6 @@ def _show_comparison(answers: Mapping[str, Generation], dtype: str) -> None:
         )
 
 
-def _show_sources(found: list[Found]) -> None:
-    out = console()
-    out.print("\nSources:" if found else f"\nSources: {_NOTHING}.")
-    for place, each in enumerate(found, 1):
-        out.print(f"  {place}. {_name(each)}  ({each.hit.score:.3f}, {each.handle or 'as text'})", soft_wrap=True)
-
-
 def _name(found: Found) -> str:
     fact = found.hit.fact
     return " · ".join(part for part in (fact.title, sourced(fact)) if part) or fact.text[:60]
@@ -290,20 +293,3 @@ def _usage(generation: Generation) -> str:
         f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}{about}; {usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed; {usage.completion_tokens} generated, first after {usage.ttft_s:.2f} s"
     )
-
-
-def _source(found: Found) -> dict[str, Any]:
-    fact = found.hit.fact
-    return {
-        "id": fact.id,
-        "handle": None if found.handle is None else str(found.handle),
-        "title": fact.title,
-        "source": fact.source,
-        "score": found.hit.score,
-        "bank": found.hit.bank,
-        "text": found.unit.text,
-    }
-
-
-def _answer(generation: Generation) -> dict[str, Any]:
-    return {"text": generation.text, "finish_reason": generation.finish_reason, "usage": generation.usage.to_dict()}

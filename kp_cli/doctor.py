@@ -7,12 +7,15 @@ import os
 import platform
 import shutil
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 
-from kp_core.cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, print_json, show_table, spread
-from kp_core.errors import KnowledgePackError
+from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, spread, table_of, tell
+
+if TYPE_CHECKING:
+    from kp_core import Session
 
 __all__ = ["doctor"]
 
@@ -40,14 +43,15 @@ def doctor(
     as_json: JsonFlag = False,
 ) -> None:
     """Machine, packages, whether a model is supported and why not (exit code 3), and where storing KV pays."""
-    found = _foreseen(before, model.dtype) if before else _model(model)
-    about: dict[str, Any] = {"machine": _machine(), "packages": _packages(), "model": found}
-    if as_json:
-        print_json(about)
-    else:
-        for part, rows in about.items():
-            show_table(rows, part)
-    if not about["model"]["supported"]:
+    name = before or model.model or model.engine or "bundled SmolLM2-135M-Instruct"
+    found: dict[str, Any] = {"supported": True}
+    try:
+        found |= _foreseen(before, model.dtype) if before else _measured(model.load())
+    except ERRORS as error:
+        found = {"supported": False, "why_not": str(error)}
+    about = {"machine": _machine(), "packages": _packages(), "model": {"name": name, **found}}
+    tell(about, Group(*(table_of(rows, part) for part, rows in about.items())), as_json=as_json)
+    if not found["supported"]:
         raise WrongError
 
 
@@ -79,14 +83,9 @@ def _packages() -> dict[str, str]:
 def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
     from kp_core.engines.hf.foresight import foresee
 
-    try:
-        seen = foresee(name, dtype)
-    except KnowledgePackError as error:
-        return {"name": name, "supported": False, "why_not": str(error)}
+    seen = foresee(name, dtype)
     lacks = seen.kind.lacks
     about = {
-        "name": name,
-        "supported": True,
         "exact_reuse": True,
         **{what: f"no, as {lacks[what]}" if what in lacks else True for what in ("compose", "steer")},
         "cache": seen.kind.name,
@@ -101,16 +100,9 @@ def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
     return about | ({"state_bytes": seen.state_bytes} if seen.state_bytes else {})
 
 
-def _model(asked: ModelOptions) -> dict[str, Any]:
-    name = asked.model or asked.engine or "bundled SmolLM2-135M-Instruct"
-    try:
-        session = asked.load()
-    except (KnowledgePackError, *ERRORS) as error:
-        return {"name": name, "supported": False, "why_not": str(error)}
+def _measured(session: Session) -> dict[str, Any]:
     can = session.engine.supports
     about = {
-        "name": name,
-        "supported": True,
         "dtype": session.fingerprint.dtype,
         "positions": session.max_positions,
         "offers": ", ".join(sorted(can)) or "nothing but greedy answers",

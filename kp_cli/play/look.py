@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
+from kp_cli.play.world import Answer, Document, Step, Way
 from kp_core.engines.explain import Explanation, Row
 from kp_core.engines.session import Session
-from kp_core.play.agent import Step
-from kp_core.play.world import Answer, Document, Way
 
 __all__ = ["answers_html", "documents_html", "empty_html", "head_html", "plan_html", "problem_html", "steps_html"]
 
@@ -63,7 +62,7 @@ def documents_html(documents: Iterable[Document], used: Iterable[str] = ()) -> s
 
 def answers_html(answers: Sequence[Answer], kv_bytes: int, badge: str = "") -> str:
     """Both answers side by side, each with its clock and counts; `kv_bytes` are what its packs take on the disk."""
-    slowest = max([each.seconds if each.first is None else each.first for each in answers] + [1e-9])
+    slowest = max([each.clock for each in answers] + [1e-9])
     by_way = {answer.way: answer for answer in answers}
     cards = "".join(_card(way, by_way.get(way), slowest, kv_bytes, badge) for way in _ABOUT)
     return f'<div class="kp-duel">{cards}</div><p class="kp-verdict" aria-live="polite">{_verdict(by_way)}</p>'
@@ -98,28 +97,22 @@ def _card(way: Way, answer: Answer | None, slowest: float, kv_bytes: int, badge:
             f'<section class="kp-card kp-way-{way}"><h3>{title}</h3><p class="kp-about">{about}</p>'
             '<p class="kp-wait">comes next, so that the two do not share the processor</p></section>'
         )
-    clock = answer.seconds if answer.first is None else answer.first
     state = "waiting for the first token" if answer.first is None else "to the first token"
-    share = min(100.0, 100 * clock / slowest)
+    share = min(100.0, 100 * answer.clock / slowest)
     marked = f' <em class="kp-badge">{escape(badge)}</em>' if badge and way == "packs" else ""
-    usage = answer.generation.usage if answer.generation else None
-    counts = {
-        "sent": None if usage is None else usage.prompt_tokens,
-        "delivered": None if usage is None else usage.pack_tokens,
-        "at hand": None if usage is None else usage.reused_tokens,
-        "computed": None if usage is None else usage.computed_tokens,
-    }
-    if usage is not None and usage.approximate_tokens:
-        counts["approximate"] = usage.approximate_tokens
-    cells = "".join(
-        f"<div><dt>{name}</dt><dd>{'...' if count is None else f'{count:,}'}</dd></div>"
-        for name, count in counts.items()
-    )
-    cells += f"<div><dt>KV on disk</dt><dd>{_size(kv_bytes) if way == 'packs' else 'none'}</dd></div>"
+    counts = dict.fromkeys(("sent", "delivered", "at hand", "computed"), "...")
+    if answer.generation is not None:
+        usage = answer.generation.usage
+        told = (usage.prompt_tokens, usage.pack_tokens, usage.reused_tokens, usage.computed_tokens)
+        counts = {name: f"{count:,}" for name, count in zip(counts, told, strict=True)}
+        if usage.approximate_tokens:
+            counts["approximate"] = f"{usage.approximate_tokens:,}"
+    counts["KV on disk"] = _size(kv_bytes) if way == "packs" else "none"
+    cells = "".join(f"<div><dt>{name}</dt><dd>{count}</dd></div>" for name, count in counts.items())
     done = "" if answer.generation is None else " kp-done"
     return (
         f'<section class="kp-card kp-way-{way}{done}"><h3>{title}{marked}</h3><p class="kp-about">{about}</p>'
-        f'<p class="kp-clock"><b>{clock:.2f} s</b> {state}</p>'
+        f'<p class="kp-clock"><b>{answer.clock:.2f} s</b> {state}</p>'
         f'<div class="kp-bar"><i style="width:{share:.1f}%"></i></div>'
         f'<p class="kp-answer">{escape(answer.text)}</p><dl>{cells}</dl></section>'
     )
@@ -130,17 +123,12 @@ def _verdict(by_way: Mapping[Way, Answer]) -> str:
     if packs is None or text is None:
         return ""
     ratio = text.usage.ttft_s / max(packs.usage.ttft_s, 1e-9)
-    said = (
-        f"The first token came <b>{ratio:.1f} times</b> sooner from packs. "
-        if ratio >= 1
-        else (f"The first token came {1 / ratio:.1f} times later from packs. ")
-    )
+    pace = f"<b>{ratio:.1f} times</b> sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
+    said = f"The first token came {pace} from packs. "
     if packs.prompt.token_ids != text.prompt.token_ids:
-        return said + "The prompts differ."
-    same = packs.text == text.text
-    return (
-        said + f"Both read the same {len(text.prompt):,} tokens, and the answers are {'' if same else 'not '}the same."
-    )
+        return f"{said}The prompts differ."
+    same = "the same" if packs.text == text.text else "not the same"
+    return f"{said}Both read the same {len(text.prompt):,} tokens, and the answers are {same}."
 
 
 def _region(row: Row, token_ids: Sequence[int], session: Session) -> str:
@@ -167,14 +155,11 @@ def _step(step: Step, most: int) -> str:
         what = f"searched for <q>{escape(step.words)}</q>, read <b>{escape(step.found)}</b>"
     else:
         what = f"answered: <b>{escape(step.generation.text)}</b>"
+    by_packs = f"{sent:,} tokens sent, {usage.pack_tokens:,} by packs, {usage.computed_tokens:,} computed"
     bars = "".join(
         f'<div class="kp-bar kp-way-{way}"><i style="width:{100 * count / most:.1f}%"></i><span>{label}</span></div>'
         for way, count, label in (
-            (
-                "packs",
-                sent,
-                f"{sent:,} tokens sent, {usage.pack_tokens:,} by packs, {usage.computed_tokens:,} computed",
-            ),
+            ("packs", sent, by_packs),
             ("text", step.text_tokens, f"{step.text_tokens:,} as text"),
         )
     )

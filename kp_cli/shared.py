@@ -1,4 +1,4 @@
-"""What commands share: options, opening collections, output."""
+"""What commands share: options, where collections and packs are, output."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -19,44 +19,59 @@ import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
-from kp_core.cli import importing
-from kp_core.errors import BankError, ModelError, PackError
-from kp_core.facts import Fact, Filter, LexicalReranker
-from kp_core.packs.handle import check_namespace
+from kp_cli import importing
+from kp_core.errors import BankError, KnowledgePackError, ModelError
+from kp_core.facts import ChromaFactStore, Fact, FactStore, Filter, Hit, LexicalReranker
+from kp_core.facts.base import content_id
+from kp_core.facts.client import is_url
+from kp_core.facts.embed import SentenceTransformerEmbedder
+from kp_core.facts.folder import is_fact_store
+from kp_core.packs.handle import Handle, check_namespace
 
 if TYPE_CHECKING:
-    from kp_core import KnowledgePack, Session
+    from kp_core import Session
 
 __all__ = [
     "ERRORS",
     "JsonFlag",
+    "MaybeNamespace",
     "ModelOptions",
+    "Place",
+    "PlaceOptions",
+    "ReadOptions",
     "SearchOptions",
     "TargetPath",
     "Where",
     "WrongError",
+    "about_hit",
     "checked_namespace",
     "console",
     "counted",
     "did_you_mean",
     "filter_of",
+    "is_collection",
     "is_store",
     "located",
+    "message_of",
+    "open_collection",
     "plain",
     "print_json",
-    "read_one",
-    "show_table",
     "sourced",
     "spread",
+    "table_of",
     "tell",
 ]
 
 _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
-ERRORS = (ImportError, OSError, ValueError, RuntimeError, MemoryError)
-"""What libraries raise besides our own errors; shown in one line unless --debug."""
+_DATABASE = "chroma.sqlite3"
+_OLD = "facts.jsonl"  # What version 0.1 kept facts in.
+
+ERRORS = (KnowledgePackError, ImportError, OSError, ValueError, RuntimeError, MemoryError)
+"""Our own errors, and what libraries raise besides; shown in one line unless --debug."""
 
 
 def checked_namespace(name: str | None) -> str | None:
@@ -64,6 +79,9 @@ def checked_namespace(name: str | None) -> str | None:
     return None if name is None else check_namespace(name)
 
 
+Place = Annotated[
+    str, typer.Argument(metavar="COLLECTION", help="The folder of the collection, or the URL of a Chroma server.")
+]
 TargetPath = Annotated[
     str, typer.Argument(metavar="PATH", help="A collection, a store of packs (a folder or a URL), or a pack file.")
 ]
@@ -71,6 +89,9 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs
 Where = Annotated[
     str | None,
     typer.Option("--where", metavar="JSON", help="""Only facts that match, e.g. '{"year": {"$gte": 1990}}'."""),
+]
+MaybeNamespace = Annotated[
+    str | None, typer.Option("--namespace", help="Only facts of this namespace.", callback=checked_namespace)
 ]
 
 
@@ -120,9 +141,7 @@ class SearchOptions:
     """Which facts a question may find, and in which order."""
 
     where: Where = None
-    namespace: Annotated[str | None, typer.Option(help="Only facts of this namespace.", callback=checked_namespace)] = (
-        None
-    )
+    namespace: MaybeNamespace = None
     lexical: Annotated[
         bool, typer.Option("--lexical", help="Let words count beside meaning: names, numbers, codes (BM25).")
     ] = False
@@ -131,6 +150,79 @@ class SearchOptions:
         """As the keywords of `FactStore.search`."""
         rerank = LexicalReranker() if self.lexical else None
         return {"where": filter_of(self.where), "namespace": self.namespace, "rerank": rerank}
+
+
+@dataclass(frozen=True)
+class PlaceOptions:
+    """What opening a collection takes."""
+
+    embedder: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Embedding model: a folder, or a name on the hub. Default: what it was made with, else the bundled.",
+        ),
+    ] = None
+    packs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Where packs are: a folder, or a URL such as s3://bucket/prefix. Default: COLLECTION/packs; of what "
+            "is not ours, the user's cache.",
+        ),
+    ] = None
+    tenant: Annotated[str | None, typer.Option(help="Tenant on the Chroma server.")] = None
+    database: Annotated[str | None, typer.Option(help="Database on the Chroma server.")] = None
+    header: Annotated[
+        list[str] | None,
+        typer.Option(metavar="'NAME: VALUE'", help="Header for the Chroma server; may be repeated."),
+    ] = None
+
+    def settings(self, place: str) -> dict[str, Any]:
+        """As settings of `ChromaFactStore`; raises `BankError` for a header without a colon, or for a folder."""
+        given: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
+        pairs = [each.partition(":") for each in self.header or ()]
+        if wrong := [name for name, colon, _ in pairs if not colon or not name.strip()]:
+            raise BankError(f"Got --header {wrong[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
+        if pairs and not is_url(place):
+            raise BankError(f"Got --header for {place}, which is a folder; headers go to a server.")
+        given["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
+        given["embedder"] = None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
+        return {name: value for name, value in given.items() if value is not None}
+
+    def folder(self, place: str, facts: FactStore) -> str | Path:
+        """Where the packs of `facts`, opened from `place`, are: nothing is put into a folder that is not ours."""
+        if self.packs is not None:
+            return located(self.packs)
+        if isinstance(facts, ChromaFactStore) and facts.path is not None:
+            return facts.path / "packs"
+        where = f"{place if is_url(place) else Path(place).resolve()} {getattr(facts, 'name', '')}".strip()
+        slug = re.sub(r"\W+", "-", where).strip("-")[-40:]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "knowledge-packs" / f"{slug}-{content_id(where)[:8]}"
+
+
+@dataclass(frozen=True)
+class ReadOptions(PlaceOptions):
+    """What reading a collection takes, which may be another's."""
+
+    collection: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Of a Chroma folder or server that is not ours: read this collection, as it is."
+        ),
+    ] = None
+
+    @contextmanager
+    def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[FactStore]:
+        """The facts in `place`: those of a collection of ours, else of any Chroma collection, as it is."""
+        ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
+        if self.collection is None and ours:
+            with open_collection(place, self, read_only=read_only, wait=wait) as facts:
+                if not is_url(place) or len(facts):
+                    yield facts
+                    return
+        yield ChromaFactStore.from_collection(self.collection, path=place, **self.settings(place))
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -160,6 +252,13 @@ class WrongError(Exception):
     """Something was found wrong, and has been said."""
 
 
+def message_of(error: Exception) -> str:
+    """What an error says; one that is not ours, with the name of its class."""
+    # An `OSError` without a number is one that we say, of places that are far.
+    ours = isinstance(error, KnowledgePackError) or (isinstance(error, OSError) and error.errno is None and error.args)
+    return str(error) if ours else f"{type(error).__name__}: {error}"
+
+
 def plain(text: str) -> str:
     """`text` with signs for control characters: those of facts, titles, files and models must not steer a terminal."""
     return text.translate(_SIGNS)
@@ -187,28 +286,27 @@ def print_json(data: Mapping[str, Any]) -> None:
     sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", said) + "\n")
 
 
-def tell(data: Mapping[str, Any], said: str, *, as_json: bool) -> None:
+def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> None:
     """Print `data` as JSON, or else what is `said` of it."""
     if as_json:
         print_json(data)
     else:
-        console().print(said, soft_wrap=True)
+        console().print(said, soft_wrap=isinstance(said, str | Text))
 
 
-def show_table(rows: Mapping[str, Any], title: str | None = None) -> None:
-    """Print names and values in two columns."""
+def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
+    """Names and values in two columns."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
     table.add_column()
     # Fingerprints are for comparing: no terminal is too narrow for all of one.
     table.add_column(overflow="fold")
     for name, value in rows.items():
-        parts = (
-            [f"{key.replace('_', ' ')}: {_shown(each)}" for key, each in value.items()]
-            if isinstance(value, dict)
-            else None
-        )
-        table.add_row(name.replace("_", " "), _shown(value) if parts is None else "\n".join(parts))
-    console().print(table)
+        if isinstance(value, dict):
+            shown = "\n".join(f"{key.replace('_', ' ')}: {_shown(each)}" for key, each in value.items())
+        else:
+            shown = _shown(value)
+        table.add_row(name.replace("_", " "), shown)
+    return table
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
@@ -219,12 +317,34 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
 
 def filter_of(where: str | None) -> Filter | None:
     """The filter in an option; raises `BankError` for what is no JSON object."""
-    found = None
+    if where is None:
+        return None
     with suppress(ValueError):
-        found = None if where is None else json.loads(where)
-    if where is not None and not isinstance(found, dict):
-        raise BankError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
-    return found
+        if isinstance(found := json.loads(where), dict):
+            return found
+    raise BankError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
+
+
+def is_collection(place: str) -> bool:
+    """Whether a collection lies here; a server may hold one."""
+    return is_url(place) or is_fact_store(Path(place))
+
+
+def open_collection(
+    place: str,
+    options: PlaceOptions,
+    *,
+    new: bool = False,
+    hint: str = "`kp build COLLECTION FILE...` makes one.",
+    **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
+) -> ChromaFactStore:
+    """The collection in a folder or on a server; raises `BankError` where there is none, unless it may be `new`."""
+    path = Path(place)
+    if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
+        around = path.parent.iterdir() if path.parent.is_dir() else ()
+        names = [str(each) for each in around if is_fact_store(each)]
+        raise BankError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
+    return ChromaFactStore(place, **options.settings(place), **settings)
 
 
 def located(place: str) -> str | Path:
@@ -242,14 +362,17 @@ def is_store(place: str | Path) -> bool:
     return is_made(open_blobs(place))
 
 
-def read_one(path: Path) -> KnowledgePack:
-    """The pack in a file; raises `PackError`, naming it, for what is none."""
-    from kp_core.packs.file import read_pack
-
-    try:
-        return read_pack(path.read_bytes())
-    except PackError as error:
-        raise PackError(f"{path} is no pack file, or damaged: {error}") from error
+def about_hit(hit: Hit, text: str, handle: Handle | None) -> dict[str, Any]:
+    """A hit as JSON: `text` is what a model reads of it."""
+    return {
+        "id": hit.fact.id,
+        "handle": None if handle is None else str(handle),
+        "title": hit.fact.title,
+        "source": hit.fact.source,
+        "score": hit.score,
+        "bank": hit.bank,
+        "text": text,
+    }
 
 
 def sourced(fact: Fact) -> str:

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, spread, table_of, tell
 from kp_core import SentenceTransformerEmbedder
-from kp_core.cli.shared import JsonFlag, ModelOptions, console, did_you_mean, print_json, show_table, spread, tell
 from kp_core.errors import SourceError, SteeringError
 from kp_core.facts.sources.tables import read_json_lines
 from kp_core.steering import (
@@ -58,13 +58,10 @@ _File = Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp 
 def list_presets(*, as_json: JsonFlag = False) -> None:
     """The presets that come with the package."""
     found = [{"name": name, "about": preset_about(name), "pairs": len(preset(name))} for name in preset_names()]
-    if as_json:
-        print_json({"presets": found})
-        return
     table = Table("preset", "towards, and away from", "pairs")
     for row in found:
         table.add_row(str(row["name"]), str(row["about"]), str(row["pairs"]))
-    console().print(table)
+    tell({"presets": found}, table, as_json=as_json)
 
 
 @steer.command()
@@ -239,9 +236,6 @@ def _about(steering: Steering) -> dict[str, Any]:
 
 
 def _show(about: dict[str, Any], *, as_json: bool) -> None:
-    if as_json:
-        print_json(about)
-        return
     layers, default = about["layers"], about["recommended"]
     rows = {
         "file": about["file"],
@@ -256,7 +250,7 @@ def _show(about: dict[str, Any], *, as_json: bool) -> None:
     }
     if "cosine" in about:
         rows["cosine"] = f"{about['cosine']['all']:.3f} with {about['cosine']['with']}"
-    show_table(rows)
+    tell(about, table_of(rows), as_json=as_json)
 
 
 def _range(bounds: list[float | None] | None) -> str:

@@ -12,16 +12,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.columns import Columns
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
-from kp_core.cli.shared import ModelOptions, console, spread
+from kp_cli.shared import ModelOptions, console, spread
 
 if TYPE_CHECKING:
-    from kp_core import Generation, Handle, PackView, Session
+    from kp_core import Generation, Handle, Session
 
 __all__ = ["demo"]
 
@@ -72,7 +72,8 @@ class _Demo:
         from kp_core import PackStore
 
         self.session, self._store = session, PackStore(folder)
-        facts = (files("kp_core.cli") / "isles.jsonl").read_text(encoding="utf-8")
+        self._view = self._store.view("default")
+        facts = (files("kp_cli") / "isles.jsonl").read_text(encoding="utf-8")
         self._facts = [str(json.loads(line)["text"]) for line in facts.splitlines()]
         self._sizes = [len(session.tokenizer.encode(f"{fact}\n", add_special_tokens=False)) for fact in self._facts]
         self.passages = {tokens: next(self._cut([tokens])) for tokens in _TOKENS}
@@ -90,10 +91,6 @@ class _Demo:
             stop = first + max(1, sum(total <= wanted for total in sums))
             yield "\n".join(self._facts[first:stop])
             first = stop
-
-    @property
-    def _view(self) -> PackView:
-        return self._store.view("default")
 
     def compile(self) -> None:
         """The packs of the passages."""
@@ -118,16 +115,15 @@ class _Demo:
 
     def side_by_side(self, out: Console) -> None:
         """One question from text and from its pack."""
-        tokens = _TOKENS[1]
         sides = {way: _Side(out, way) for way in ("text", "pack")}
         made = {}
-        with _live(out, lambda: _beside(out, [side.shown() for side in sides.values()])):
+        with Live(Columns(sides.values(), padding=0), console=out, refresh_per_second=10):
             for way, side in sides.items():
                 side.began = time.perf_counter()
-                made[way] = self.answer(tokens, way, side.pieces.append)
+                made[way] = self.answer(_TOKENS[1], way, side.pieces.append)
                 side.stop(made[way])
         if not out.is_terminal:
-            out.print(_beside(out, [side.shown() for side in sides.values()]))
+            out.line()  # There rich prints the panels once, at the end, and no new line.
         text, pack = made["text"], made["pack"]
         same = text.token_ids == pack.token_ids
         out.print(
@@ -200,40 +196,19 @@ class _Side:
         sent = len(made.prompt) if self._way == "text" else usage.prompt_tokens
         self._told = f"{sent:,} tokens sent, {usage.computed_tokens:,} computed; first token after {usage.ttft_s:.2f} s"
 
-    def shown(self) -> RenderableType:
-        """The panel as it is now."""
+    def __rich__(self) -> Panel:
         now = (self._ended or time.perf_counter()) - self.began if self.began else 0.0
         about = Text(self._told if self._ended or not self.began else "reading ...", "dim")
         answer = Text("".join(self.pieces).strip() or " ", "yellow" if self._way == "text" else "green")
         return Panel(Group(answer, about), title=f"{self._way}  {now:.1f} s", width=self._width, height=8)
 
 
-def _beside(out: Console, panels: Sequence[RenderableType]) -> RenderableType:
-    if out.width < 80:
-        return Group(*panels)
-    grid = Table.grid()
-    grid.add_row(*panels)
-    return grid
-
-
-@contextmanager
-def _live(out: Console, shown: Callable[[], RenderableType]) -> Iterator[None]:
-    """What `shown` gives, ten times a second where there is a terminal."""
-    if not out.is_terminal:
-        yield
-        return
-    with Live(console=out, get_renderable=shown, refresh_per_second=10):
-        yield
-
-
 @contextmanager
 def _doing(out: Console, words: str) -> Iterator[None]:
     """Say what takes its time: on a terminal until it is done, else in a line."""
-    if out.is_terminal:
-        with out.status(f"{words} ...", spinner="dots" if _is_utf(out) else "line"):
-            yield
-    else:
+    if not out.is_terminal:
         out.print(f"{words} ...")
+    with out.status(f"{words} ...", spinner="dots" if _is_utf(out) else "line"):
         yield
 
 

@@ -19,9 +19,7 @@ import gradio as gr
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-from kp_core.errors import KnowledgePackError, ModelError
-from kp_core.play.agent import Agent
-from kp_core.play.look import (
+from kp_cli.play.look import (
     answers_html,
     documents_html,
     empty_html,
@@ -30,7 +28,9 @@ from kp_core.play.look import (
     problem_html,
     steps_html,
 )
-from kp_core.play.world import Answer, Way, World
+from kp_cli.play.world import Agent, Answer, Way, World
+from kp_cli.shared import ERRORS, message_of
+from kp_core.errors import ModelError
 from kp_core.steering import preset_about, preset_names
 
 __all__ = ["make_page", "serve"]
@@ -38,7 +38,6 @@ __all__ = ["make_page", "serve"]
 _HOST = "127.0.0.1"
 _OWN_HOSTS = {_HOST, "localhost"}
 _UPLOAD = "20mb"
-_ERRORS = (KnowledgePackError, OSError, ValueError, RuntimeError, MemoryError)
 _CSS = Path(__file__).with_name("page.css")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
@@ -144,8 +143,8 @@ def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
                 said = empty_html(f"Compiled {made.name}: {made.tokens:,} tokens.")
                 yield _listed(world, said), gr.skip(), gr.skip(), gr.skip()
             yield _listed(world), _names(world), "", None
-        except _ERRORS as error:
-            yield _listed(world, problem_html(_said(error))), _names(world), gr.skip(), None
+        except ERRORS as error:
+            yield _listed(world, problem_html(message_of(error))), _names(world), gr.skip(), None
         finally:
             for name in dropped or ():
                 Path(name).unlink(missing_ok=True)
@@ -157,8 +156,8 @@ def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
             lines = " ".join(each.line for each in made.edits.corrections)
             done = f"{len(before.token_ids):,} tokens before, {len(made.token_ids):,} now. {lines}"
             yield _listed(world, empty_html(done))
-        except _ERRORS as error:
-            yield _listed(world, problem_html(_said(error)))
+        except ERRORS as error:
+            yield _listed(world, problem_html(message_of(error)))
 
     add.click(adding, [text, files], [shown, chosen, text, files], show_progress="hidden", **_ONE)
     correct.click(correcting, [chosen, old, new, how], shown, show_progress="hidden", **_ONE)
@@ -207,8 +206,8 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
                         if answer.generation is not None and way == "packs" and not world.address:
                             shown = plan_html(asked.plan, answer.generation.prompt.token_ids, world.session)
                         yield answers_html([*answers.values()], kv_bytes, badge), shown or gr.skip(), listed
-        except _ERRORS as error:
-            yield problem_html(_said(error)), "", gr.skip()
+        except ERRORS as error:
+            yield problem_html(message_of(error)), "", gr.skip()
 
     given = [question, k, composer, style, alpha]
     events: list[Any] = [
@@ -232,8 +231,8 @@ def _agent(world: World) -> None:
                 for answer in written:
                     yield steps_html(agent.steps, agent.task, answer.text), gr.skip()
             yield steps_html(agent.steps, agent.task), agent
-        except _ERRORS as error:
-            yield problem_html(_said(error)), None
+        except ERRORS as error:
+            yield problem_html(message_of(error)), None
 
     step.click(stepping, [task, state], [board, state], show_progress="hidden", **_ONE)
     again.click(lambda: (empty_html(_AGENT_FIRST), None), None, [board, state])
@@ -250,7 +249,3 @@ def _listed(world: World, note: str = "", used: Iterable[str] = ()) -> str:
 def _names(world: World) -> gr.Dropdown:
     names = list(world.documents)
     return gr.Dropdown(choices=names, value=world.saying(_OLD) or next(iter(names), None))
-
-
-def _said(error: BaseException) -> str:
-    return str(error) if isinstance(error, KnowledgePackError) else f"{type(error).__name__}: {error}"

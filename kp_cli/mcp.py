@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kp_core.cli.places import Place, PlaceOptions, open_collection
-from kp_core.cli.shared import ModelOptions, checked_namespace, spread
+from kp_cli.shared import ModelOptions, Place, PlaceOptions, checked_namespace, open_collection, spread
 from kp_core.delivery import Delivery, Found
 from kp_core.errors import KnowledgePackError, MissingDependencyError
 from kp_core.facts import Fact, FactStore, Hit

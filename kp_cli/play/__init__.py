@@ -1,4 +1,4 @@
-"""`kp play`: the playground in the browser of this machine."""
+"""The playground, `kp play`: see in a browser what packs do, before writing a line of code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kp_core.cli.shared import ModelOptions, console, spread
+from kp_cli.shared import ModelOptions, console, spread
 from kp_core.errors import MissingDependencyError, ModelError, SourceError
 from kp_core.progress import bar_of
 
@@ -45,9 +45,9 @@ def play(
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")
         out.print("Loading the model ...")
         try:
+            from kp_cli.play.page import serve
+            from kp_cli.play.world import SAMPLE, World
             from kp_core.facts.embed import SentenceTransformerEmbedder
-            from kp_core.play import SAMPLE, World
-            from kp_core.play.page import serve
         except ImportError as error:
             raise MissingDependencyError(
                 f'kp play needs {error.name}: `pip install "knowledge-packs[play]"`.'

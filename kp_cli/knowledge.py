@@ -1,0 +1,516 @@
+"""`kp build`, `add`, `edit`, `remove`, `gc`, `size`: facts into collections, corrected, and out of them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.table import Table
+
+from kp_cli.shared import (
+    JsonFlag,
+    MaybeNamespace,
+    ModelOptions,
+    Place,
+    PlaceOptions,
+    ReadOptions,
+    TargetPath,
+    Where,
+    checked_namespace,
+    counted,
+    did_you_mean,
+    filter_of,
+    is_collection,
+    is_store,
+    located,
+    open_collection,
+    print_json,
+    spread,
+    tell,
+)
+from kp_core import edit as editing
+from kp_core.compiling import MUCH_BYTES, compile_cost, provenance_of
+from kp_core.delivery import KV, Delivery, Unit
+from kp_core.engines.session import Session
+from kp_core.errors import BankError, PackError, SourceError
+from kp_core.facts import Added, ChromaFactStore, Fact, FactStore
+from kp_core.facts.banking import BANK_SIZE
+from kp_core.facts.sources import OnError, read_dataset, read_facts
+from kp_core.facts.sources.drafts import STDIN
+from kp_core.packs.codec import Compression
+from kp_core.packs.fingerprint import NUMERICS
+from kp_core.packs.handle import Handle
+from kp_core.packs.pack import PackKey
+from kp_core.packs.store import PackStore
+from kp_core.progress import bar_of
+from kp_serve.engine import VLLMEngine
+
+__all__ = ["add", "build", "edit", "gc", "remove", "size"]
+
+logger = logging.getLogger(__name__)
+
+_ADDED_AT_ONCE = 256
+_COMPILED_AT_ONCE, _SERVER_THREADS = 64, 8
+_SHOWN = 5
+
+_Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
+_Vacuum = Annotated[
+    bool, typer.Option("--vacuum/--no-vacuum", help="Take what was removed off the disk; Chroma keeps it until then.")
+]
+_Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """A dataset beside files, and how facts are read."""
+
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="A Hugging Face dataset too.")] = None
+    config: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of --dataset.")] = None
+    split: Annotated[str | None, typer.Option(metavar="NAME", help="Split of --dataset; default: train.")] = None
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="COLUMN=FIELD", help="A column of --dataset to read, e.g. `context=text`. Default: all."),
+    ] = None
+    namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None
+    ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
+    on_error: Annotated[OnError, typer.Option(help="What to do with rows that make no fact.")] = "raise"
+    max_chars: Annotated[
+        int, typer.Option(help="Longest paragraph of text, Markdown, Word, PDF and HTML, in characters.")
+    ] = 2000
+    encoding: Annotated[str | None, typer.Option(metavar="NAME", help="Of text that is not UTF-8, e.g. cp1252.")] = None
+
+    def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
+        """The facts in `files`, then those of the dataset; rows passed over go to `skipped`.
+
+        What is not there is said at once, before anything is read or written.
+        """
+        for file in files:
+            if str(file) != STDIN and not file.exists():
+                around = [str(path) for path in file.parent.iterdir() if path.exists()] if file.parent.is_dir() else []
+                raise SourceError(f"There is no file {file}. {did_you_mean(str(file), around)}".rstrip())
+        shared: Any = {"on_error": self.on_error, "skipped": skipped.append, "namespace": self.namespace}
+        facts = read_facts(files, max_chars=self.max_chars, encoding=self.encoding, **shared)
+        if self.dataset is None:
+            if self.config or self.split or self.column:
+                raise typer.BadParameter("--config, --split and --column go with --dataset.")
+            return facts
+        for column in self.column or ():
+            if not all(column.partition("=")):
+                raise typer.BadParameter(f"Got --column {column}; expected COLUMN=FIELD, e.g. context=text.")
+        columns = dict(column.split("=", 1) for column in self.column or ()) or None
+        rows = read_dataset(self.dataset, self.config, split=self.split or "train", columns=columns, **shared)
+        return itertools.chain(facts, rows)
+
+
+@dataclass(frozen=True)
+class CompileOptions(ModelOptions):
+    """Whether packs are compiled now, and which."""
+
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile packs of all facts now. Without, each is when it is first found.")
+    ] = False
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how many packs, tokens, bytes and minutes --compile would take.")
+    ] = False
+    unit: _Unit = "fact"
+    kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored"
+    compress: Annotated[
+        Compression | None,
+        typer.Option(
+            help="How KV is stored: none as it is, lossless changes no bit, int8 rounds and needs "
+            "`--mismatch accept`. Default: none; a server stores it as its `kp serve --compress` says."
+        ),
+    ] = None
+
+    def chosen(self, session: Session) -> Compression:
+        """How KV is stored from here; raises `BadParameter` for a choice that is the server's."""
+        if self.compress is not None and isinstance(session.engine, VLLMEngine):
+            raise typer.BadParameter(
+                f"Got --compress {self.compress}; how a server stores KV is for `kp serve --compress` to say."
+            )
+        return self.compress or "none"
+
+    def server(self, session: Session) -> VLLMEngine | None:
+        """The server that computes the KV and stores it, where there is one."""
+        return session.engine if isinstance(session.engine, VLLMEngine) and self.kv == "stored" else None
+
+    def plan(self, units: Iterable[Fact], store: PackStore | None, session: Session) -> dict[str, Any]:
+        """What compiling the units takes that have no pack yet."""
+        compress = self.chosen(session)
+        texts, stored, allowed = [], 0, set(NUMERICS if compress == "int8" else ())
+        for unit in units:
+            pack = store and store.peek(store.handle(unit.text, unit.namespace))
+            differs = pack.fingerprint.diff(session.fingerprint).keys() if pack else set()
+            if pack and differs <= allowed and (pack.stored_bytes or self.kv == "lazy"):
+                stored += 1
+            else:
+                texts.append(unit.text)
+        cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
+        about: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+        if server := self.server(session):  # Which bytes and time it takes, it alone knows.
+            return about | {"server": server.base_url}
+        return about | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
+
+    def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
+        """Say what it takes, and compile; an interrupted run goes on where it stopped."""
+        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=self.chosen(session))
+        units, server = delivery.all_units(), self.server(session)
+        plan = self.plan(units, store, session)
+        _say_plan(plan, err=as_json)
+        with bar_of("Compiling", len(units), "pack") as bar:
+            for at in range(0, len(units), _COMPILED_AT_ONCE):
+                part = units[at : at + _COMPILED_AT_ONCE]
+                handles = delivery.compile(part, progress=False)
+                if server is not None:
+                    made = [unit for unit, handle in zip(part, handles, strict=True) if handle]
+                    _compile_there(server, made, self.unit)
+                bar.update(len(part))
+        return plan
+
+
+@spread
+def build(  # noqa: PLR0913 - one parameter per option or group of options
+    place: Place,
+    files: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[FILE...]", help="JSON lines, CSV, text, Markdown, Word, PDF, HTML, folders; - is standard input."
+        ),
+    ] = None,
+    *,
+    bank_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Make banks now, of about so many facts. Default: when needed, of as many as before."),
+    ] = None,
+    source: SourceOptions,
+    options: PlaceOptions,
+    compiling: CompileOptions,
+    wait: _Wait = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Make a collection of the facts in files or a dataset, or go on where an interrupted build stopped.
+
+    Facts are stored as they come; what is already stored is not embedded again.
+    """
+    there = is_collection(place)
+    if not files and source.dataset is None and not (there and (compiling.compile or compiling.dry_run or bank_size)):
+        raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
+    skipped: list[SourceError] = []
+    facts = source.facts(files or [], skipped)
+    with ExitStack() as stack:
+        if compiling.dry_run:
+            store, banks = None, bank_size or BANK_SIZE
+            if there:
+                held = stack.enter_context(open_collection(place, options, read_only=True))
+                banks = bank_size or held.bank_size
+                facts, folder = itertools.chain(held.facts(), facts), options.folder(place, held)
+                store = PackStore(folder) if is_store(folder) else None
+            plan = compiling.plan(_units_of(facts, compiling.unit, banks), store, compiling.load())
+            if as_json:
+                print_json({"dry_run": True, "plan": plan, "skipped": [str(error) for error in skipped]})
+            else:
+                _say_plan(plan)
+            return
+        # A model that is not there is said before hours of embedding.
+        session = compiling.load() if compiling.compile else None
+        opened = stack.enter_context(open_collection(place, options, new=True, wait=wait, bank_size=bank_size))
+        told = _ingest(opened, facts, files, source.ttl, skipped)
+        if bank_size:
+            opened.rebuild()
+        if not as_json:
+            tell(told, _ingested(told), as_json=False)
+        if session is not None:
+            store = PackStore(options.folder(place, opened))
+            told["plan"] = compiling.run(opened, store, session, as_json=as_json)
+        if as_json:
+            print_json(told)
+
+
+@spread
+def add(  # noqa: PLR0913 - one parameter per option or group of options
+    place: Place,
+    files: Annotated[list[Path] | None, typer.Argument(metavar="[FILE...]", help="Files as for `kp build`.")] = None,
+    *,
+    fact: Annotated[list[str] | None, typer.Option("--fact", metavar="TEXT", help="A fact; may be repeated.")] = None,
+    fact_id: Annotated[str, typer.Option("--id", help="Id of the one --fact; default: a digest of it.")] = "",
+    title: Annotated[str, typer.Option(help="Title of --fact.")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the fact that has this --id.")] = False,
+    source: SourceOptions,
+    options: PlaceOptions,
+    wait: _Wait = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Add facts to a collection; with --replace, packs of the old text go."""
+    texts = fact or []
+    if not files and not texts and source.dataset is None:
+        raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
+    if (fact_id or replace) and len(texts) != 1:
+        raise typer.BadParameter("--id and --replace go with exactly one --fact.")
+    if replace and not fact_id:
+        raise typer.BadParameter("--replace needs --id.")
+    skipped: list[SourceError] = []
+    facts = source.facts(files or [], skipped)
+    with open_collection(place, options, wait=wait) as opened:
+        given = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
+        if replace:
+            new = opened.update(given[0])
+            _collect(opened, options.folder(place, opened))
+            about = {"id": new.id, "version": new.version}
+            tell(about, f"{new.id} has version {new.version}.", as_json=as_json)
+            return
+        told = _ingest(opened, itertools.chain(given, facts), files, source.ttl, skipped)
+    tell(told, _ingested(told), as_json=as_json)
+
+
+@spread
+def edit(  # noqa: PLR0913 - one parameter per option or group of options
+    place: TargetPath,
+    name: Annotated[str, typer.Argument(metavar="ID", help="The id of a fact, or how it begins; or a handle.")],
+    *,
+    old: Annotated[str, typer.Option(help="What it says, letter by letter, and says once.")],
+    new: Annotated[str, typer.Option(help="What holds instead.")],
+    how: Annotated[
+        editing.How,
+        typer.Option(help="A line behind it that corrects it; its KV alone, approximate; or all of it computed anew."),
+    ] = "amend",
+    options: PlaceOptions,
+    model: ModelOptions,
+    wait: _Wait = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Correct what a fact of a collection says, or a pack of a store; the old pack stays under its own handle."""
+    if is_store(located(place)):
+        store, before, session = PackStore(place), Handle.parse(name), model.load()
+        was = store.get(before, PackKey(session.fingerprint))
+        pack = editing.edit(was, old, new, session, how=how)
+        after = store.put(pack)
+    else:
+        with open_collection(place, options, wait=wait) as opened:
+            fact = opened.get(_found_id(name, opened))
+            session, store = model.load(), PackStore(options.folder(place, opened))
+            delivery = Delivery(opened, session, store, kv="stored", namespace=fact.namespace)
+            edited = delivery.edit(fact.id, old, new, how=how)
+            before, after = (store.handle(each.text, each.namespace) for each in (fact, edited))
+            stored = store.peek(after, PackKey(session.fingerprint))
+            if stored is None:
+                return
+            pack = stored
+    errata = [each.line for each in pack.edits.corrections]
+    about = {"handle": str(after), "was": str(before), "tokens": len(pack.token_ids), "errata": errata}
+    about |= {"text": pack.text, "how": pack.history[-1].how}
+    said = "\n".join(errata) or f"It says now: {pack.text}"
+    tell(about, f"{after} in place of {before}: {len(pack.token_ids)} tokens.\n{said}", as_json=as_json)
+
+
+@spread
+def remove(  # noqa: PLR0913 - one parameter per option
+    place: Place,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or how they begin.")] = None,
+    *,
+    where: Where = None,
+    source: Annotated[str | None, typer.Option(metavar="FILE", help="Only facts of this source.")] = None,
+    namespace: MaybeNamespace = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    vacuum: _Vacuum = True,
+    options: PlaceOptions,
+    wait: _Wait = 0.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Remove facts, by id, filter or source (those that meet all that is given), and packs that no fact uses then."""
+    tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
+    if not ids and not tests:
+        raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
+    with open_collection(place, options, wait=wait) as opened:
+        asked = [_found_id(given, opened) for given in ids] if ids else None
+        gone = list(opened.facts(ids=asked, where={"$and": tests} if tests else None, namespace=namespace))
+        about: dict[str, Any] = {"removed": [fact.id for fact in gone], "dry_run": dry_run}
+        said = f"Facts that would go: {len(gone)}."
+        if not dry_run:
+            for space in {fact.namespace for fact in gone}:
+                opened.delete([fact.id for fact in gone if fact.namespace == space], namespace=space)
+            packs, kept = _collect(opened, options.folder(place, opened)), _vacuum(opened, wanted=vacuum)
+            about |= {"packs": packs, "vacuumed": not kept}
+            said = f"Facts removed: {len(gone)}; packs: {packs}; facts left: {len(opened)}.{kept}"
+        tell({**about, "facts": len(opened)}, said, as_json=as_json)
+
+
+@spread
+def gc(
+    place: Place, *, vacuum: _Vacuum = True, options: ReadOptions, wait: _Wait = 0.0, as_json: JsonFlag = False
+) -> None:
+    """Remove packs that no fact uses any more, and take what was removed off the disk."""
+    with options.reading(place, read_only=False, wait=wait) as opened:
+        packs = _collect(opened, options.folder(place, opened))
+        kept = _vacuum(opened, wanted=vacuum) if isinstance(opened, ChromaFactStore) else ""
+    about = {"packs": packs, "vacuumed": isinstance(opened, ChromaFactStore) and not kept}
+    tell(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
+
+
+_STORED: dict[Compression, str] = {
+    "none": "read soonest",
+    "lossless": "no bit changed",
+    "int8": "rounded: an approximation, read with --mismatch accept",
+}
+
+
+@spread
+def size(
+    places: Annotated[list[str], typer.Argument(metavar="PATH...", help="A collection; or files and folders of text.")],
+    *,
+    unit: _Unit = "fact",
+    options: PlaceOptions,
+    model: ModelOptions,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tokens, bytes on disk for each way of storing KV, and minutes to compile, on this machine and for this model.
+
+    Nothing is stored. Tokens are counted on a sample of 256 packs, bytes and minutes measured by compiling eight.
+    """
+    if len(places) == 1 and is_collection(places[0]):
+        with open_collection(places[0], options, read_only=True) as opened:
+            facts, banks = list(opened.facts()), opened.bank_size
+    else:
+        facts, banks = list(SourceOptions().facts([Path(each) for each in places], [])), BANK_SIZE
+    units = [each.text for each in _units_of(facts, unit, banks)]
+    session = model.load()
+    costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
+    tokens, text_bytes = costs["none"].tokens, sum(len(text.encode()) for text in units)
+    table = Table("stored as", "MB on disk", "minutes to compile", "")
+    for kind, note in _STORED.items():
+        table.add_row(kind, f"{costs[kind].nbytes / 1e6:,.1f}", f"{costs[kind].seconds / 60:.1f}", note)
+    table.add_row("lazy", f"{text_bytes / 1e6:,.1f}", "0", "text alone; KV is computed at first use")
+    said = (
+        f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {tokens:,} tokens, "
+        f"{session.bytes_per_token:,} bytes of KV each; the text has {text_bytes / 1e6:,.2f} MB."
+    )
+    about: dict[str, Any] = {"facts": len(facts), "packs": len(units), "tokens": tokens, "text_bytes": text_bytes}
+    about |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
+    about |= {"stored": {kind: asdict(cost) for kind, cost in costs.items()}}
+    tell(about, Group(said, table), as_json=as_json)
+
+
+def _ingest(
+    collection: ChromaFactStore,
+    facts: Iterable[Fact],
+    files: Iterable[Path] | None,
+    ttl: float | None,
+    skipped: list[SourceError],
+) -> dict[str, Any]:
+    """Add facts in batches, with a bar that knows how many bytes of the files have become facts.
+
+    What became of the facts and of the rows of `skipped`, and how many the collection has now, as JSON.
+    """
+    # Of standard input nobody knows; it is no file.
+    total = sum(path.stat().st_size for each in files or () for path in (each, *each.rglob("*")) if path.is_file())
+    added, left, seen = Added(), iter(facts), 0
+    with bar_of("Adding", total or None, "B") as bar:
+        while batch := list(itertools.islice(left, _ADDED_AT_ONCE)):
+            added += collection.add(batch, ttl=ttl)
+            seen += len(batch)
+            bar.set_postfix(facts=seen, refresh=False)
+            bar.update(sum(len(fact.text.encode()) for fact in batch))
+        bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
+    return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
+
+
+def _ingested(told: Mapping[str, Any]) -> str:
+    """What `_ingest` gives, for people."""
+    near, corrected = told["near_duplicates"], told["superseded"]
+    lines = [
+        f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
+    ]
+    if near:
+        lines.append(f"{len(near)} say nearly what another does:")
+        lines += [f"  {each['id']} ≈ {each['earlier']} ({each['score']:.3f})" for each in near[:_SHOWN]]
+    if len(near) > _SHOWN:
+        lines.append("  … all of them with --json")
+    if corrected:
+        shown = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
+        lines.append(
+            f"Corrected in the collection since, and left as they are: {shown}. (Files still say what they said.)"
+        )
+    return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
+
+
+def _units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
+    """The units that facts will make, about: which banks there will be, nobody knows before they are made."""
+    groups = defaultdict[object, list[str]](list)
+    for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
+        key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
+        groups[space, key].append(text)
+    return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
+
+
+def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> None:
+    """Have a server compile texts, some at a time, as it batches them; it answers at once for what it has.
+
+    What it refuses is left out, with a warning. Raises `ModelError` when the server is away or refuses the key.
+    """
+
+    def compiled(each: Fact) -> None:
+        try:
+            server.compile(each.text, each.namespace, "user", provenance_of(each, unit))
+        except PackError as error:
+            logger.warning("Fact %s is not compiled: %s", each.id, error)
+
+    with ThreadPoolExecutor(_SERVER_THREADS) as pool:
+        for _ in pool.map(compiled, units):
+            pass  # What was raised is raised here, and ends the others.
+
+
+def _say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
+    """Print a plan in one line, and a warning when it fills the disk."""
+    if "server" in plan:
+        typer.echo(
+            f"To compile by {plan['server']}: {plan['packs']:,} packs of {plan['tokens']:,} tokens; known to be "
+            f"compiled already: {plan['stored']:,}.",
+            err=err,
+        )
+        return
+    nbytes, compress = plan["bytes"], plan["compress"]
+    stored = "" if compress == "none" else f" ({compress})"
+    typer.echo(
+        f"To compile: {plan['packs']:,} packs of {plan['tokens']:,} tokens, {nbytes / 1e6:,.1f} MB on disk{stored}, "
+        f"about {plan['minutes']:.1f} minutes; compiled already: {plan['stored']:,}.",
+        err=err,
+    )
+    if nbytes > MUCH_BYTES:
+        typer.echo(f"That is {nbytes / 1e9:.1f} GB; `--kv lazy` keeps text alone, and computes KV on use.", err=True)
+
+
+def _collect(facts: FactStore, folder: str | Path) -> int:
+    """Remove the packs in `folder` that no fact uses any more; how many there were."""
+    return len(Delivery(facts, None, PackStore(folder)).gc()) if is_store(folder) else 0
+
+
+def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
+    """Vacuum; or why what was removed is still on the disk."""
+    if facts.path is None:
+        return f" {facts.where} keeps what was removed until `chroma vacuum --path FOLDER` is run there."
+    if not wanted:
+        return f" Chroma keeps what was removed on the disk until `kp gc {facts.path}`."
+    facts.vacuum()
+    return ""
+
+
+def _found_id(given: str, facts: FactStore) -> str:
+    """The id that is or begins with `given`."""
+    if any(facts.facts(ids=[given])):
+        return given
+    ids = [fact.id for fact in facts.facts()]
+    found = {each for each in ids if each.startswith(given)}
+    if len(found) == 1:
+        return found.pop()
+    if found:
+        raise BankError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
+    hint = did_you_mean(given, ids, "`kp search` shows ids.")
+    raise BankError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")
