@@ -10,16 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from numbers import Integral, Real
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from kp_core.compose import Composer
 from kp_core.errors import SamplingError
-from kp_core.kv import KVTensors
-from kp_core.packs.view import PackSource
+from kp_core.packs.kept import KeptKV
+from kp_core.packs.view import PackView
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Block
 
-__all__ = ["KeptKV", "Limit", "Plan", "Region", "Sampling", "Source", "number", "plan_regions"]
+__all__ = ["Limit", "Plan", "Region", "Sampling", "Source", "number", "plan_regions"]
 
 _GAP_TOKENS = 64
 """Text between two packs of one stretch; longer text is computed by itself."""
@@ -136,27 +136,6 @@ class Region:
         return self.stop - self.start
 
 
-class KeptKV(Protocol):
-    """What earlier requests left in the store for parts of a prompt, and what this one shall leave."""
-
-    @property
-    def parts(self) -> Sequence[tuple[int, int]]:
-        """The parts `start:stop` of the prompt that may be kept, in order."""
-
-    @property
-    def wanted(self) -> Collection[tuple[int, int]]:
-        """Those whose KV is to be kept."""
-
-    def has(self, start: int, stop: int) -> bool:
-        """Whether KV of a part is kept."""
-
-    def read(self, start: int, stop: int) -> KVTensors | None:
-        """KV of a part, up to `stop` or the last token in common with what is kept, on the CPU; `None` without any."""
-
-    def take(self, start: int, stop: int, kv: KVTensors) -> None:
-        """Keep the KV of a wanted part."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything an engine needs to answer one request; made once, and printable (`Session.explain`)."""
@@ -171,7 +150,7 @@ class Plan:
     opened: bool = False
     forced: tuple[int, ...] = ()
     """The answer itself, where its likelihood is asked for and not an answer."""
-    packs: PackSource | None = None
+    packs: PackView | None = None
     """Where the KV of packs is read."""
     kept: KeptKV | None = field(default=None, compare=False)
     """Where the KV of chunks with packs is read that was computed before, and kept for later."""

@@ -14,7 +14,7 @@ from typing import Any
 from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
-from kp_core.packs.kept import EntryKey
+from kp_core.packs.kept import KeptEntry
 from kp_core.plan import Plan
 from kp_core.steering import Block, Part, Steering
 from kp_core.steering.file import steering_bytes, steering_of
@@ -24,7 +24,7 @@ __all__ = ["COMPUTED", "Altered", "Below", "asked", "digest_of"]
 COMPUTED = "kp-computed-tokens"
 """The header of an answer that says how many tokens were computed before its prompt could be steered."""
 
-_BEFORE = "below a steered block"  # How `EntryKey.before` of such entries begins.
+_BEFORE = "below a steered block"  # How `KeptEntry.before` of such entries begins.
 _MOST_BLOCKS = 64
 _MOST_BYTES = 8 * 2**20  # Of all steerings of a request; one of an 8B model has some 50 kB.
 
@@ -121,20 +121,20 @@ class Altered:
         last = self.blocks[-1][1] if self.blocks else 0
         return "\0".join([*blocks, *sorted(handle for handle, start in self.packs if start < last)])
 
-    def key(self, model: ModelFingerprint, namespaces: Sequence[str], token_ids: Sequence[int]) -> EntryKey:
+    def key(self, model: ModelFingerprint, namespaces: Sequence[str], token_ids: Sequence[int]) -> KeptEntry:
         """Where the KV of `token_ids` behind these blocks is kept."""
         # Who reads other namespaces has entries of their own, so that time says nothing about what others ask.
         behind = "\0".join([",".join(sorted(namespaces)), self.label])
         before = f"{_BEFORE} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
         packs = tuple(handle for handle, start in self.packs if start < len(token_ids))
-        return EntryKey(model, 0, before, tuple(token_ids), packs, min(namespaces, default="default"))
+        return KeptEntry(model, 0, before, tuple(token_ids), packs, min(namespaces, default="default"))
 
 
 @dataclass(frozen=True)
 class Below:
     """The KV of a prompt's first tokens, kept under `key`, and the block of it that is altered when it is loaded."""
 
-    key: EntryKey
+    key: KeptEntry
     namespaces: tuple[str, ...]
     altered: Altered
     start = 0

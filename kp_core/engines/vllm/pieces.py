@@ -20,12 +20,11 @@ from kp_core.engines.vllm.spliced import KeptPart, Laid, MovedPack, Packet
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
-from kp_core.packs.file import OpenPack
-from kp_core.packs.files import PackFiles
+from kp_core.packs.file import PackFile
+from kp_core.packs.files import PackFiles, handle_of
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.kept import EntryKey
-from kp_core.packs.layout import handle_of
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
@@ -34,7 +33,7 @@ __all__ = ["Kept", "LayeredKV", "Loaded", "Piece", "StoredPieces", "saved_from"]
 
 logger = logging.getLogger(__name__)
 
-_HEAD = "prefix of packs"  # What `EntryKey.before` says of the KV that stands before packs.
+_HEAD = "prefix of packs"  # What `KeptEntry.before` says of the KV that stands before packs.
 _FIRST = 4  # Tokens by which the packs behind one prefix are told apart at first.
 
 
@@ -162,7 +161,7 @@ class StoredPieces:
             before = [] if head is None else [(head.keys[layer], head.values[layer])]
             return [*before, (key[:, own], value[:, own])]
 
-        return LayeredKV(len(pack.header.content.digests) // 2, read)
+        return LayeredKV(len(pack.digests) // 2, read)
 
     def _laid(self, laid: Laid, start: int, stop: int) -> LayeredKV:
         """Packs moved to where a prompt has them, and what was computed between them."""
@@ -203,22 +202,22 @@ class StoredPieces:
         kv = kv.slice(max(start - part.start, 0), min(stop, part.stop) - part.start)
         return lambda layer: (kv.keys[layer], kv.values[layer])
 
-    def _opened(self, piece: Piece | MovedPack) -> OpenPack:
+    def _opened(self, piece: Piece | MovedPack) -> PackFile:
         """The file of a pack, which holds its KV."""
         try:
             opened = self.store.open(piece.handle, piece.key)
         except PackCorruptError:
             self._mend(piece)
             raise
-        pack, digests = opened.header.pack, opened.header.content.digests
-        if not digests or not piece.key.fits(pack) or pack.token_ids != piece.token_ids:
+        pack = opened.pack
+        if not opened.digests or not piece.key.fits(pack) or pack.token_ids != piece.token_ids:
             raise PackError(f"The KV of {piece.handle} is not stored any more, or of other tokens.")
         # Of the digests in the head, which each tensor is held to when it is read.
-        if self.store.seal is not None and not self.store.seal.holds(pack, digests):
+        if self.store.seal is not None and not self.store.seal.holds(opened):
             raise PackError(f"The KV of {piece.handle} does not carry the MAC of this server's key.")
         return opened
 
-    def _tensors(self, piece: Piece | MovedPack, opened: OpenPack, layer: int) -> tuple[Tensor, Tensor]:
+    def _tensors(self, piece: Piece | MovedPack, opened: PackFile, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer."""
         try:
             return opened.tensor(2 * layer), opened.tensor(2 * layer + 1)
@@ -263,8 +262,8 @@ class StoredPieces:
         block = below.altered.block(len(below.altered.blocks) - 1)
         return KVTensors.concat([kv.slice(0, block.start), altered(kv.slice(block.start, block.stop), block)])
 
-    def _head(self, piece: Piece) -> EntryKey:
-        return EntryKey(self.model, 0, _HEAD, piece.prefix, (), piece.handle.namespace)
+    def _head(self, piece: Piece) -> KeptEntry:
+        return KeptEntry(self.model, 0, _HEAD, piece.prefix, (), piece.handle.namespace)
 
 
 _Reader: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]

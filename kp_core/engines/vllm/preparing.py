@@ -23,13 +23,13 @@ from kp_core.engines.vllm.spliced import Spliced, Wrapping
 from kp_core.engines.vllm.wire import App, HTTPError, Scope, Send
 from kp_core.errors import HandleError
 from kp_core.packs.handle import Handle, find_handles
-from kp_core.packs.kept import EntryKey
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey
 
 __all__ = ["counted", "prepared"]
 
 _MOST_BYTES = 8 * 2**20
-_Step: TypeAlias = tuple[EntryKey, list[int] | Tensor, Rights]
+_Step: TypeAlias = tuple[KeptEntry, list[int] | Tensor, Rights]
 """What has to be kept, the prompt that is computed for it, and with which rights."""
 
 

@@ -14,13 +14,13 @@ from kp_core.engines.vllm.altered import digest_of
 from kp_core.errors import PromptError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
-from kp_core.packs.kept import EntryKey
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import PackKey, Prefix
 from kp_core.plan import Plan
 
 __all__ = ["KeptPart", "Laid", "MovedPack", "Packet", "Spliced", "Wrapping", "moved_packs"]
 
-_BETWEEN = "between moved packs"  # How `EntryKey.before` of such entries begins.
+_BETWEEN = "between moved packs"  # How `KeptEntry.before` of such entries begins.
 _MOST_PACKS = 256
 
 
@@ -44,7 +44,7 @@ class MovedPack:
 class KeptPart:
     """The tokens `start:stop` of a prompt, whose KV the server computed for moved packs and keeps under `key`."""
 
-    key: EntryKey
+    key: KeptEntry
     namespaces: tuple[str, ...]
 
     @property
@@ -131,7 +131,7 @@ class Wrapping:
 
     def leaves(self, model: ModelFingerprint, namespaces: tuple[str, ...], _token_ids: Sequence[int] = ()) -> KeptPart:
         """What it leaves behind."""
-        key = EntryKey.wrapped(model, self.composer, Prefix(self.prefix), self.token_ids, self.handle)
+        key = KeptEntry.wrapped(model, self.composer, Prefix(self.prefix), self.token_ids, self.handle)
         return KeptPart(key, namespaces)
 
     def begins(self, _model: ModelFingerprint, _namespaces: tuple[str, ...], _token_ids: Sequence[int]) -> None:
@@ -214,7 +214,7 @@ class Spliced:
         before = f"{_BETWEEN} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
         packs = tuple(handle for handle, at in self.packs if at < len(token_ids))
         home = min(namespaces, default="default")
-        return KeptPart(EntryKey(model, start, before, tuple(token_ids[start:]), packs, home), namespaces)
+        return KeptPart(KeptEntry(model, start, before, tuple(token_ids[start:]), packs, home), namespaces)
 
     def begins(self, model: ModelFingerprint, namespaces: tuple[str, ...], token_ids: Sequence[int]) -> Laid | None:
         """What a request begins with; `None` where nothing is moved."""
