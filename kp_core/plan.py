@@ -151,7 +151,7 @@ class Plan:
     forced: tuple[int, ...] = ()
     """The answer itself, where its likelihood is asked for and not an answer."""
     packs: PackView | None = None
-    """Where the KV of packs is read."""
+    """Where the KV of packs is read; what its namespaces own may be met in the prefix tree."""
     kept: KeptKV | None = field(default=None, compare=False)
     """Where the KV of chunks with packs is read that was computed before, and kept for later."""
     below: Plan | None = None
@@ -159,8 +159,6 @@ class Plan:
     wanted: tuple[int, int] = (0, 0)
     """The tokens whose KV `Engine.kv` gives: from the regions as far as these go, the rest is computed behind them."""
     reuse: bool = True
-    readable: frozenset[str] = frozenset()
-    """Namespaces whose packs may be met in the prefix tree, beside those of the packs in the prompt."""
     plain: Prompt | None = None
     """The canonical prompt, where `prompt` has tokens of a composer beside its own."""
     reordered: int = 0
@@ -171,7 +169,8 @@ class Plan:
     def owners(self) -> frozenset[str]:
         """Whose KV the prompt may meet in the prefix tree."""
         packs = (*self.prompt.spans, *self.prompt.as_text)
-        return self.readable | {self.prompt.owner, *(span.pack.namespace for span in packs)}
+        readable = () if self.packs is None else self.packs.namespaces
+        return frozenset({self.prompt.owner, *readable, *(span.pack.namespace for span in packs)})
 
     @property
     def ends(self) -> frozenset[int]:

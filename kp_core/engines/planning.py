@@ -130,7 +130,6 @@ class Planner:
             self._budget(sourced.prompt, request, tokens),
             packs=view,
             reuse=request.reuse,
-            readable=frozenset(view.namespaces) if view else frozenset(),
             plain=None if laid is prompt else prompt,
             reordered=reordered,
             limit=limit,

@@ -94,6 +94,7 @@ class PackStore(Packs):
         """What was computed behind other packs and is kept (see the option `keep` of a request)."""
         # Threads that make room take turns, so that together they keep to the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
+        # Nothing that it holds refers to it: else it would end, and write, in any thread that collects garbage.
         weakref.finalize(self, self._uses.flush)
 
     def __repr__(self) -> str:
