@@ -288,7 +288,7 @@ def _about_store(path: str | Path) -> dict[str, Any]:
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
         "kept": {
             "entries": len(kept),
-            "tokens": sum(entry.tokens for entry in kept),
+            "tokens": sum(len(entry.token_ids) for entry in kept),
             "bytes": store.kept.nbytes,
         },
     }

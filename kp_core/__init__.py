@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kp_core.packs.handle import Handle, find_handles, strip_handles
     from kp_core.packs.pack import KnowledgePack, Prefix
     from kp_core.packs.store import PackStore
-    from kp_core.packs.view import Packs, PackSource, PackView
+    from kp_core.packs.view import Packs, PackView
     from kp_core.plan import Plan, Region, Sampling
     from kp_core.prompt.prompt import Prompt, Span
     from kp_core.prompt.resolve import Message
@@ -62,7 +62,6 @@ __all__ = [
     "Message",
     "ModelFingerprint",
     "NaiveComposer",
-    "PackSource",
     "PackStore",
     "PackView",
     "PacketComposer",
@@ -120,7 +119,7 @@ _PLACES = {
     "packs.handle": "Handle find_handles strip_handles",
     "packs.pack": "KnowledgePack Prefix",
     "packs.store": "PackStore",
-    "packs.view": "Packs PackSource PackView",
+    "packs.view": "Packs PackView",
     "plan": "Plan Region Sampling",
     "prompt.prompt": "Prompt Span",
     "prompt.resolve": "Message",

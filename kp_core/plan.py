@@ -10,16 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from numbers import Integral, Real
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 from kp_core.compose import Composer
 from kp_core.errors import SamplingError
-from kp_core.kv import KVTensors
-from kp_core.packs.view import PackSource
+from kp_core.packs.kept import KeptKV
+from kp_core.packs.view import PackView
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.steering import Block
 
-__all__ = ["KeptKV", "Limit", "Plan", "Region", "Sampling", "Source", "number", "plan_regions"]
+__all__ = ["Limit", "Plan", "Region", "Sampling", "Source", "number", "plan_regions"]
 
 _GAP_TOKENS = 64
 """Text between two packs of one stretch; longer text is computed by itself."""
@@ -136,27 +136,6 @@ class Region:
         return self.stop - self.start
 
 
-class KeptKV(Protocol):
-    """What earlier requests left in the store for parts of a prompt, and what this one shall leave."""
-
-    @property
-    def parts(self) -> Sequence[tuple[int, int]]:
-        """The parts `start:stop` of the prompt that may be kept, in order."""
-
-    @property
-    def wanted(self) -> Collection[tuple[int, int]]:
-        """Those whose KV is to be kept."""
-
-    def has(self, start: int, stop: int) -> bool:
-        """Whether KV of a part is kept."""
-
-    def read(self, start: int, stop: int) -> KVTensors | None:
-        """KV of a part, up to `stop` or the last token in common with what is kept, on the CPU; `None` without any."""
-
-    def take(self, start: int, stop: int, kv: KVTensors) -> None:
-        """Keep the KV of a wanted part."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """Everything an engine needs to answer one request; made once, and printable (`Session.explain`)."""
@@ -171,8 +150,8 @@ class Plan:
     opened: bool = False
     forced: tuple[int, ...] = ()
     """The answer itself, where its likelihood is asked for and not an answer."""
-    packs: PackSource | None = None
-    """Where the KV of packs is read."""
+    packs: PackView | None = None
+    """Where the KV of packs is read; what its namespaces own may be met in the prefix tree."""
     kept: KeptKV | None = field(default=None, compare=False)
     """Where the KV of chunks with packs is read that was computed before, and kept for later."""
     below: Plan | None = None
@@ -180,8 +159,6 @@ class Plan:
     wanted: tuple[int, int] = (0, 0)
     """The tokens whose KV `Engine.kv` gives: from the regions as far as these go, the rest is computed behind them."""
     reuse: bool = True
-    readable: frozenset[str] = frozenset()
-    """Namespaces whose packs may be met in the prefix tree, beside those of the packs in the prompt."""
     plain: Prompt | None = None
     """The canonical prompt, where `prompt` has tokens of a composer beside its own."""
     reordered: int = 0
@@ -192,7 +169,8 @@ class Plan:
     def owners(self) -> frozenset[str]:
         """Whose KV the prompt may meet in the prefix tree."""
         packs = (*self.prompt.spans, *self.prompt.as_text)
-        return self.readable | {self.prompt.owner, *(span.pack.namespace for span in packs)}
+        readable = () if self.packs is None else self.packs.namespaces
+        return frozenset({self.prompt.owner, *readable, *(span.pack.namespace for span in packs)})
 
     @property
     def ends(self) -> frozenset[int]:

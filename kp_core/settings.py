@@ -114,8 +114,8 @@ class EngineSettings(BaseModel):
             return PackStore(store)
         if not (store is None or isinstance(store, Packs)):
             raise ValueError(
-                f"Got a {type(store).__name__} as store; expected a `kp_core.PackStore`, its path, or an object with "
-                "`handle`, `peek`, `get`, `put`, `remove`, `view` and iteration over its handles."
+                f"Got a {type(store).__name__} as store; expected a `kp_core.PackStore`, its path, or an object of "
+                "a class that subclasses `kp_core.Packs`."
             )
         return store
 

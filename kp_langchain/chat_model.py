@@ -71,7 +71,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
             "model_name": self.model_name,
             "dtype": self.dtype,
             "base_url": self.base_url,
-            "store": None if self.store is None else str(getattr(self.store, "blobs", self.store)),
+            "store": None if self.store is None else str(self.store.blobs or self.store),
             "namespaces": list(self.namespaces),
             "trusted_roles": sorted(self.trusted_roles),
             **{name: getattr(request, name) for name in MODEL_OPTIONS},

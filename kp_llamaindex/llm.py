@@ -94,8 +94,8 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         marks = {name: None if getattr(self, name) is None else _GIVEN for name in GIVEN}
         if self.composer == OPTIONS["composer"].default:
             marks["composer"] = None
-        if path := getattr(self.store, "path", None):
-            marks["store"] = str(path)
+        if self.store is not None and self.store.blobs is not None:
+            marks["store"] = str(self.store.blobs)
         data: dict[str, Any] = super().custom_model_dump(handler, info)
         return data | marks | {"trusted_roles": sorted(self.trusted_roles)}
 

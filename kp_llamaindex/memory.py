@@ -56,7 +56,7 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
 
     @field_serializer("store")
     def _describe_store(self, store: Packs) -> str:
-        return str(getattr(store, "path", store))
+        return str(store.blobs or store)
 
     @field_serializer("trusted_roles")
     def _describe_roles(self, roles: frozenset[str]) -> list[str]:

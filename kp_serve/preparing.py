@@ -17,7 +17,7 @@ from torch import Tensor
 from kp_core.compose.packet import PacketComposer
 from kp_core.compose.wrapper import wrapper_of
 from kp_core.packs.handle import Handle, find_handles
-from kp_core.packs.kept import EntryKey
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.steering import Block
 from kp_serve.access import Access
@@ -184,7 +184,7 @@ async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int])
     for (start, stop, handle), pack in zip(moved, packs, strict=True):
         own = tuple(ids[start:stop])
         if soft is not None:
-            key = EntryKey.wrapped(desk.identity, soft.key, prefix, own, handle)
+            key = KeptEntry.wrapped(desk.identity, soft.key, prefix, own, handle)
             part = KeptPart(start, own, key.at, key.before, key.packs)
             computed += await _wrapped(desk, visit, part, prefix, soft)
             parts.append(part)

@@ -17,11 +17,10 @@ from kp_core.engines.local.altered import altered
 from kp_core.errors import PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression
-from kp_core.packs.files import PackFiles
+from kp_core.packs.files import PackFiles, handle_of
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle
-from kp_core.packs.kept import EntryKey
-from kp_core.packs.layout import handle_of
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.store import PackStore
 from kp_core.rope import Rope
@@ -57,7 +56,7 @@ class PackPart:
 
 @dataclass(frozen=True)
 class KeptPart:
-    """Tokens of a prompt from `start` on whose KV was computed at position `at` and kept: see `EntryKey`.
+    """Tokens of a prompt from `start` on whose KV was computed at position `at` and kept: see `KeptEntry`.
 
     The last of them may be a steered block, which is kept plain and altered when it is read.
     """
@@ -81,9 +80,9 @@ class KeptPart:
         """Positions from where its KV was computed."""
         return self.start - self.at
 
-    def key(self, model: ModelFingerprint) -> EntryKey:
+    def key(self, model: ModelFingerprint) -> KeptEntry:
         """What it is kept under."""
-        return EntryKey(model, self.at, self.before, self.token_ids, self.packs, self.words)
+        return KeptEntry(model, self.at, self.before, self.token_ids, self.packs, self.words)
 
 
 Part: TypeAlias = PackPart | KeptPart
@@ -206,18 +205,18 @@ class StoredKV:
             raise PackError(f"{handle} may not be read.")
         with self._mending(part):
             opened = self.store.open(handle, key)
-        pack, digests = opened.header.pack, opened.header.content.digests
-        if not digests or not key.fits(pack) or pack.token_ids != part.token_ids:
+        pack = opened.pack
+        if not opened.digests or not key.fits(pack) or pack.token_ids != part.token_ids:
             raise PackError(f"The KV of {handle} is not stored any more, or of other tokens.")
         # Of the digests in the head, which each tensor is held to when it is read.
-        if self.store.seal is not None and not self.store.seal.holds(pack, digests):
+        if self.store.seal is not None and not self.store.seal.holds(opened):
             raise PackError(f"The KV of {handle} does not carry the MAC of this server's key.")
 
         def read(layer: int) -> tuple[Tensor, Tensor]:
             with self._mending(part):
                 return opened.tensor(2 * layer), opened.tensor(2 * layer + 1)
 
-        return len(digests) // 2, read
+        return len(opened.digests) // 2, read
 
     @contextmanager
     def _mending(self, part: PackPart) -> Iterator[None]:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer, WrappingComposer, composer_of
 from kp_core.errors import OptionError
+from kp_core.packs.blobs import Blobs
 from kp_core.packs.pack import common_length
+from kp_core.packs.view import PackView
 from kp_core.plan import Plan
 from kp_core.prompt.resolve import Message
 
@@ -161,8 +163,8 @@ def calibrate_composer(
         sum(row.kl for row in rows) / count,
         median(row.exact_ttft_s for row in rows) / median(row.ttft_s for row in rows),
     )
-    blobs = _blobs(options.get("view"))
-    if blobs is not None:
+    view: PackView | None = options.get("view")
+    if view is not None and (blobs := view.source.blobs) is not None:
         blobs.write(_key(found.composer, found.model), [json.dumps(asdict(found), indent=2).encode()])
     return found
 
@@ -174,11 +176,11 @@ class Doubts:
         self._said: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
-    def say(self, plan: Plan, view: object, model: str) -> None:
+    def say(self, plan: Plan, view: PackView | None, model: str) -> None:
         """Log a warning for each approximate composer in `plan` that was not found safe."""
         made = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
         for key in made - {"accept"}:  # Other numerics are asked for by a name of their own.
-            blobs = _blobs(view)
+            blobs = None if view is None else view.source.blobs
             with self._lock:
                 if (str(blobs), key) in self._said:
                     continue
@@ -194,7 +196,7 @@ class Doubts:
                 logger.warning("Answers with composer %r are approximate: %s.", key, known)
 
 
-def _stored(blobs: Any, composer: str, model: str) -> Calibration | None:  # noqa: ANN401 - `Blobs`
+def _stored(blobs: Blobs, composer: str, model: str) -> Calibration | None:
     with suppress(FileNotFoundError, TypeError, ValueError):
         found = Calibration(**json.loads(bytes(blobs.read(_key(composer, model)))))
         return found if (found.composer, found.model) == (composer, model) else None
@@ -203,11 +205,6 @@ def _stored(blobs: Any, composer: str, model: str) -> Calibration | None:  # noq
 
 def _key(composer: str, model: str) -> str:
     return f"composers/{blake2b(f'{model} {composer}'.encode(), digest_size=16).hexdigest()}.json"
-
-
-def _blobs(view: object) -> Any:  # noqa: ANN401
-    """Where the packs of a view lie, if they lie in a store."""
-    return getattr(getattr(view, "source", None), "blobs", None)
 
 
 def _divergence(exact: Tensor | None, found: Tensor | None) -> float:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 import struct
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
 from kp_core.compose import WrappingComposer
-from kp_core.engines.idle import Job
 from kp_core.engines.request import CompiledFor, Request
-from kp_core.errors import BusyError, KnowledgePackError, OptionError
-from kp_core.kv import KVTensors
+from kp_core.errors import KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
-from kp_core.packs.kept import EntryKey, KeptEntries
+from kp_core.packs.kept import KeptEntry, KeptKV
 from kp_core.packs.view import PackView
-from kp_core.plan import KeptKV, Plan
+from kp_core.plan import Plan
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["Keeper", "Kept", "write_kept"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Keeper"]
 
 _GAP_TOKENS = 64  # Between two packs that are kept with what stands between them.
 _BEGINS = 8  # Tokens by which a part is found.
@@ -35,72 +28,28 @@ _REMEMBERED = 4096  # Keys that were met and not kept, counted.
 _PROBE = "The lighthouse keeper counts ships, and writes each of them into a long book."
 
 
-@dataclass
-class Kept:
-    """The entries that may exist for one prompt, by the part they belong to. Implements `plan.KeptKV`."""
-
-    entries: KeptEntries
-    namespaces: frozenset[str]
-    keys: dict[tuple[int, int], EntryKey]
-    is_urgent: bool = False
-    """Whether it is written before the call returns."""
-    wanted: frozenset[tuple[int, int]] = frozenset()
-    taken: list[tuple[EntryKey, KVTensors]] = field(default_factory=list)
-
-    @property
-    def parts(self) -> Sequence[tuple[int, int]]:
-        """See `KeptKV.parts`."""
-        return sorted(self.keys)
-
-    def has(self, start: int, stop: int) -> bool:
-        """Whether KV of this part is kept, for who may read it."""
-        key = self.keys.get((start, stop))
-        return key is not None and self.entries.has(key, self.namespaces)
-
-    def read(self, start: int, stop: int) -> KVTensors | None:
-        """See `KeptKV.read`."""
-        key = self.keys.get((start, stop)) or next((key for at, key in self.keys.items() if at[0] == start), None)
-        kv = None if key is None else self.entries.read(key, self.namespaces)
-        return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
-
-    def take(self, start: int, stop: int, kv: KVTensors) -> None:
-        """Keep `kv` when the answer is done."""
-        self.taken.append((self.keys[start, stop], kv))
-
-    def write(self) -> Iterator[None]:
-        """Write what was taken, an entry at each step; what the medium refuses is not kept."""
-        while self.taken:
-            key, kv = self.taken.pop(0)
-            try:
-                self.entries.write(key, kv)
-            except OSError as error:
-                logger.warning("KV behind %s could not be kept: %s", ", ".join(key.packs), error)
-            yield
-
-
 class Keeper:
     """Decides what is kept, for one model: by policy, and by how often it was met."""
 
     def __init__(self, template: ChatTemplate, identity: ModelFingerprint) -> None:
         self._template, self._identity = template, identity
-        self._met = Counter[EntryKey]()
+        self._met = Counter[KeptEntry]()
         self._counting = threading.Lock()
 
-    def of(self, plan: Plan, request: Request, *, learn: bool) -> Kept | None:
+    def of(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
         """What is kept for `plan`, and with `learn` what is to be.
 
         `None` where nothing can be: without a store that keeps, without reuse, or for a steered prompt. Raises
         `OptionError` for a `keep_in` that the view may not read.
         """
         view = request.view
-        entries = getattr(view and view.source, "kept", None)
-        if view is None or not isinstance(entries, KeptEntries):
+        if view is None or (entries := view.source.kept) is None:
             return None
         if request.keep_in is not None and request.keep_in not in view.namespaces:
             raise OptionError(f"Got keep_in={request.keep_in!r}; expected one of the view: {sorted(view.namespaces)}.")
         if not plan.reuse or plan.below is not None or request.keep == "never" or not entries.max_bytes:
             return None
-        kept = Kept(
+        kept = KeptKV(
             entries, frozenset(view.namespaces), dict(self._keys(plan, request, view)), request.keep == "always"
         )
         if learn:
@@ -110,7 +59,7 @@ class Keeper:
         kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
 
-    def _again(self, key: EntryKey, keep: str) -> bool:
+    def _again(self, key: KeptEntry, keep: str) -> bool:
         if keep == "always":
             return True
         with self._counting:
@@ -119,7 +68,7 @@ class Keeper:
             self._met[key] += 1
             return self._met[key] > 1
 
-    def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], EntryKey]]:
+    def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
         """The key of each pack that is not read from its own entry, with the few tokens between it and the last one."""
         prompt, own = plan.prompt, _own_words(request, view)
         before, spoken, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
@@ -140,19 +89,19 @@ class Keeper:
                 if packs and not region.label and not has_own and (own or not spoken[each]):
                     key = before.hexdigest(), prompt.token_ids[start : each.stop], tuple(packs)
                     words = own if spoken[each] else None
-                    yield (start, each.stop), EntryKey(self._identity, start, *key, words, _BEGINS)
+                    yield (start, each.stop), KeptEntry(self._identity, start, *key, words, _BEGINS)
             if region.label:
                 before.update(_packed(prompt.token_ids[digested : region.stop]) + f"{region.label}\n".encode())
                 digested = region.stop
 
-    def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], EntryKey]:
+    def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], KeptEntry]:
         """The key of each wrapped pack that is stored: the digest of its wrapper is in what stands before."""
         found = {}
         for region in plan.regions:
             for span in region.spans if isinstance(region.composer, WrappingComposer) else ():
                 if region.composer and find_handles(span.handle):
                     pack, composer = span.pack, region.composer.key
-                    key = EntryKey.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)
+                    key = KeptEntry.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)
                     found[span.start, span.stop] = key
         return found
 
@@ -190,17 +139,6 @@ class Keeper:
 
 def _packed(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}Q", *ids)
-
-
-def write_kept(kept: KeptKV | None, when_idle: Callable[[Job], object]) -> None:
-    """Write the KV that was taken for the store: now, or when nobody waits."""
-    if not isinstance(kept, Kept) or not kept.taken:
-        return
-    if kept.is_urgent:
-        deque(kept.write(), maxlen=0)
-        return
-    with suppress(BusyError):  # It will be met again.
-        when_idle(kept.write)
 
 
 def _own_words(request: Request, view: PackView) -> str | None:

@@ -11,13 +11,12 @@ from threading import Lock
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, WrappingComposer, laid_out
 from kp_core.engines.keeping import Keeper
 from kp_core.engines.ordering import Ordering, missing_tokens
-from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.packs.view import PackSource
+from kp_core.packs.view import PackView, explicit_packs
 from kp_core.plan import Limit, Plan, Region, plan_regions
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
@@ -94,26 +93,25 @@ class Planner:
         `SteeringError`.
         """
         view = request.view
-        checked = CheckedSource(view.source if view else None, self._identity, request.mismatch)
-        readable = None
         if view is not None:
-            readable = replace(checked_view(view, checked), recognise=view.recognise and request.recognise)
+            recognise = view.recognise and request.recognise
+            view = replace(view, recognise=recognise, model=self._identity, mismatch=request.mismatch)
         render = partial(
             self._template.render,
             messages,
-            view=readable,
-            packs=explicit_packs(request.packs, view, checked),
+            view=view,
+            packs=explicit_packs(request.packs, view, self._identity, request.mismatch),
             placement=request.placement,
             compact=request.compact,
             shape=request.shape,
             thinking=request.thinking,
         )
         prompt, reordered = self._ordering.prompt(
-            render, lambda prompt: self._missing(prompt, request, checked), is_free=request.order == "free", learn=learn
+            render, lambda prompt: self._missing(prompt, request, view), is_free=request.order == "free", learn=learn
         )
-        if request.upgrade == "background" and self._is_upgraded(prompt, request, checked):
+        if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
             request = replace(request, composer=ExactComposer())
-        sourced = self._sourced(prompt, request, checked, learn=learn)
+        sourced = self._sourced(prompt, request, view, learn=learn)
         prompt, learned = sourced.prompt, sourced.learned
         blocks = self.blocks(prompt, request)
         laid = prompt
@@ -123,22 +121,21 @@ class Planner:
                 request = replace(request, composer=ExactComposer())
             else:
                 laid = self._laid_out(prompt, sourced, composer)
-            sourced = self._sourced(laid, request, checked)
+            sourced = self._sourced(laid, request, view)
             blocks = self.blocks(sourced.prompt, request)
         plan = Plan(
             sourced.prompt,
             sourced.regions(blocks),
             request,
             self._budget(sourced.prompt, request, tokens),
-            packs=checked,
+            packs=view,
             reuse=request.reuse,
-            readable=frozenset(view.namespaces) if view else frozenset(),
             plain=None if laid is prompt else prompt,
             reordered=reordered,
             limit=limit,
         )
         if blocks:
-            below = self._sourced(prompt.until(blocks[0].stop), request, checked)
+            below = self._sourced(prompt.until(blocks[0].stop), request, view)
             plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
         return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), list(learned)
 
@@ -172,7 +169,7 @@ class Planner:
         return Plan(prompt, regions, wanted=(len(prefix), len(ids)))
 
     def _sourced(
-        self, prompt: Prompt, request: Request, source: PackSource | None = None, *, learn: bool = False
+        self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
     ) -> _Sourced:
         """Where the KV of the packs of `prompt` comes from; a recognised one that brings none becomes plain text."""
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[Learned]()
@@ -217,7 +214,7 @@ class Planner:
         wrapped = [span for span, each in sourced.composed.items() if each == composer]
         return laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
 
-    def _entry(self, span: Span, prompt: Prompt, source: PackSource | None) -> KnowledgePack | None:
+    def _entry(self, span: Span, prompt: Prompt, source: PackView | None) -> KnowledgePack | None:
         """The entry of a pack for what stands before it in `prompt`, where its source has one."""
         if source is None or span.pack.steering is not None or not find_handles(span.handle):
             return None
@@ -234,13 +231,13 @@ class Planner:
         kept = None if plan.plain else plan.kept
         return replace(plan, prompt=sourced.prompt, regions=sourced.regions(), plain=None, kept=kept)
 
-    def _is_upgraded(self, prompt: Prompt, request: Request, source: PackSource) -> bool:
+    def _is_upgraded(self, prompt: Prompt, request: Request, source: PackView | None) -> bool:
         """Whether the packs of a prompt, up to the last one, are in memory as exact composition has them."""
         if request.composer.exact or not prompt.spans:
             return False
         return self._found(self.exact(Plan(prompt, (), packs=source, reuse=request.reuse))) >= prompt.spans[-1].stop
 
-    def _missing(self, prompt: Prompt, request: Request, source: PackSource) -> int:
+    def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
         """How many tokens of a prompt would be computed now."""
         sourced = self._sourced(prompt, request, source)
         plan = Plan(sourced.prompt, sourced.regions(), reuse=request.reuse)

@@ -16,7 +16,7 @@ from kp_core.compose import Composer, ExactComposer, Order, composer_of
 from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
-from kp_core.packs.view import PackView
+from kp_core.packs.view import Mismatch, PackView
 from kp_core.plan import Sampling, number
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.resolve import Message
@@ -40,7 +40,6 @@ __all__ = [
 ]
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
-Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
 Upgrade: TypeAlias = Literal["none", "background"]
 _Where: TypeAlias = Literal["model", "call", "core"]

@@ -21,7 +21,6 @@ from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
-from kp_core.engines.keeping import write_kept
 from kp_core.engines.many import Asked, Key, generate_many
 from kp_core.engines.offered import OfEngine
 from kp_core.engines.planning import Learned, Planner
@@ -138,7 +137,8 @@ class Session(OfEngine):
         self._need("logits", "a prefill alone")
         plan, _ = self._plan(messages, Request.of(options), tokens=0)
         stream = self._run(plan)
-        write_kept(plan.kept, self.when_idle)
+        if plan.kept:
+            plan.kept.write(self.when_idle)
         check_time(plan.limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
@@ -284,7 +284,8 @@ class Session(OfEngine):
     def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
         with self._idle.request():
             generation = yield from reading.read(plan, tokens)
-        write_kept(plan.kept, self.when_idle)
+        if plan.kept:
+            plan.kept.write(self.when_idle)
         usage = generation.usage
         if usage.computed_tokens >= _PACED:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
@@ -292,10 +293,9 @@ class Session(OfEngine):
 
     def _compile(self, learned: Sequence[Learned], request: Request) -> None:
         """Compile recognised packs for where they stand, in the background, for the next request."""
-        put: Callable[[KnowledgePack], object] | None = getattr(request.view and request.view.source, "put", None)
-        if put is None or "kv" not in self.engine.supports:
+        if request.view is None or "kv" not in self.engine.supports:
             return
-
+        put = request.view.source.put
         with suppress(BusyError):  # It will be met again.
             for each in learned:
                 wanted = self._planner.wanted(each.prefix, each.token_ids, each.span.pack.namespace, each.before)

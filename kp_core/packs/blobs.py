@@ -50,8 +50,11 @@ class Blobs(Protocol):
     def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
         """Put `chunks` in the place of the blob; with `if_absent` only where there is none. Returns whether it did."""
 
-    def stat(self, key: str) -> BlobStat | None:
-        """What there is to know without reading it, or `None` when there is no such blob."""
+    def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:
+        """What there is to know without reading it, or `None` when there is no such blob.
+
+        With `recent` as it was at most a second ago, where asking takes long; what is absent is always looked for.
+        """
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
         """Every blob whose key starts with `prefix`, in any order."""
@@ -114,7 +117,7 @@ class FolderBlobs:
                 publish(staged, target)
             return True
 
-    def stat(self, key: str) -> BlobStat | None:
+    def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:  # noqa: ARG002
         """As `Blobs.stat`."""
         try:
             return _stat(os.stat(self._file(key)))  # noqa: PTH116 - as `_file`

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
 from math import prod
 
 import torch
 from torch import Tensor
 
-from kp_core.errors import PackCorruptError, PackError
+from kp_core.errors import KnowledgePackError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import Buffer
-from kp_core.packs.codec import decode, digest, encode, in_threads
-from kp_core.packs.content import VERSION, PackContent, tensor_names
-from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw
-from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.codec import COMPRESSIONS, decode, digest, encode, in_threads
+from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop, raw, string, to_json
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.packs.pack import KnowledgePack, Prefix
 
-__all__ = [
-    "Buffer",
-    "EncodedPack",
-    "OpenPack",
-    "PackHeader",
-    "encode_pack",
-    "open_pack",
-    "read_header",
-    "read_pack",
-]
+__all__ = ["VERSION", "PackFile", "encode_pack", "open_pack", "read_header", "read_pack"]
+
+VERSION = "5"
+"""Of the format that is written."""
 
 _ENVELOPE = Envelope(
     "knowledge-pack",
@@ -37,87 +32,102 @@ _ENVELOPE = Envelope(
     advice="Upgrade the package, or remove the pack and store it anew from the text beside the file.",
 )
 _HEADERS = 64  # Kept in memory, some 50 KB each.
+_STATE = "states."
+_LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
 
 
 @dataclass(frozen=True, eq=False)
-class EncodedPack:
-    """The bytes of a pack file: `head` (length field, JSON, padding), then the bytes of each tensor, nothing between.
+class PackFile:
+    """A pack file: its pack without KV, what its head says of the tensors, and their bytes where these are at hand.
 
-    `metadata` is the JSON that identifies the content.
+    Tensors come in file order: `layers.0.key`, `layers.0.value`, `layers.1.key`, …, and last the states of recurrent
+    layers. A lazy pack has none, and no `dtype`.
     """
 
-    head: bytes
-    tensors: tuple[Buffer, ...]
-    metadata: str
+    pack: KnowledgePack
+    dtype: str | None = None
+    """Of keys and values."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    """`(kv_heads, tokens, head_dim)`; states have any."""
+    digests: tuple[str, ...] = ()
+    stored: tuple[int, ...] = ()
+    """Where the pack is compressed: the bytes that the file holds of each tensor."""
+    states: tuple[str, ...] = ()
+    """The dtype of each state."""
+    metadata: str = ""
+    """The JSON that says all of the above, and identifies the content."""
+    head: bytes = b""
+    """What stands before the tensors: length field, header with the metadata, padding."""
+    tensors: tuple[Buffer, ...] = ()
+    """The bytes of each; empty where only the head was read."""
+    damage: str | None = None
+    """What is wrong with the rest of the file, as far as the head and the size of the file show it."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return _names(len(self.shapes), len(self.states))
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """The names of their dtypes."""
+        return (str(self.dtype),) * (len(self.shapes) - len(self.states)) + self.states
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The bytes of each tensor in the file."""
+        if self.stored:
+            return self.stored
+        pairs = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in pairs)
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
-        return len(self.head) + sum(map(len, self.tensors))
+        """The size that the file should have."""
+        return len(self.head) + sum(self.sizes)
 
     def chunks(self) -> Iterator[Buffer]:
         """The bytes of the file, in order, without copying tensors."""
         yield self.head
         yield from self.tensors
 
-
-@dataclass(frozen=True)
-class PackHeader:
-    """The head of a pack file, its digest checked.
-
-    `metadata` is the JSON that `content` was read from, `start` the offset of the first tensor, `nbytes` the size the
-    file should have. `damage` says what is wrong with the rest of the file, as far as the head and the size show it.
-    """
-
-    content: PackContent
-    metadata: str
-    start: int
-    nbytes: int
-    damage: str | None = None
-
-    @property
-    def pack(self) -> KnowledgePack:
-        """The pack without its KV."""
-        return self.content.pack
-
-
-@dataclass(frozen=True, eq=False)
-class OpenPack:
-    """A pack file in memory, `data`, whose head was checked; its tensors are decoded and checked one by one.
-
-    Tensors are numbered as in the file: keys and values of the first layer, of the second, and so on, then states.
-    """
-
-    header: PackHeader
-    data: memoryview
-
-    def __len__(self) -> int:
-        return len(self.header.content.digests)
-
-    @cached_property
-    def _edges(self) -> list[tuple[int, int]]:
-        return list(pairwise(accumulate(_sizes(self.header.content), initial=self.header.start)))
-
     def tensor(self, index: int) -> Tensor:
-        """One tensor, on the CPU, in the memory of `data` where nothing is unpacked.
+        """One tensor, on the CPU, in the memory of its bytes where nothing is unpacked.
 
-        Raises `PackCorruptError` when its bytes are not those that the head tells.
+        Raises `PackCorruptError` when its bytes do not match their digest.
         """
-        content = self.header.content
-        name, shape, dtype = content.names[index], content.shapes[index], _dtype(content.dtypes[index])
-        part = self.data[slice(*self._edges[index])]
-        if content.stored:
-            found = decode(part, content.pack.compression, dtype, shape, name)
-        elif len(part):
-            found = torch.frombuffer(part, dtype=dtype).view(shape)
+        name, shape, data = self.names[index], self.shapes[index], self.tensors[index]
+        dtype = _dtype(self.dtypes[index])
+        if self.stored:
+            found = decode(data, self.pack.compression, dtype, shape, name)
+        elif len(data):
+            found = torch.frombuffer(data, dtype=dtype).view(shape)
         else:
             found = torch.empty(shape, dtype=dtype)
-        if (seen := digest(found if content.stored else part)) != content.digests[index]:
-            raise PackCorruptError(f"The bytes of {name} have the digest {seen}; expected {content.digests[index]}.")
+        if (seen := digest(found if self.stored else data)) != self.digests[index]:
+            raise PackCorruptError(f"The bytes of {name} have the digest {seen}; expected {self.digests[index]}.")
         return found
 
+    def read(self) -> KnowledgePack:
+        """The pack with its KV, every digest checked; raises `PackCorruptError` when the tensors are damaged."""
+        if self.dtype is None:
+            return self.pack
+        tensors = in_threads(self.tensor, range(len(self.tensors)), self.nbytes)
+        stop = len(tensors) - len(self.states)
+        return replace(
+            self.pack, kv=KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
+        )
 
-def encode_pack(pack: KnowledgePack) -> EncodedPack:
+    def entries(self) -> dict[str, object]:
+        """The tensors as the safetensors header has them; what is compressed is bytes there."""
+        sizes = self.sizes
+        if self.stored:
+            return header_entries((name, "U8", [size], size) for name, size in zip(self.names, sizes, strict=True))
+        tensors = zip(self.names, self.dtypes, self.shapes, sizes, strict=True)
+        return header_entries((name, DTYPES[dtype], shape, size) for name, dtype, shape, size in tensors)
+
+
+def encode_pack(pack: KnowledgePack) -> PackFile:
     """The file that holds `pack`; equal packs give equal bytes.
 
     Raises `PackError` when the pack holds something the format cannot: a dtype, an id that is no integer, text that is
@@ -131,7 +141,7 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     kv = () if pack.kv is None else (half for pair in zip(pack.kv.keys, pack.kv.values, strict=True) for half in pair)
     states = () if pack.kv is None else pack.kv.states
     tensors = [tensor.detach().cpu().contiguous() for tensor in (*kv, *states)]
-    names, nbytes = tensor_names(len(tensors), len(states)), pack.nbytes
+    names, nbytes = _names(len(tensors), len(states)), pack.nbytes
     parts = list(map(raw, tensors))
     stored: tuple[int, ...] = ()
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
@@ -143,18 +153,18 @@ def encode_pack(pack: KnowledgePack) -> EncodedPack:
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     digests = tuple(in_threads(digest, tensors, nbytes))
     dtype, of_states = next(iter(dtypes), None), tuple(dtypes[len(dtypes) - len(states) :])
-    content = PackContent(replace(pack, kv=None), dtype, shapes, digests, stored, of_states)
+    file = PackFile(replace(pack, kv=None), dtype, shapes, digests, stored, of_states, tensors=tuple(parts))
     try:
-        metadata = content.to_json()
+        metadata = _to_json(file)
     except (TypeError, ValueError, PackCorruptError) as error:
         raise PackError(
             f"The pack {pack.text[:40]!r} cannot be stored: {error} Expected Unicode text, integer token ids, "
             f"provenance of strings, and KV of one of {[*DTYPES]}."
         ) from error
-    return EncodedPack(_ENVELOPE.write_head(metadata, _header_entries(content)), tuple(parts), metadata)
+    return replace(file, metadata=metadata, head=_ENVELOPE.write_head(metadata, file.entries()))
 
 
-def read_header(data: Buffer, size: int | None = None) -> PackHeader:
+def read_header(data: Buffer, size: int | None = None) -> PackFile:
     """Read and check the head of a pack file of `size` bytes from its first ones; `data` is all of it without `size`.
 
     Raises `PackCorruptError` when the metadata cannot be trusted, `PackVersionError` when they are intact but of a
@@ -165,64 +175,141 @@ def read_header(data: Buffer, size: int | None = None) -> PackHeader:
 
 
 @lru_cache(_HEADERS)
-def _read_header(data: bytes, size: int) -> PackHeader:
+def _read_header(head: bytes, size: int) -> PackFile:
     """The head of a file is read when a pack is looked up, and again with its tensors: so it is parsed once."""
-    version, text, entries = _ENVELOPE.read_head(data)
-    content = PackContent.from_json(text, version)
-    start = len(data)
-    nbytes = start + sum(_sizes(content))
+    version, metadata, entries = _ENVELOPE.read_head(head)
+    file = replace(_from_json(metadata, version), metadata=metadata, head=head)
     damage = None
-    if entries != _header_entries(content):
+    if entries != file.entries():
         damage = "The tensors of the header are not those of the metadata."
-    elif size != nbytes:
-        damage = f"The file has {size} bytes; expected {nbytes}."
-    return PackHeader(content, text, start, nbytes, damage)
+    elif size != file.nbytes:
+        damage = f"The file has {size} bytes; expected {file.nbytes}."
+    return replace(file, damage=damage)
+
+
+def open_pack(data: Buffer) -> PackFile:
+    """The file of which `data` is all, its head checked; a buffer that is read-only is copied.
+
+    Raises as `read_header`, and `PackCorruptError` when the head does not fit what comes behind it.
+    """
+    file = read_header(data)
+    if file.damage is not None:
+        raise PackCorruptError(file.damage)
+    own = memoryview(bytearray(data) if memoryview(data).readonly and not file.stored else data)
+    edges = pairwise(accumulate(file.sizes, initial=len(file.head)))
+    return replace(file, tensors=tuple(own[start:stop] for start, stop in edges))
 
 
 def read_pack(data: Buffer) -> KnowledgePack:
     """Read a whole pack file, checking the digest of every tensor; the KV is on the CPU, in the memory of `data`.
 
-    A buffer that is read-only is copied. Raises as `open_pack`, and `PackCorruptError` when the tensors are damaged.
+    Raises as `open_pack`, and `PackCorruptError` when the tensors are damaged.
     """
-    opened = open_pack(data)
-    content = opened.header.content
-    if content.dtype is None:
-        return content.pack
-    tensors = in_threads(opened.tensor, range(len(opened)), opened.header.nbytes)
-    stop = len(tensors) - len(content.states)
-    kv = KVTensors(tuple(tensors[:stop:2]), tuple(tensors[1:stop:2]), tuple(tensors[stop:]))
-    return replace(content.pack, kv=kv)
+    return open_pack(data).read()
 
 
-def open_pack(data: Buffer) -> OpenPack:
-    """The file of which `data` is all; what is read-only is copied.
+def _to_json(file: PackFile, version: str = VERSION, cuts: Sequence[int] = ()) -> str:
+    """The canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold.
 
-    Raises as `read_header`, and `PackCorruptError` when the head does not fit what comes behind it.
+    `cuts` is what files of versions 2 to 4 say of how their prefix was computed, which means nothing today.
     """
-    header = read_header(data)
-    if header.damage is not None:
-        raise PackCorruptError(header.damage)
-    own = bytearray(data) if memoryview(data).readonly and not header.content.stored else data
-    return OpenPack(header, memoryview(own))
+    _check(file, cuts)
+    pack, prefix, names = file.pack, file.pack.prefix, file.names
+    tensors: dict[str, dict[str, object]] = {
+        name: {"digest": digest, "shape": shape}
+        for name, digest, shape in zip(names, file.digests, file.shapes, strict=True)
+    }
+    content: dict[str, object] = {
+        "dtype": file.dtype,
+        "fingerprint": pack.fingerprint.to_dict(version),
+        "prefix": {"token_ids": prefix.token_ids},
+        "layers": (len(file.shapes) - len(file.states)) // 2,
+        "namespace": pack.namespace,
+        "provenance": dict(pack.provenance),
+        "tensors": tensors,
+        "text": pack.text,
+        "token_ids": pack.token_ids,
+        "tokens": len(pack.token_ids),
+    }
+    if version != VERSION:
+        content["prefix"] = {"cuts": cuts, "token_ids": prefix.token_ids}
+    if version in ("4", VERSION):
+        content["states"] = len(file.states)
+    if file.states:
+        for name, dtype in zip(names[-len(file.states) :], file.states, strict=True):
+            tensors[name]["dtype"] = dtype
+    if file.stored:
+        content["compression"] = pack.compression
+        for name, stored in zip(names, file.stored, strict=True):
+            tensors[name]["stored"] = stored
+    return to_json(content, sort_keys=True)
+
+
+def _from_json(text: str, version: str) -> PackFile:
+    """The inverse of `_to_json`; raises `PackCorruptError` for anything it would not have written."""
+    try:
+        data = json.loads(text)
+        prefix = data["prefix"]
+        is_packed = version == "3" or (version in ("4", VERSION) and "compression" in data)
+        names = _names(len(data["tensors"]), data["states"] if version in ("4", VERSION) else 0)
+        pack = KnowledgePack(
+            data["text"],
+            data["namespace"],
+            tuple(data["token_ids"]),
+            Prefix(tuple(prefix["token_ids"])),
+            ModelFingerprint.from_dict(data["fingerprint"]),
+            provenance=data["provenance"],
+            compression=data["compression"] if is_packed else "none",
+        )
+        tensors = [data["tensors"][name] for name in names]
+        shapes = tuple(tuple(tensor["shape"]) for tensor in tensors)
+        stored = tuple(tensor["stored"] for tensor in tensors) if is_packed else ()
+        states = tuple(data["tensors"][name]["dtype"] for name in names if name.startswith(_STATE))
+        digests = tuple(tensor["digest"] for tensor in tensors)
+        file = PackFile(pack, data["dtype"], shapes, digests, stored, states)
+        if version != VERSION and bool(states) != (version == "4"):
+            raise PackCorruptError(f"A file of version {version} has {len(states)} states.")
+        # Names too many, repeated or out of order, and counts that disagree, are all seen so.
+        if _to_json(file, version, () if version == VERSION else tuple(prefix["cuts"])) != text:
+            raise PackCorruptError("It is not in canonical form.")
+    except (KnowledgePackError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise PackCorruptError(f"The metadata describe no pack: {error}") from error
+    return file
+
+
+def _check(file: PackFile, cuts: Sequence[int]) -> None:
+    pack, tokens = file.pack, len(file.pack.token_ids)
+    shapes = file.shapes[: len(file.shapes) - len(file.states)]
+    about = chain(pack.fingerprint.to_dict().values(), *pack.provenance.items())
+    for text in (pack.text, *about, *file.digests):
+        string(text, "pack")
+    # `type(...) is int`, as `isinstance` takes JSON's true for an integer.
+    for number in chain(pack.token_ids, pack.prefix.token_ids, cuts, *file.shapes, file.stored):
+        if type(number) is not int or not 0 <= number <= _LARGEST_INT:
+            raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
+    if (pack.compression not in COMPRESSIONS) or (bool(file.stored) and pack.compression == "none"):
+        raise PackCorruptError(f"Got the compression {pack.compression!r}; expected lossless or int8.")
+    if (file.dtype not in DTYPES) if shapes else (file.dtype is not None):
+        raise PackCorruptError(f"Got {len(shapes)} tensors of dtype {file.dtype!r}; expected one of {set(DTYPES)}.")
+    if file.states and (not shapes or not set(file.states) <= set(DTYPES) or pack.compression == "int8"):
+        raise PackCorruptError(
+            f"Got {len(file.states)} states of {sorted(set(file.states))} beside {len(shapes)} keys and values, "
+            f"compressed {pack.compression!r}; expected some beside keys and values, of {set(DTYPES)}, not int8."
+        )
+    if any(len(shape) != 3 or shape[1] != tokens for shape in shapes):
+        raise PackCorruptError(f"Got the shapes {shapes}; expected (kv_heads, {tokens}, head_dim).")
+    if [shape[0] for shape in shapes[::2]] != [shape[0] for shape in shapes[1::2]]:
+        raise PackCorruptError("Keys and values of a layer differ in kv_heads, or one of them is missing.")
+
+
+def _names(count: int, states: int = 0) -> list[str]:
+    """The names of `count` tensors, in file order, the last of which are `states`; `ValueError` for more than all."""
+    if type(states) is not int or not 0 <= states <= count:
+        raise ValueError(f"Got {states!r} states among {count} tensors.")
+    kv = [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count - states)]
+    return kv + [f"{_STATE}{index}" for index in range(states)]
 
 
 def _dtype(name: str) -> torch.dtype:
     found: torch.dtype = getattr(torch, name)
     return found
-
-
-def _sizes(content: PackContent) -> list[int]:
-    """Bytes of each tensor in the file."""
-    if content.stored:
-        return list(content.stored)
-    pairs = zip(content.shapes, content.dtypes, strict=True)
-    return [prod(shape) * _dtype(dtype).itemsize for shape, dtype in pairs]
-
-
-def _header_entries(content: PackContent) -> dict[str, object]:
-    """The safetensors header of its tensors; what is compressed is bytes there."""
-    sizes = _sizes(content)
-    if content.stored:
-        return header_entries((name, "U8", [size], size) for name, size in zip(content.names, sizes, strict=True))
-    tensors = zip(content.names, content.dtypes, content.shapes, sizes, strict=True)
-    return header_entries((name, DTYPES[dtype], shape, size) for name, dtype, shape, size in tensors)

@@ -1,23 +1,24 @@
-"""The files of packs: read, checked, and mended where they are damaged. The rules are in `docs/format.md`."""
+"""The files of packs: where they lie, and how they are read, checked and mended. The rules are in `docs/format.md`."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import os
+import re
+import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from hashlib import blake2b
 
 from kp_core.errors import HandleError, PackCorruptError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer
 from kp_core.packs.envelope import header_stop
 from kp_core.packs.file import (
-    EncodedPack,
-    OpenPack,
-    PackHeader,
+    PackFile,
     encode_pack,
     open_pack,
     read_header,
@@ -25,15 +26,25 @@ from kp_core.packs.file import (
 )
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, mint
-from kp_core.packs.layout import handle_of, pack_key, text_key
-from kp_core.packs.pack import KnowledgePack, Prefix
+from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 
-__all__ = ["PackCorruptWarning", "PackFiles"]
+__all__ = [
+    "PackCorruptWarning",
+    "PackFiles",
+    "displaces",
+    "handle_of",
+    "is_spare",
+    "is_text_alone",
+    "pack_key",
+    "slots",
+    "text_key",
+]
 
 logger = logging.getLogger(__name__)
 
 _HEAD_BYTES = 1 << 16  # What is read of a file at first to see its head.
 _PEEKED_PACKS = 1024  # Some 50 MB of token ids when they are banks of facts.
+_FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
 
 
 class PackCorruptWarning(RuntimeWarning):
@@ -47,14 +58,12 @@ class _OtherSecretError(PackCorruptError):
 class PackFiles:
     """What lies under `packs/`: for each handle a text, the first entry of its KV, and others beside it.
 
-    `slot` is `""` for the first entry, else what `layout.slots` names. Only the first entry carries the pack, and is
+    `slot` is `""` for the first entry, else what `slots` names. Only the first entry carries the pack, and is
     mended; others can be lost without harm.
     """
 
     def __init__(self, blobs: Blobs, secrets: Sequence[bytes], *, are_configured: bool = False) -> None:
         self.blobs, self.secrets, self._are_configured = blobs, tuple(secrets), are_configured
-        # A place that is far away remembers for a second what it was asked.
-        self.recent: Callable[[str], BlobStat | None] = getattr(blobs, "recent", blobs.stat)
         self._peeked = lru_cache(_PEEKED_PACKS)(self._peek)
 
     def handle(self, text: str, namespace: str) -> Handle:
@@ -67,11 +76,11 @@ class PackFiles:
     def look(self, handle: Handle, slot: str = "", root: str = "packs") -> KnowledgePack | None:
         """The entry without its KV; `None` for one that is absent or shows damage. Remembers what it saw."""
         with suppress(FileNotFoundError, PackCorruptError):
-            if found := self.recent(pack_key(handle, slot, root)):
+            if found := self.blobs.stat(pack_key(handle, slot, root), recent=True):
                 return self._peeked(handle, slot, root, found.version)
         return None
 
-    def header(self, handle: Handle, slot: str = "", root: str = "packs") -> PackHeader:
+    def header(self, handle: Handle, slot: str = "", root: str = "packs") -> PackFile:
         """The head of the stored file; raises `FileNotFoundError`, and `PackCorruptError` for any damage it shows."""
         key = pack_key(handle, slot, root)
         while True:
@@ -142,14 +151,14 @@ class PackFiles:
             _warn(f"An entry of the pack {handle} is damaged: {error} Its KV is lost. Set aside: {aside}.")
             return None
 
-    def open(self, handle: Handle, slot: str = "") -> OpenPack:
+    def open(self, handle: Handle, slot: str = "") -> PackFile:
         """An entry whose tensors are read one by one; what is damaged is mended by who reads it whole.
 
         Raises `FileNotFoundError` when there is none (of ours), `PackCorruptError` when it is damaged.
         """
         opened = open_pack(self.blobs.read(pack_key(handle, slot)))
         try:
-            self.own(handle, opened.header.pack)
+            self.own(handle, opened.pack)
         except _OtherSecretError as error:
             raise FileNotFoundError(str(error)) from error
         return opened
@@ -225,7 +234,7 @@ class PackFiles:
         names = (f"quarantine/{handle.namespace}.{handle.id}.{number}.{kind}" for number in itertools.count(1))
         return f"{self.blobs}/{next(key for key in names if self.blobs.write(key, [data], if_absent=True))}"
 
-    def replace(self, handle: Handle, lazy: EncodedPack, seen: BlobStat | None) -> bool:
+    def replace(self, handle: Handle, lazy: PackFile, seen: BlobStat | None) -> bool:
         """Write `lazy` where the file is still as it was `seen`; what is removed meanwhile stays removed."""
         if self.blobs.stat(pack_key(handle)) != seen:
             return False
@@ -235,11 +244,61 @@ class PackFiles:
         return done
 
     def _peek(self, handle: Handle, slot: str, root: str, _version: str) -> KnowledgePack:
-        header = self.header(handle, slot, root)
-        return replace(header.pack, stored_bytes=header.nbytes - header.start)
+        file = self.header(handle, slot, root)
+        return replace(file.pack, stored_bytes=sum(file.sizes))
 
 
 def _warn(message: str) -> None:
     logger.warning(message)
     # Last, as a filter may turn the warning into an error.
     warnings.warn(message, PackCorruptWarning, stacklevel=4)
+
+
+def pack_key(handle: Handle, slot: str = "", root: str = "packs") -> str:
+    """Where the pack lies, or another entry of its text, whose `slot` is its name."""
+    return f"{root}/{handle.namespace}/{handle.id[:2]}/{handle.id}{slot}.safetensors"
+
+
+def slots(key: PackKey) -> tuple[str, str]:
+    """Where an entry may lie beside the first one of its text: the first of its model, and one behind its prefix."""
+    of_model = f".{blake2b(key.model.id.encode(), digest_size=8).hexdigest()}"
+    prefix = key.prefix or Prefix()
+    numbers = (len(prefix), *prefix.token_ids)
+    behind = blake2b(struct.pack(f"<{len(numbers)}Q", *numbers), digest_size=8)
+    return of_model, f"{of_model}.{behind.hexdigest()}"
+
+
+def text_key(handle: Handle) -> str:
+    """Where its text lies."""
+    return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.txt"
+
+
+def handle_of(key: str) -> tuple[Handle, str] | None:
+    """The handle and the slot whose pack or text lies under `key`; `None` for what is not ours."""
+    match = _FILE.fullmatch(key)
+    with suppress(HandleError):
+        return (Handle(match[1], match[2]), match[3]) if match else None
+    return None
+
+
+def displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) -> bool:
+    """Whether `pack` belongs in the place of the entry that is stored there."""
+    if stored is None:
+        return True
+    if stored.metadata == encoded.metadata or is_text_alone(pack):
+        return False
+    return not pack.is_lazy or stored.dtype is None or is_spare(stored.pack, pack.fingerprint)
+
+
+def is_spare(stored: KnowledgePack, model: ModelFingerprint) -> bool:
+    """Whether `model` needs nothing of it: it was recovered from its text, or an earlier release of `model` made it.
+
+    What an earlier release made for another model stays, as it says that the text is for that model too.
+    """
+    made = stored.fingerprint
+    return made == ModelFingerprint.unknown() or (made.is_earlier and made.same_model(model))
+
+
+def is_text_alone(pack: KnowledgePack) -> bool:
+    """Whether it has neither KV nor a model that it is to be computed by."""
+    return pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()

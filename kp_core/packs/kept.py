@@ -5,26 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 
-from kp_core.errors import PackCorruptError, PackError
+from kp_core.errors import BusyError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import BlobStat
 from kp_core.packs.envelope import to_json
-from kp_core.packs.file import encode_pack, read_pack
-from kp_core.packs.files import PackFiles
+from kp_core.packs.file import encode_pack, open_pack
+from kp_core.packs.files import PackFiles, handle_of, pack_key, text_key
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
-from kp_core.packs.layout import handle_of, pack_key, text_key
 from kp_core.packs.pack import KnowledgePack, Prefix, common_length
+from kp_core.packs.room import LastUse
 from kp_core.packs.seal import Seal
-from kp_core.packs.uses import LastUse
 
-__all__ = ["EntryKey", "KeptEntries", "KeptEntry"]
+__all__ = ["KeptEntries", "KeptEntry", "KeptKV"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ _SEEN = 1 << 16  # Entries whose packs are remembered, so that deleting a pack r
 
 
 @dataclass(frozen=True)
-class EntryKey:
-    """What the KV of `token_ids` was computed from: a model, at position `at`, behind what `before` digests.
+class KeptEntry:
+    """The KV of `token_ids`, by what it was computed from: a model, at position `at`, behind what `before` digests.
 
     `before` covers all tokens that stand before, and how they were altered or composed. `packs` are the handles of all
     packs in it and before it, `words` the namespace of the conversation whose words stand there; `None` where packs and
@@ -49,14 +49,26 @@ class EntryKey:
     packs: tuple[str, ...]
     words: str | None = None
     begins: int | None = None
+    nbytes: int = field(default=0, compare=False)
+    """Of its file, where the store lists it."""
+    last_use: float = field(default=0.0, compare=False)
+    """In seconds since 1970, where the store lists it."""
 
     @classmethod
     def wrapped(
         cls, model: ModelFingerprint, composer: str, prefix: Prefix, token_ids: tuple[int, ...], handle: str
-    ) -> EntryKey:
+    ) -> KeptEntry:
         """Of a pack that `composer` wrapped in tokens of its own, by its key; `token_ids` are those of the whole."""
         before = blake2b(f"{composer}\0{prefix}".encode(), digest_size=16).hexdigest()
         return cls(model, len(prefix), before, token_ids, (handle,))
+
+    @classmethod
+    def of(cls, pack: KnowledgePack) -> KeptEntry:
+        """The entry that `KeptEntries.write` stored as `pack`; raises `ValueError` or `KeyError` where it is none."""
+        about = json.loads(pack.text)
+        packs, first = tuple(about["packs"]), len(about["token_ids"])
+        begins = None if first == len(pack.token_ids) else first
+        return cls(pack.fingerprint, about["at"], about["before"], pack.token_ids, packs, about["words"], begins)
 
     @cached_property
     def namespaces(self) -> frozenset[str]:
@@ -77,19 +89,6 @@ class EntryKey:
         return to_json({**about, "token_ids": self.token_ids[: self.begins]}, sort_keys=True)
 
 
-@dataclass(frozen=True)
-class KeptEntry:
-    """One entry as `PackStore.kept` lists it; `last_use` in seconds since 1970."""
-
-    id: str
-    namespaces: frozenset[str]
-    packs: tuple[str, ...]
-    tokens: int
-    model: str
-    nbytes: int = 0
-    last_use: float = 0.0
-
-
 class KeptEntries:
     """Entries within `max_bytes`: the least recently used go first, and those unused for `max_age` seconds.
 
@@ -102,83 +101,89 @@ class KeptEntries:
         """With a `seal`, entries that were not written under it are as if they were not there."""
         self._files, self._uses, self._blobs, self._seal = files, uses, files.blobs, seal
         self.max_bytes, self.max_age = max_bytes, max_age
-        self._seen = lru_cache(_SEEN)(self._read_about)
+        self._owners = lru_cache(_SEEN)(self._read_owners)
 
     def __iter__(self) -> Iterator[KeptEntry]:
         times = self._uses.times()
         for handle, found in sorted(self._listed().items()):
-            if (about := self._about(handle, found)) is not None:
+            with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
                 last = max(times.get(_name(handle), 0), found.modified)
-                yield replace(about, nbytes=found.size, last_use=last)
+                yield replace(self._read_entry(handle), nbytes=found.size, last_use=last)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
         return sum(found.size for found in self._listed().values())
 
-    def has(self, key: EntryKey, namespaces: Collection[str]) -> bool:
-        """Whether there is KV for `key` that a view of these `namespaces` may read."""
-        if not key.namespaces <= set(namespaces):
+    def has(self, entry: KeptEntry, namespaces: Collection[str]) -> bool:
+        """Whether there is KV for `entry` that a view of these `namespaces` may read."""
+        if not entry.namespaces <= set(namespaces):
             return False
-        handle = self._files.handle(key.text, key.home)
-        found = self._files.recent(_path(handle))
+        handle = self._files.handle(entry.text, entry.home)
+        found = self._blobs.stat(_path(handle), recent=True)
         return found is not None and not self._is_old(handle, found) and self._is_sealed(handle)
 
     def _is_sealed(self, handle: Handle) -> bool:
         if self._seal is None:
             return True
         with suppress(FileNotFoundError, PackError):
-            header = self._files.header(handle, root=_ROOT)
-            return self._seal.holds(header.pack, header.content.digests)
+            return self._seal.holds(self._files.header(handle, root=_ROOT))
         return False
 
-    def read(self, key: EntryKey, namespaces: Collection[str]) -> KVTensors | None:
-        """The KV of the tokens of `key`, up to the last in common with the entry; on the CPU, for whom `has` says so.
+    def read(self, entry: KeptEntry, namespaces: Collection[str]) -> KVTensors | None:
+        """The KV of the tokens of `entry`, up to the last in common with what is stored; `None` without any.
 
-        Per layer `(kv_heads, tokens, head_dim)`; `None` where there is none.
+        On the CPU, per layer `(kv_heads, tokens, head_dim)`; only for views that may read it, as `has` says.
         """
-        if not self.has(key, namespaces):
+        if not self.has(entry, namespaces):
             return None
-        handle = self._files.handle(key.text, key.home)
+        handle = self._files.handle(entry.text, entry.home)
         try:
-            pack = self._files.own(handle, read_pack(self._blobs.read(_path(handle))))
+            file = open_pack(self._blobs.read(_path(handle)))
+            pack = self._files.own(handle, file.read())
         except OSError:  # Absent, or out of reach: it is computed.
             return None
         except PackError as error:
-            logger.warning("An entry kept behind %s is dropped: %s", ", ".join(key.packs), error)
+            logger.warning("An entry kept behind %s is dropped: %s", ", ".join(entry.packs), error)
             with suppress(OSError):  # Where nobody can write, it is passed over each time.
                 self._blobs.delete(_path(handle))
             return None
-        if self._seal is not None and not self._seal.holds(pack):  # Exchanged between two looks.
+        if self._seal is not None and not self._seal.holds(file):  # Exchanged between two looks.
             return None
         self._uses.note(_name(handle))
-        same = common_length(pack.token_ids, key.token_ids)
+        same = common_length(pack.token_ids, entry.token_ids)
         return pack.kv.slice(0, same) if pack.kv and same else None
 
-    def write(self, key: EntryKey, kv: KVTensors) -> bool:
-        """Keep `kv` for `key`; `False` where the budget has no room, or one of its packs is not stored (any more)."""
-        pack = KnowledgePack(key.text, key.home, key.token_ids, Prefix(), key.model, kv).compressed("lossless")
+    def write(self, entry: KeptEntry, kv: KVTensors) -> bool:
+        """Keep `kv` for `entry`; `False` where the budget has no room, or one of its packs is not stored (any more)."""
+        pack = KnowledgePack(entry.text, entry.home, entry.token_ids, Prefix(), entry.model, kv).compressed("lossless")
         pack = pack if self._seal is None else self._seal.sealed(pack)
-        handle, encoded = self._files.handle(pack.text, pack.namespace), encode_pack(pack)
-        if not self._are_stored(key.packs) or not self._make_room(handle, encoded.nbytes):
+        handle, file = self._files.handle(pack.text, pack.namespace), encode_pack(pack)
+        if file.nbytes > self.max_bytes or not self._are_stored(entry.packs):
             return False
-        self._blobs.write(_path(handle), encoded.chunks())
+        self._make_room(handle, file.nbytes)
+        self._blobs.write(_path(handle), file.chunks())
         self._uses.note(_name(handle))
-        if not self._are_stored(key.packs):  # Removed in between, and so is what stood behind it.
+        if not self._are_stored(entry.packs):  # Removed in between, and so is what stood behind it.
             self._blobs.delete(_path(handle))
             return False
         return True
 
-    def drop(self, *, pack: Handle | None = None, namespace: str | None = None) -> int:
-        """Delete every entry that has `pack`, or anything of `namespace`, in it or before it; returns how many."""
+    def drop(self, owner: str) -> int:
+        """Delete every entry that has the pack of this handle, or anything of this namespace, in it or before it.
+
+        Returns how many; those that cannot be read go too.
+        """
         count = 0
         for handle, found in self._listed().items():
-            about = self._about(handle, found)
-            if about is None or str(pack) in about.packs or namespace in about.namespaces:
+            owners = frozenset({owner})
+            with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
+                owners = self._owners(handle, found.version)
+            if owner in owners:
                 count += self._blobs.delete(_path(handle))
         return count
 
-    def _make_room(self, own: Handle, size: int) -> bool:
+    def _make_room(self, own: Handle, size: int) -> None:
         """Drop what is too old, then the least recently used entries, until `size` bytes fit beside the others."""
         listed = self._listed()
         listed.pop(own, None)
@@ -189,7 +194,6 @@ class KeptEntries:
                 break
             self._blobs.delete(_path(handle))
             used -= listed[handle].size
-        return used <= self.max_bytes
 
     def _is_old(self, handle: Handle, found: BlobStat) -> bool:
         if self.max_age is None or time.time() - found.modified <= self.max_age:
@@ -204,18 +208,66 @@ class KeptEntries:
         found = ((handle_of("packs" + key.removeprefix(_ROOT)), stat) for key, stat in self._blobs.list(f"{_ROOT}/"))
         return {entry[0]: stat for entry, stat in found if entry and not entry[1]}
 
-    def _about(self, handle: Handle, found: BlobStat) -> KeptEntry | None:
-        """What an entry says of itself; `None` when it cannot be read."""
-        with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-            return self._seen(handle, found.version)
-        return None
+    def _read_entry(self, handle: Handle) -> KeptEntry:
+        return KeptEntry.of(self._files.header(handle, root=_ROOT).pack)
 
-    def _read_about(self, handle: Handle, _version: str) -> KeptEntry:
-        pack = self._files.header(handle, root=_ROOT).pack
-        about = json.loads(pack.text)
-        packs = tuple(about["packs"])
-        namespaces = {Handle.parse(each).namespace for each in packs} | {about["words"]} - {None}
-        return KeptEntry(handle.id, frozenset(namespaces), packs, len(pack.token_ids), pack.fingerprint.id)
+    def _read_owners(self, handle: Handle, _version: str) -> frozenset[str]:
+        """The packs and namespaces of an entry."""
+        entry = self._read_entry(handle)
+        return entry.namespaces.union(entry.packs)
+
+
+@dataclass
+class KeptKV:
+    """What a store keeps for parts `start:stop` of one prompt, and what this prompt is to leave there."""
+
+    entries: KeptEntries
+    namespaces: frozenset[str]
+    keys: dict[tuple[int, int], KeptEntry]
+    """The entry of each part that may be kept."""
+    is_urgent: bool = False
+    """Whether it is written before the call returns."""
+    wanted: frozenset[tuple[int, int]] = frozenset()
+    """The parts whose KV is to be kept."""
+    taken: list[tuple[KeptEntry, KVTensors]] = field(default_factory=list)
+
+    @property
+    def parts(self) -> Sequence[tuple[int, int]]:
+        """The parts of the prompt that may be kept, in order."""
+        return sorted(self.keys)
+
+    def has(self, start: int, stop: int) -> bool:
+        """Whether KV of this part is kept, for those who may read it."""
+        key = self.keys.get((start, stop))
+        return key is not None and self.entries.has(key, self.namespaces)
+
+    def read(self, start: int, stop: int) -> KVTensors | None:
+        """KV of a part, up to `stop` or the last token in common with what is kept, on the CPU; `None` without any."""
+        key = self.keys.get((start, stop)) or next((key for at, key in self.keys.items() if at[0] == start), None)
+        kv = None if key is None else self.entries.read(key, self.namespaces)
+        return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
+
+    def take(self, start: int, stop: int, kv: KVTensors) -> None:
+        """Keep `kv` of a part when the answer is done."""
+        self.taken.append((self.keys[start, stop], kv))
+
+    def write(self, when_idle: Callable[[Callable[[], Iterator[None]]], object]) -> None:
+        """Write what was taken: now, or `when_idle`."""
+        if self.taken and self.is_urgent:
+            deque(self._steps(), maxlen=0)
+        elif self.taken:
+            with suppress(BusyError):  # It will be met again.
+                when_idle(self._steps)
+
+    def _steps(self) -> Iterator[None]:
+        """Write what was taken, an entry at each step; what the medium refuses is not kept."""
+        while self.taken:
+            entry, kv = self.taken.pop(0)
+            try:
+                self.entries.write(entry, kv)
+            except OSError as error:
+                logger.warning("KV behind %s could not be kept: %s", ", ".join(entry.packs), error)
+            yield
 
 
 def _path(handle: Handle) -> str:

@@ -10,19 +10,21 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
+from hashlib import blake2b
 from typing import Any
 
+from kp_core.bundled import cache_directory
 from kp_core.errors import MissingDependencyError, PackError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, check_key
-from kp_core.packs.near import NearBlobs
 
-__all__ = ["ObjectBlobs", "is_far", "open_blobs"]
+__all__ = ["NearBlobs", "ObjectBlobs", "is_far", "open_blobs"]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
 _CACHE_BYTES = 8 * 2**30
 _FRESH_SECONDS = 1.0
 _LARGE = 32 * 2**20  # Bytes from which a blob is read in parallel parts.
 _AT_ONCE = 8
+_DIGEST_BYTES = 16  # Behind each copy on the local disk.
 _TRIES = 5
 _BUCKETS = {"s3", "s3a", "gs", "gcs"}
 # On top of these attempts s3fs makes five of its own, with backoff, where connections break.
@@ -75,7 +77,7 @@ class ObjectBlobs:
         if start or stop is not None or not key.endswith(".safetensors"):
             return self._get(key, start, stop)
         for _ in range(_TRIES):
-            found = self.recent(key)
+            found = self.stat(key, recent=True)
             if found is None:
                 if self._near:
                     self._near.drop(key)
@@ -111,8 +113,11 @@ class ObjectBlobs:
                 self._seen.pop(key, None)
         return True
 
-    def stat(self, key: str) -> BlobStat | None:
+    def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:
         """As `Blobs.stat`."""
+        when, found = self._seen.get(key, (float("-inf"), None))
+        if recent and time.monotonic() - when < _FRESH_SECONDS:
+            return found
         found = None
         with suppress(FileNotFoundError, NotADirectoryError):
             info = self._call("info", self._path(key))
@@ -123,11 +128,6 @@ class ObjectBlobs:
                 self._seen.clear()
             self._seen[key] = time.monotonic(), found
         return found
-
-    def recent(self, key: str) -> BlobStat | None:
-        """As `stat`, as it was at most a second ago; what is absent is always looked for."""
-        when, found = self._seen.get(key, (float("-inf"), None))
-        return found if time.monotonic() - when < _FRESH_SECONDS else self.stat(key)
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
         """As `Blobs.list`; names that no key has are listed too."""
@@ -163,11 +163,11 @@ class ObjectBlobs:
         return True
 
     def look_at(self, keys: Collection[str], *, bytes_too: bool = False) -> None:
-        """Ask for several blobs at once, so that `recent` knows them, or `read` has them near; those tell errors."""
+        """Ask for several blobs at once, so that `stat` knows them, or `read` has them near; those tell errors."""
 
         def fetch(key: str) -> None:
             with suppress(OSError):
-                found = self.recent(key)
+                found = self.stat(key, recent=True)
                 if bytes_too and self._near and found and not self._near.has(key, found.version):
                     self.read(key)
 
@@ -232,6 +232,62 @@ class ObjectBlobs:
             )
 
 
+class NearBlobs:
+    """Blobs of the object storage at `place`, as files of one folder for all processes and places of this user.
+
+    The folder is `objects` in `KP_CACHE`, by default `~/.cache/knowledge-packs`; what was read longest ago goes first.
+    Every copy ends with its digest, so that damage here is never taken for damage there. What this disk refuses is
+    not kept.
+
+    Not fsspec's `filecache`: it has no budget of bytes, raises where a disk refuses, and does not check its copies: of
+    12 packs whose copies were damaged on this disk, all 12 counted as damaged in the store, and were set aside there.
+    """
+
+    def __init__(self, place: str, max_bytes: int) -> None:
+        self._blobs, self._place, self.max_bytes = FolderBlobs(cache_directory() / "objects"), place, max_bytes
+
+    def has(self, key: str, version: str) -> bool:
+        """Whether there is a copy of this version; says nothing about damage."""
+        return self._blobs.stat(self._name(key, version)) is not None
+
+    def read(self, key: str, version: str) -> memoryview | None:
+        """The copy of this version, in the caller's own memory; `None` where there is none that is intact."""
+        name = self._name(key, version)
+        with suppress(OSError):
+            data = self._blobs.read(name)
+            found = data[:-_DIGEST_BYTES]
+            if _digest(found) == bytes(data[-_DIGEST_BYTES:]):
+                os.utime(self._blobs.path / name)
+                return found
+            self._blobs.delete(name)
+        return None
+
+    def write(self, key: str, version: str, data: Buffer) -> None:
+        """Keep a copy in place of older versions, and drop others until all fit."""
+        if len(data) + _DIGEST_BYTES > self.max_bytes:
+            return
+        with suppress(OSError):
+            self.drop(key)
+            self._blobs.write(self._name(key, version), [data, _digest(data)])
+            held = sorted(self._blobs.list(), key=lambda each: each[1].modified)
+            spare = self.max_bytes - sum(found.size for _, found in held)
+            for name, found in held:
+                if spare >= 0:
+                    break
+                self._blobs.delete(name)
+                spare += found.size
+
+    def drop(self, key: str) -> None:
+        """Delete the copies of a blob."""
+        with suppress(OSError):
+            for name, _ in list(self._blobs.list(self._name(key))):
+                self._blobs.delete(name)
+
+    def _name(self, key: str, version: str | None = None) -> str:
+        parts = (f"{self._place}/{key}",) if version is None else (f"{self._place}/{key}", version)
+        return ".".join(blake2b(part.encode(), digest_size=16).hexdigest() for part in parts)
+
+
 def is_far(place: str | os.PathLike[str]) -> bool:
     """Whether `place` is a URL and no folder."""
     return isinstance(place, str) and _URL.fullmatch(place) is not None and not place.startswith("file://")
@@ -258,3 +314,7 @@ def _stat(info: Mapping[str, Any]) -> BlobStat:
     token = next((info[name] for name in ("ETag", "etag", "generation", "md5Hash") if info.get(name)), modified)
     # Listings tell the time to a millisecond, looks at one object to a second.
     return BlobStat(int(info["size"]), f"{token}.{info['size']}".replace('"', ""), float(int(modified)))
+
+
+def _digest(data: Buffer) -> bytes:
+    return blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from threading import Lock
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from kp_core.packs.handle import Handle
 from kp_core.progress import bar_of
 
-__all__ = ["PackTexts", "Recogniser", "TextIndex"]
+if TYPE_CHECKING:
+    from kp_core.packs.view import Packs
+
+__all__ = ["Recogniser"]
 
 _MIN_CHARS = 64
 # What a search may cost, in compared characters per character of the text; a step counts as a thousand.
@@ -24,26 +27,17 @@ _INSIDE = re.compile(r"(?<=\w)\w")  # A word, behind its first character.
 _BITS, _FACTOR = 20, np.uint32(2_654_435_761)
 
 
-@runtime_checkable
-class PackTexts(Protocol):
-    """What a source of packs offers, beside `PackSource`, for their texts to be recognised."""
-
-    @property
-    def changes(self) -> object:
-        """A token that differs whenever packs were put or removed; cheap, asked at every message."""
-
-    def texts(self, namespaces: Collection[str], known: Collection[Handle]) -> Iterable[tuple[Handle, str]]:
-        """The packs of `namespaces` whose handles are not in `known`, with their texts."""
-
-
 class Recogniser:
     """Finds the texts of packs in other texts.
 
     A text is found where it is, outer blanks aside, character by character, from the start of a word on; texts of less
     than `min_chars` never are. A search takes time in proportion to the text, whatever texts were added: one that is
     made to be slow (thousands of packs that share a long beginning, which the text repeats) is given up where it gets
-    too costly, and nothing is found behind that.
+    too costly, and nothing is found behind that. `find_packs` and `discard` are safe for threads.
     """
+
+    _known: ClassVar[WeakKeyDictionary[Packs, Recogniser]] = WeakKeyDictionary()
+    _making: ClassVar = Lock()
 
     def __init__(self, min_chars: int = _MIN_CHARS) -> None:
         self._min = min_chars
@@ -54,6 +48,18 @@ class Recogniser:
         self._reach: dict[str, int] = {}
         # Which beginnings there are, by a hash: a search looks closer at one position in fifty, not at every word.
         self._noted = np.zeros(2**_BITS, bool)
+        # What is known of the store that it belongs to.
+        self._lock = Lock()
+        self._namespaces: frozenset[str] = frozenset()
+        self._changes: object = None
+
+    @classmethod
+    def of(cls, store: Packs) -> Recogniser:
+        """The one that `find_packs` keeps up with `store`, as long as that lives; empty at first."""
+        with cls._making:
+            if store not in cls._known:
+                cls._known[store] = cls()
+            return cls._known[store]
 
     @property
     def handles(self) -> Collection[Handle]:
@@ -76,13 +82,28 @@ class Recogniser:
 
     def discard(self, handle: Handle) -> None:
         """Find its text no more, unless another handle has the same."""
-        text = self._texts.pop(handle, "")
-        if text:
-            self._handles[text].discard(handle)
-            if not self._handles[text]:
-                del self._handles[text]
-                texts = self._sorted[text[: self._min]]
-                del texts[bisect_left(texts, text)]
+        with self._lock:
+            text = self._texts.pop(handle, "")
+            if text:
+                self._handles[text].discard(handle)
+                if not self._handles[text]:
+                    del self._handles[text]
+                    texts = self._sorted[text[: self._min]]
+                    del texts[bisect_left(texts, text)]
+
+    def find_packs(self, store: Packs, text: str, namespaces: Collection[str]) -> list[tuple[int, int, Handle]]:
+        """Where texts of `store` are in `text`, as `find`; reads what the store has new before."""
+        if len(text) < self._min:
+            return []
+        with self._lock:
+            # Asked for before the texts are, so that what comes in between is read next time.
+            changes, wanted = store.changes, self._namespaces.union(namespaces)
+            if changes != self._changes or wanted != self._namespaces:
+                new = store.texts(wanted, self.handles)
+                for handle, known in bar_of("Reading the texts of packs", None, "pack", new):
+                    self.add(handle, known)
+                self._changes, self._namespaces = changes, wanted
+            return self.find(text, namespaces) if self._handles else []
 
     def find(self, text: str, namespaces: Collection[str] | None = None) -> list[tuple[int, int, Handle]]:
         """Where texts are in `text`, as `(start, stop, handle)`: the first, there the longest, then on behind it.
@@ -125,43 +146,3 @@ class Recogniser:
 def _common(left: str, right: str) -> int:
     """How many characters both begin with."""
     return bisect_left(range(min(len(left), len(right))), 1, key=lambda at: left[: at + 1] != right[: at + 1])
-
-
-class TextIndex:
-    """The recogniser of one source, kept up with it, one as long as the source lives; safe for threads."""
-
-    _known: ClassVar[WeakKeyDictionary[PackTexts, TextIndex]] = WeakKeyDictionary()
-    _making: ClassVar = Lock()
-
-    def __init__(self) -> None:
-        self._recogniser = Recogniser()
-        self._lock = Lock()
-        self._namespaces: frozenset[str] = frozenset()
-        self._changes: object = None
-
-    @classmethod
-    def of(cls, source: PackTexts) -> TextIndex:
-        """The index of `source`, empty at first."""
-        with cls._making:
-            if source not in cls._known:
-                cls._known[source] = cls()
-            return cls._known[source]
-
-    def find(self, source: PackTexts, text: str, namespaces: Collection[str]) -> list[tuple[int, int, Handle]]:
-        """Where texts of `namespaces` are in `text`, as `Recogniser.find` says; reads what `source` has new before."""
-        if len(text) < _MIN_CHARS:
-            return []
-        with self._lock:
-            # Asked for before the texts are, so that what comes in between is read next time.
-            changes, wanted = source.changes, self._namespaces.union(namespaces)
-            if changes != self._changes or wanted != self._namespaces:
-                new = source.texts(wanted, self._recogniser.handles)
-                for handle, known in bar_of("Reading the texts of packs", None, "pack", new):
-                    self._recogniser.add(handle, known)
-                self._changes, self._namespaces = changes, wanted
-            return self._recogniser.find(text, namespaces)
-
-    def discard(self, handle: Handle) -> None:
-        """Forget a pack that is no more."""
-        with self._lock:
-            self._recogniser.discard(handle)

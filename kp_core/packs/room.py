@@ -1,28 +1,74 @@
-"""Room under the bound of a store: which KV goes first."""
+"""Room under the bound of a store: the KV that was used longest ago goes first."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from kp_core.errors import PackError, QuotaError
-from kp_core.packs.blobs import BlobStat
-from kp_core.packs.file import EncodedPack, encode_pack
-from kp_core.packs.files import PackFiles
+from kp_core.errors import PackCorruptError, PackError, QuotaError
+from kp_core.packs.blobs import Blobs, BlobStat
+from kp_core.packs.envelope import from_json, mapping, to_json
+from kp_core.packs.file import PackFile, encode_pack
+from kp_core.packs.files import PackFiles, handle_of, pack_key, text_key
 from kp_core.packs.handle import Handle
-from kp_core.packs.layout import handle_of, pack_key, text_key
-from kp_core.packs.uses import LastUse
+from kp_core.packs.secret import is_made
 from kp_core.progress import bar_of
 
-__all__ = ["make_room"]
+__all__ = ["LastUse", "make_room"]
 
 logger = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 2.0
 """How long an entry that another writer is putting or removing is waited for, since anything last changed."""
 _STEP_SECONDS = 0.01
+_FLUSH_SECONDS = 60
+_MOST_NAMES = 100_000
+
+
+class LastUse:
+    """When each name was last used: in memory, and merged into the blob `used` at most once a minute and at the end.
+
+    Not access times: mounts may keep none, and object storage has none. Good for an order: of two processes that write
+    at one moment the second wins until the first writes again, and what was used in the last minute before a kill is
+    forgotten.
+    """
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs, self._lock = blobs, threading.Lock()
+        self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
+
+    def note(self, name: str) -> None:
+        """`name` is used now."""
+        with self._lock:
+            self._times[name], self._noted = time.time(), True
+        if time.monotonic() > self._flushed + _FLUSH_SECONDS:
+            self.flush()
+
+    def times(self) -> dict[str, float]:
+        """The last use of each name by anyone, as far as it was written, in seconds since 1970."""
+        with self._lock:
+            for name, when in self._written().items():
+                if isinstance(when, float):
+                    self._times[name] = max(when, self._times.get(name, when))
+            if len(self._times) > _MOST_NAMES:
+                self._times = dict(sorted(self._times.items(), key=lambda item: item[1])[-_MOST_NAMES:])
+            return dict(self._times)
+
+    def _written(self) -> dict[str, object]:
+        with suppress(FileNotFoundError, PackCorruptError):
+            return mapping(from_json(bytes(self._blobs.read("used"))), "used")
+        return {}
+
+    def flush(self) -> None:
+        """Write what was noted; nothing where nobody can write, or where the store is gone."""
+        self._flushed = time.monotonic()
+        with suppress(OSError):
+            if self._noted and is_made(self._blobs):
+                self._noted = False
+                self._blobs.write("used", [to_json(self.times()).encode()])
 
 
 def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, ...], size: int) -> None:
@@ -59,7 +105,7 @@ def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, .
 
 def _plan(
     files: PackFiles, uses: LastUse, listed: Mapping[str, BlobStat], own: tuple[str, ...], needed: int
-) -> tuple[list[tuple[Handle, str, EncodedPack, BlobStat]], int, bool]:
+) -> tuple[list[tuple[Handle, str, PackFile, BlobStat]], int, bool]:
     """The entries to drop until `needed` bytes are free, the bytes that they free, and whether the store is settled.
 
     Each entry is its handle, slot, pack without KV, and version. The store is not settled where an entry was passed
@@ -71,7 +117,7 @@ def _plan(
         for key, found in listed.items()
         if key not in own and (entry := handle_of(key)) and key == pack_key(*entry)
     }
-    plan: list[tuple[Handle, str, EncodedPack, BlobStat]] = []
+    plan: list[tuple[Handle, str, PackFile, BlobStat]] = []
     freed, is_settled = 0, True
 
     def age(entry: tuple[Handle, str]) -> tuple[float, tuple[Handle, str]]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from kp_core.packs.codec import digest, in_threads
 from kp_core.packs.envelope import to_json
+from kp_core.packs.file import PackFile, encode_pack
 from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["Seal"]
@@ -27,12 +27,13 @@ class Seal:
 
     def sealed(self, pack: KnowledgePack) -> KnowledgePack:
         """`pack` with the MAC in its provenance."""
-        return replace(pack, provenance={**pack.provenance, _NAME: self._mac(pack, _digests(pack))})
+        digests = encode_pack(replace(pack, compression="none")).digests
+        return replace(pack, provenance={**pack.provenance, _NAME: self._mac(pack, digests)})
 
-    def holds(self, pack: KnowledgePack, digests: Sequence[str] | None = None) -> bool:
-        """Whether the MAC is there and right; `digests` are those of the tensors, by default taken of the pack's KV."""
-        made = self._mac(pack, _digests(pack) if digests is None else digests)
-        return hmac.compare_digest(made.encode(), pack.provenance.get(_NAME, "").encode())
+    def holds(self, file: PackFile) -> bool:
+        """Whether the MAC is there and right, by the digests in the head; each tensor is held to its own when read."""
+        mac = self._mac(file.pack, file.digests)
+        return hmac.compare_digest(mac.encode(), file.pack.provenance.get(_NAME, "").encode())
 
     def _mac(self, pack: KnowledgePack, digests: Sequence[str]) -> str:
         about = {
@@ -45,12 +46,3 @@ class Seal:
             "token_ids": pack.token_ids,
         }
         return hmac.new(self.key, b"kp-entry-v1\0" + to_json(about, sort_keys=True).encode(), sha256).hexdigest()
-
-
-def _digests(pack: KnowledgePack) -> list[str]:
-    """Of each tensor, in the order of the file."""
-    if pack.kv is None:
-        return []
-    pairs = zip(pack.kv.keys, pack.kv.values, strict=True)
-    tensors = [*(half for pair in pairs for half in pair), *pack.kv.states]
-    return in_threads(digest, [tensor.detach().cpu().contiguous() for tensor in tensors], pack.kv.nbytes)

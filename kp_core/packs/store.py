@@ -14,27 +14,35 @@ from pathlib import Path
 
 from kp_core.errors import PackCorruptError, PackError, PackNotFoundError, QuotaError
 from kp_core.packs.blobs import Blobs, FolderBlobs
-from kp_core.packs.file import OpenPack, PackHeader, encode_pack, read_pack
-from kp_core.packs.files import PackCorruptWarning, PackFiles
+from kp_core.packs.file import PackFile, encode_pack, read_pack
+from kp_core.packs.files import (
+    PackCorruptWarning,
+    PackFiles,
+    displaces,
+    handle_of,
+    is_spare,
+    is_text_alone,
+    pack_key,
+    slots,
+    text_key,
+)
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.kept import KeptEntries
-from kp_core.packs.layout import displaces, handle_of, is_spare, is_text_alone, pack_key, slots, text_key
 from kp_core.packs.objects import ObjectBlobs, open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey
-from kp_core.packs.room import make_room
+from kp_core.packs.room import LastUse, make_room
 from kp_core.packs.seal import Seal
 from kp_core.packs.secret import forget_secrets, load_secrets
-from kp_core.packs.uses import LastUse
-from kp_core.packs.view import TRUSTED_ROLES, PackView
+from kp_core.packs.view import Packs
 
 __all__ = ["PackCorruptWarning", "PackStore"]
 
 logger = logging.getLogger(__name__)
 
 
-class PackStore:
-    """Packs in a folder, under a URL (`s3://bucket/prefix`, `gs://`, `memory://`), or in other `Blobs`. Keeps `Packs`.
+class PackStore(Packs):
+    """Packs in a folder, under a URL (`s3://bucket/prefix`, `gs://`, `memory://`), or in other `Blobs`.
 
     Each is a text, and a file for each entry of its KV: one for each model and prefix that it was compiled for.
 
@@ -82,10 +90,11 @@ class PackStore:
         """What lies under `packs/`, for engines that look at headers alone."""
         self._uses = LastUse(self.blobs)
         self.seal = None if seal is None else Seal(seal)
-        self.kept = KeptEntries(self.files, self._uses, keep_bytes, keep_seconds, self.seal)
+        self.kept: KeptEntries = KeptEntries(self.files, self._uses, keep_bytes, keep_seconds, self.seal)
         """What was computed behind other packs and is kept (see the option `keep` of a request)."""
         # Threads that make room take turns, so that together they keep to the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
+        # Nothing that it holds refers to it: else it would end, and write, in any thread that collects garbage.
         weakref.finalize(self, self._uses.flush)
 
     def __repr__(self) -> str:
@@ -101,7 +110,7 @@ class PackStore:
     @property
     def changes(self) -> str:
         """A token that is another one whenever anybody has added or removed a pack, or an entry; costs one `stat`."""
-        found = self.files.recent("changes")
+        found = self.blobs.stat("changes", recent=True)
         return "" if found is None else found.version
 
     @property
@@ -112,10 +121,6 @@ class PackStore:
     def handle(self, text: str, namespace: str) -> Handle:
         """The handle `text` has here, stored or not; raises `HandleError` for bad names and non-Unicode text."""
         return self.files.handle(text, namespace)
-
-    def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
-        """The store as a conversation may see it: these namespaces, brought in by these roles."""
-        return PackView(self, namespaces, trusted_roles)
 
     def put(self, pack: KnowledgePack) -> Handle:
         """Store `pack`; storing it again writes nothing.
@@ -171,7 +176,7 @@ class PackStore:
             return True
         with suppress(FileNotFoundError, PackError):
             slot, found = self._find(handle, key)
-            return found is not None and self.seal.holds(found, self.files.header(handle, slot).content.digests)
+            return found is not None and self.seal.holds(self.files.header(handle, slot))
         return False
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
@@ -195,7 +200,7 @@ class PackStore:
         self._uses.note(f"{handle}{slot}")
         return pack
 
-    def open(self, handle: Handle, key: PackKey) -> OpenPack:
+    def open(self, handle: Handle, key: PackKey) -> PackFile:
         """The entry that `get` gives, to be read tensor by tensor; what turns out to be damaged is mended by `get`.
 
         Raises `PackNotFoundError` when there is none, `PackCorruptError` when it is damaged, as far as its head shows.
@@ -246,7 +251,7 @@ class PackStore:
 
     def remove(self, handle: Handle) -> None:
         """Remove the pack, its text, files in quarantine and what was kept behind it, or raise `PackNotFoundError`."""
-        self.kept.drop(pack=handle)
+        self.kept.drop(str(handle))
         aside = [key for key, _ in self.blobs.list(f"quarantine/{handle.namespace}.{handle.id}.")]
         # Text first: a text alone would come back as a pack.
         found = [self.blobs.delete(text_key(handle))]
@@ -254,12 +259,12 @@ class PackStore:
         found += map(self.blobs.delete, (*files, *aside))
         if not any(found):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
-        self.kept.drop(pack=handle)  # What was kept since.
+        self.kept.drop(str(handle))  # What was kept since.
         self.files.note_change()
 
     def forget(self, namespace: str) -> int:
         """Delete all KV that was kept in `namespace` or behind it; returns how many entries. Packs stay."""
-        return self.kept.drop(namespace=check_namespace(namespace))
+        return self.kept.drop(check_namespace(namespace))
 
     def handles(self, namespace: str | None = None) -> Iterator[Handle]:
         """The handles of all packs, or of one namespace, sorted."""
@@ -322,7 +327,7 @@ class PackStore:
                     return slot, found
         return "", first
 
-    def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackHeader | None, bool]:
+    def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackFile | None, bool]:
         """Where `pack` belongs, what is intact there, and whether nothing is.
 
         It is the first place that is its own, or free, or holds what is of no use to anybody.

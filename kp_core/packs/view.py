@@ -1,23 +1,30 @@
-"""Who may read which pack: a source of packs, the namespaces allowed, and the roles trusted to bring handles."""
+"""Who may read which pack: a store, the namespaces allowed, the roles trusted to bring handles, and the model."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, runtime_checkable
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from kp_core.errors import KnowledgePackError, PromptError
+from kp_core.errors import KnowledgePackError, PackNotFoundError, PromptError
+from kp_core.packs.blobs import Blobs
+from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
+from kp_core.packs.kept import KeptEntries
 from kp_core.packs.pack import KnowledgePack, PackKey
-from kp_core.packs.recognise import PackTexts, TextIndex
+from kp_core.packs.recognise import Recogniser
 
-__all__ = ["TRUSTED_ROLES", "PackRef", "PackSource", "PackView", "Packs", "Segment"]
+__all__ = ["TRUSTED_ROLES", "Mismatch", "PackRef", "PackView", "Packs", "Segment", "explicit_packs", "usable"]
 
 logger = logging.getLogger(__name__)
 
 TRUSTED_ROLES = frozenset({"system", "user", "tool"})
+
+Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
+"""What to do with a pack of another model; see `usable`."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,28 @@ class PackRef:
 Segment: TypeAlias = str | PackRef
 
 
-class PackSource(Protocol):
-    """Where packs come from, e.g. `PackStore`."""
+@runtime_checkable
+class Packs(Protocol):
+    """Where packs are kept, e.g. `PackStore`: makes handles, takes packs in, and finds them again.
+
+    A store of your own subclasses it. What it need not define has a default, which offers nothing.
+    """
+
+    blobs: Blobs | None = None
+    """Where its bytes lie: what was measured on its packs is kept beside them."""
+    kept: KeptEntries | None = None
+    """The KV that was computed behind other packs, and is kept."""
+
+    @property
+    def changes(self) -> object:
+        """A token that differs whenever packs were put or removed; cheap, asked at every message."""
+        return None
+
+    def handle(self, text: str, namespace: str) -> Handle:
+        """The handle `text` has here, stored or not."""
+
+    def put(self, pack: KnowledgePack) -> Handle:
+        """Keep the pack, in place of what was kept for its text; returns its handle."""
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
         """The pack without its KV, or `None` when there is none under this handle; cheap, asked at every turn.
@@ -57,51 +84,67 @@ class PackSource(Protocol):
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
         """The pack, with its KV where that is stored and intact; the entry that `peek` tells."""
 
-
-@runtime_checkable
-class Packs(PackSource, Protocol):
-    """Where packs are kept, e.g. `PackStore`: a source that also mints handles and takes packs in."""
-
-    def handle(self, text: str, namespace: str) -> Handle:
-        """The handle `text` has here, stored or not."""
-
-    def put(self, pack: KnowledgePack) -> Handle:
-        """Keep the pack, in place of what was kept for its text; returns its handle."""
-
     def remove(self, handle: Handle) -> None:
         """Forget the pack; raises `PackNotFoundError` where there is none."""
 
     def __iter__(self) -> Iterator[Handle]:
         """The handles of all packs."""
 
+    def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:  # noqa: ARG002
+        """The packs of these namespaces that are not `known` yet, with their texts: those that are recognised."""
+        return iter(())
+
+    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:  # noqa: ARG002
+        """Look at several entries at once, with `kv` bring their KV near, if these lie far away."""
+        return
+
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
         """The packs as a conversation may see them: these namespaces, brought in by these roles."""
+        return PackView(self, namespaces, trusted_roles)
 
 
 @dataclass(frozen=True)
 class PackView:
-    """The packs a conversation may reach: a source, the namespaces allowed, and the roles trusted to bring handles.
+    """The packs a conversation may reach: a store, the namespaces allowed, and the roles trusted to bring handles.
 
     What does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text and is logged.
     Text that comes out of a pack is never searched for handles.
 
-    With `recognise`, the exact texts of packs in messages of trusted roles are found as well, if `texts` (the source,
-    where it can) tells them; handles inside them are text.
+    With `recognise`, the exact texts of packs in messages of trusted roles are found as well; handles inside them are
+    text. With a `model`, it gives only packs that this one may use (see `usable`).
     """
 
-    source: PackSource
+    source: Packs
     namespaces: Collection[str]
     trusted_roles: Collection[str] = TRUSTED_ROLES
     recognise: bool = True
-    texts: PackTexts | None = field(default=None, compare=False, repr=False)
+    model: ModelFingerprint | None = None
+    mismatch: Mismatch = "error"
 
     def __post_init__(self) -> None:
         if isinstance(self.namespaces, str):
             raise PromptError(f"Got the string {self.namespaces!r} as namespaces; expected a collection of names.")
         object.__setattr__(self, "namespaces", frozenset(check_namespace(name) for name in self.namespaces))
         object.__setattr__(self, "trusted_roles", frozenset(self.trusted_roles))
-        if self.texts is None and isinstance(self.source, PackTexts):
-            object.__setattr__(self, "texts", self.source)
+
+    def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
+        """The pack without its KV; by default as it was first compiled for the `model`."""
+        pack = self.source.peek(handle, self._key(key))
+        return pack and self._usable(pack, handle)
+
+    def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
+        """The pack with its KV."""
+        return self._usable(self.source.get(handle, self._key(key)), handle)
+
+    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
+        """As `Packs.prefetch`."""
+        self.source.prefetch([(handle, self._key(key)) for handle, key in wanted], kv=kv)
+
+    def _key(self, key: PackKey | None) -> PackKey | None:
+        return PackKey(self.model) if key is None and self.model is not None else key
+
+    def _usable(self, pack: KnowledgePack, handle: Handle) -> KnowledgePack:
+        return pack if self.model is None else usable(pack, self.model, self.mismatch, str(handle))
 
     def resolve(self, handle: Handle, role: str) -> KnowledgePack | None:
         """The pack without KV, when `role` may bring it in."""
@@ -110,7 +153,7 @@ class PackView:
         elif handle.namespace not in self.namespaces:
             reason = f"namespace {handle.namespace!r} is not allowed"
         else:
-            pack = self.source.peek(handle)
+            pack = self.peek(handle)
             if pack is not None:
                 return pack
             reason = "no such pack"
@@ -120,8 +163,8 @@ class PackView:
     def split(self, text: str, role: str) -> tuple[Segment, ...]:
         """`text` cut into plain text, the packs its handles stand for, and those whose texts are recognised in it."""
         handles = find_handles(text)
-        if handles and role in self.trusted_roles and (fetch := getattr(self.source, "prefetch", None)):
-            fetch({(handle, None) for *_, handle in handles if handle.namespace in self.namespaces})
+        if handles and role in self.trusted_roles:
+            self.prefetch({(handle, None) for *_, handle in handles if handle.namespace in self.namespaces})
         found: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
         segments: list[Segment] = []
         done = 0
@@ -143,14 +186,63 @@ class PackView:
 
     def _recognised(self, text: str, role: str) -> Iterator[tuple[int, int, PackRef]]:
         """Where the texts of packs are in `text`."""
-        if not self.recognise or self.texts is None or role not in self.trusted_roles:
+        if not self.recognise or role not in self.trusted_roles:
             return
-        index = TextIndex.of(self.texts)
-        for start, stop, handle in index.find(self.texts, text, self.namespaces):
+        recogniser = Recogniser.of(self.source)
+        for start, stop, handle in recogniser.find_packs(self.source, text, self.namespaces):
             # A pack that cannot be used is text here, which nobody asked to be more.
             with suppress(KnowledgePackError):
-                pack = self.source.peek(handle)
+                pack = self.peek(handle)
                 if pack is None:
-                    index.discard(handle)
+                    recogniser.discard(handle)
                 elif pack.text.strip() == text[start:stop]:
                     yield start, stop, PackRef(str(handle), pack, recognised=True)
+
+
+def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:
+    """`pack` as `model` may use it: as it is, or its text alone, to be computed anew.
+
+    A pack of another model raises `FingerprintMismatchError`, or with `mismatch="rebuild"` comes as text alone. With
+    `"accept"` a pack of the same model in other numerics comes as it is. A pack that was recovered from its text alone
+    is computed anew without being asked, and so is one of the same model whose passes were computed in another way: by
+    another release, or on another kind of processor.
+    """
+    made = pack.fingerprint
+    if made in (model, ModelFingerprint.unknown()):
+        return pack
+    if model.engine == "vllm" and made.same_model(model):
+        # Which KV a server reads, it decides itself; here only the tokens count.
+        return replace(pack, kv=None, fingerprint=model)
+    if mismatch == "accept" and made.same_model(model):
+        return pack
+    rounds_differently = made.diff(model).keys() == {"passes"}
+    if mismatch != "rebuild" and not rounds_differently:
+        pack.check(model)
+    reason = "another release or kind of processor" if rounds_differently else "another model"
+    logger.warning("Pack %s was made by %s; its KV is computed anew from its text.", name, reason)
+    return replace(pack, kv=None, token_ids=(), fingerprint=ModelFingerprint.unknown())
+
+
+def explicit_packs(
+    packs: Sequence[KnowledgePack | str], view: PackView | None, model: ModelFingerprint, mismatch: Mismatch
+) -> tuple[PackRef, ...]:
+    """Packs that a caller named outright; a handle that does not resolve is an error here, not text."""
+    references = []
+    # The list of an agent's memory grows by one pack after the other, so each is a batch of its own.
+    for number, pack in enumerate(packs, 1):
+        if isinstance(pack, KnowledgePack):
+            try:
+                name = "pack:" + blake2b(pack.text.encode(), digest_size=8).hexdigest()
+            except UnicodeEncodeError as error:
+                raise PromptError("Got a pack of text that is not Unicode. Decode it with errors='replace'.") from error
+            references.append(PackRef(name, usable(pack, model, mismatch, name), batch=-number))
+            continue
+        handle = Handle.parse(pack)
+        # The caller named it, no message did; so which roles are trusted does not matter.
+        found = None if view is None else replace(view, trusted_roles={"system"}).resolve(handle, "system")
+        if found is None:
+            raise PackNotFoundError(
+                f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."
+            )
+        references.append(PackRef(pack, found, batch=-number))
+    return tuple(references)

@@ -15,8 +15,7 @@ import torch
 import zstandard
 
 from kp_core.kv import KVTensors
-from kp_core.packs.content import VERSION
-from kp_core.packs.file import encode_pack, read_pack
+from kp_core.packs.file import VERSION, encode_pack, read_pack
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import mint
 from kp_core.packs.pack import KnowledgePack, Prefix

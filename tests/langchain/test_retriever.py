@@ -9,9 +9,8 @@ from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
-from kp_core import Fact, Handle, MemoryFactStore, PackStore, PackView, Session, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, Packs, PackStore, Session, find_handles
 from kp_core.errors import BankError, OptionError
-from kp_core.packs.view import TRUSTED_ROLES
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
 from tests.conftest import roomy_engine, tiny_engine, until
 
@@ -262,7 +261,7 @@ def test_what_is_no_fact_store_is_named(shelf):
         KnowledgePackRetriever.from_facts([], engine=tiny_engine(), store=shelf, embedder=object())
 
 
-class Toy:
+class Toy(Packs):
     """All that a store of packs has to be."""
 
     def __init__(self, shelf):
@@ -271,9 +270,6 @@ class Toy:
 
     def __iter__(self):
         return self.handles()
-
-    def view(self, *namespaces, trusted_roles=TRUSTED_ROLES):
-        return PackView(self, namespaces, trusted_roles)
 
 
 def test_any_store_that_keeps_the_protocol_will_do(facts, shelf, embedder):

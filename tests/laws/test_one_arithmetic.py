@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kp_core import KVTensors, PackStore, PackView
+from kp_core import KVTensors, Packs, PackStore, PackView
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.request import Request
 from kp_core.testing import ARCHITECTURES
@@ -85,7 +85,7 @@ ALONG = (
 )
 
 
-class Memory:
+class Memory(Packs):
     """Packs that lie in no store."""
 
     def __init__(self, store):

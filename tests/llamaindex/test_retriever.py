@@ -14,7 +14,7 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.tools import RetrieverTool
 
-from kp_core import Fact, Handle, MemoryFactStore, PackView, find_handles
+from kp_core import Fact, Handle, MemoryFactStore, Packs, find_handles
 from kp_core.errors import BankError, OptionError, PromptError
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackMemoryBlock, KnowledgePackRetriever, pack_place
 from tests.conftest import tiny_engine, until
@@ -249,14 +249,11 @@ def test_what_is_no_fact_store_is_named(store):
 
 
 def test_any_store_that_keeps_the_protocol_will_do(nodes, store, embedder, usages):
-    class Toy:
+    class Toy(Packs):
         handle, peek, get, put, remove = store.handle, store.peek, store.get, store.put, store.remove
 
         def __iter__(self):
             return iter(store)
-
-        def view(self, *namespaces, **roles):
-            return PackView(self, namespaces, **roles)
 
     toy = Toy()
     index = KnowledgePackIndex.from_nodes(

@@ -6,7 +6,7 @@ import pytest
 from langchain_core.caches import InMemoryCache
 from pydantic import ValidationError
 
-from kp_core import Handle, ModelFingerprint, NaiveComposer, PackStore, PackView, Session, TokenStream
+from kp_core import Handle, ModelFingerprint, NaiveComposer, Packs, PackStore, Session, TokenStream
 from kp_core.errors import FingerprintMismatchError, ModelError, UnsupportedRequestError
 from kp_core.testing import tiny_tokenizer
 from kp_langchain import ChatKnowledgePacks
@@ -59,7 +59,7 @@ class LastComposer:
         return forward(region.token_ids)
 
 
-class ListStore:
+class ListStore(Packs):
     """Packs in memory."""
 
     def __init__(self):
@@ -84,9 +84,6 @@ class ListStore:
 
     def __iter__(self):
         return map(Handle.parse, self.packs)
-
-    def view(self, *namespaces, **options):
-        return PackView(self, namespaces, **options)
 
 
 @pytest.fixture(params=["folder", "list"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from kp_core.engines.session import Session
 from kp_core.errors import ShortTextError, WrapperError
 from kp_core.packs.handle import Handle, mint
 from kp_core.packs.pack import KnowledgePack, PackKey
-from kp_core.packs.view import PackView
+from kp_core.packs.view import Packs
 
 __all__ = ["Documents", "PacketTraining", "Sample", "Samples"]
 
@@ -120,6 +120,7 @@ class Samples:
         random.Random(settings.seed).shuffle(found)  # noqa: S311 - not cryptography
         held = max(most, min(len(found) // 10, 200))
         self._pools = {"held": found[:held], "train": found[held:]}
+        self._store = _Memory()
         self._pack = lru_cache(4096)(self._build)
 
     @property
@@ -145,11 +146,11 @@ class Samples:
         chosen = draw.sample(pool, count or draw.randint(*self._settings.documents))
         asked, answer = self._asked(draw, *draw.choice(chosen))
         try:
-            packs = dict(self._pack(f"{title}: {text}" if title else text) for title, text in chosen)
+            handles = [self._pack(f"{title}: {text}" if title else text) for title, text in chosen]
         except ShortTextError:
             return None
-        view = PackView(_Held(packs), ["default"], recognise=False)
-        prompt = self._session.template.render("\n\n".join((*map(str, packs), asked)), view=view)
+        view = replace(self._store.view("default"), recognise=False)
+        prompt = self._session.template.render("\n\n".join((*map(str, handles), asked)), view=view)
         spans, ends = prompt.spans, self._session.template.ends(prompt)
         fits = [span.pack.token_ids == prompt.token_ids[span.start : span.stop] for span in spans]
         if (
@@ -181,18 +182,32 @@ class Samples:
         ids = self._session.tokenizer.encode(answer, add_special_tokens=False)
         return asked, tuple(ids[: self._settings.answer]) or None
 
-    def _build(self, text: str) -> tuple[Handle, KnowledgePack]:
-        return mint(_SECRET, "default", text), self._session.build_pack(text, lazy=True)
+    def _build(self, text: str) -> Handle:
+        return self._store.put(self._session.build_pack(text, lazy=True))
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A source of packs without KV."""
+class _Memory(Packs):
+    """Packs in memory."""
 
-    packs: dict[Handle, KnowledgePack]
+    def __init__(self) -> None:
+        self._packs: dict[Handle, KnowledgePack] = {}
+
+    def handle(self, text: str, namespace: str) -> Handle:
+        return mint(_SECRET, namespace, text)
+
+    def put(self, pack: KnowledgePack) -> Handle:
+        handle = self.handle(pack.text, pack.namespace)
+        self._packs[handle] = pack
+        return handle
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:  # noqa: ARG002
-        return self.packs.get(handle)
+        return self._packs.get(handle)
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:  # noqa: ARG002
-        return self.packs[handle]
+        return self._packs[handle]
+
+    def remove(self, handle: Handle) -> None:
+        del self._packs[handle]
+
+    def __iter__(self) -> Iterator[Handle]:
+        return iter(self._packs)

@@ -68,11 +68,11 @@ class PackKV:
 
     def prefetch(self, plan: Plan, length: int) -> None:
         """Have a store that is far away bring all packs near at once that are read behind the first `length` tokens."""
-        if plan.reuse and (fetch := getattr(plan.packs, "prefetch", None)):
+        if plan.reuse and plan.packs is not None:
             regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
             spans = [span for region in regions for span in region.spans or (region.span,) if span is not None]
             wanted = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
-            fetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
+            plan.packs.prefetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
 
     def placed(self, kv: KVTensors) -> KVTensors:
         """`kv` on the device and in the dtype of the cache."""

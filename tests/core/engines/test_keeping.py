@@ -5,7 +5,7 @@ import torch
 
 from kp_core import load_engine
 from kp_core.errors import OptionError
-from kp_core.packs.kept import EntryKey
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.store import PackStore
 from kp_core.testing import tiny_model, tiny_tokenizer
 
@@ -162,7 +162,7 @@ def test_what_stands_behind_a_pack_is_deleted_with_it(stored):
 
 def test_a_removed_pack_keeps_nothing_behind_it(stored):
     engine, store, handles = stored
-    key = EntryKey(engine.fingerprint, 3, "0" * 32, (1, 2), (handles[0],))
+    key = KeptEntry(engine.fingerprint, 3, "0" * 32, (1, 2), (handles[0],))
     kv = engine.build_pack(TEXTS[0]).kv.slice(0, 2)
     assert store.kept.write(key, kv)
     assert store.kept.read(key, ("veyl",)).equal(kv)

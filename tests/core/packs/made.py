@@ -113,7 +113,7 @@ class Watched(FolderBlobs):
         self._note("write")
         return super().write(*args, **options)
 
-    def stat(self, key):
+    def stat(self, key, *, recent=False):
         self._note("stat")
         return super().stat(key)
 

@@ -41,7 +41,7 @@ class MemoryBlobs:
             self.held[key] = data, BlobStat(len(data), str(self.writes), time.time())
             return True
 
-    def stat(self, key: str) -> BlobStat | None:
+    def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:
         return self.held[key][1] if key in self.held else None
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:

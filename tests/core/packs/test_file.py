@@ -187,10 +187,10 @@ def test_the_safetensors_library_reads_the_same(tmp_path, kv):
 def test_layout():
     data = encode(make_pack())
     header = read_header(data)
-    assert header.start % 64 == 0
+    assert len(header.head) % 64 == 0
     assert header.nbytes == len(data)
-    assert int.from_bytes(data[:8], "little") == header.start - 8
-    entries = json.loads(data[8 : header.start])
+    assert int.from_bytes(data[:8], "little") == len(header.head) - 8
+    entries = json.loads(data[8 : len(header.head)])
     offsets = [entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"]
     assert offsets[0][0] == 0
     assert all(one[1] == two[0] for one, two in pairwise(offsets))

@@ -9,7 +9,7 @@ import torch
 
 from kp_core.errors import QuotaError
 from kp_core.kv import KVTensors
-from kp_core.packs.kept import EntryKey
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.store import PackStore
 from tests.core.packs.made import FINGERPRINT, Watched, make_pack
 
@@ -22,8 +22,8 @@ def kv_of(seed: int = 0, tokens: int = TOKENS) -> KVTensors:
     return KVTensors(tuple(tensors[:2]), tuple(tensors[2:]))
 
 
-def key_of(*handles, at: int = 0, before: str = "0" * 32, words: str | None = None) -> EntryKey:
-    return EntryKey(FINGERPRINT, at, before, tuple(range(TOKENS)), tuple(map(str, handles)), words)
+def key_of(*handles, at: int = 0, before: str = "0" * 32, words: str | None = None) -> KeptEntry:
+    return KeptEntry(FINGERPRINT, at, before, tuple(range(TOKENS)), tuple(map(str, handles)), words)
 
 
 def files(store: PackStore):
@@ -70,7 +70,7 @@ def test_every_part_of_the_key_counts(three):
     assert store.kept.read(key, ("art",)) is None
 
 
-def starting(key: EntryKey, *, same: int, tokens: int = TOKENS) -> EntryKey:
+def starting(key: KeptEntry, *, same: int, tokens: int = TOKENS) -> KeptEntry:
     """`key` of `tokens` tokens, of which the first `same` are those of `key`."""
     return replace(key, token_ids=(*key.token_ids[:same], *range(1000, 1000 + tokens - same)))
 
@@ -146,13 +146,22 @@ def test_the_least_recently_used_goes_first(three):
     store, handles, keys = three
     size = store.kept.nbytes
     read(store, keys[0])
-    assert max(store.kept, key=lambda entry: entry.last_use).id == store.handle(keys[0].text, "geo").id
+    assert max(store.kept, key=lambda entry: entry.last_use).text == keys[0].text
     bound = PackStore(store.path, keep_bytes=size + 10)
     bound._uses.note("kept:geo/" + store.handle(keys[0].text, "geo").id)
     assert bound.kept.write(key_of(*handles, at=3), kv_of(3))
     assert [read(bound, key) is None for key in keys] == [False, True, False]
     assert bound.kept.nbytes <= size + 10
+
+
+def test_an_entry_beyond_the_bound_is_refused_and_nothing_is_dropped(three):
+    store, handles, keys = three
+    small = PackStore(store.path, keep_bytes=files(store)[0].stat().st_size)
+    large = replace(key_of(*handles, at=9), token_ids=tuple(range(10 * TOKENS)))
+    assert not small.kept.write(large, kv_of(9, tokens=10 * TOKENS))
+    assert [read(small, key) is None for key in keys] == [False] * 3
     assert not PackStore(store.path, keep_bytes=10).kept.write(key_of(*handles, at=9), kv_of(5))
+    assert len(files(store)) == 3
 
 
 def test_what_was_not_used_for_long_is_gone(three):

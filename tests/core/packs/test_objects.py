@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from kp_core.errors import MissingDependencyError, PackError, PackNotFoundError
-from kp_core.packs.near import NearBlobs
-from kp_core.packs.objects import ObjectBlobs, open_blobs
+from kp_core.packs.objects import NearBlobs, ObjectBlobs, open_blobs
 from kp_core.packs.store import PackStore
 from kp_core.settings import EngineSettings
 from tests.conftest import tiny_engine

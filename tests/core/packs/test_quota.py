@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import shutil
+import weakref
 
 import pytest
 
@@ -104,6 +105,14 @@ def test_a_damaged_note_of_last_use_stops_nobody(tmp_path, junk):
     del store
     gc.collect()
     assert str(handles[0]) in json.loads((tmp_path / "used").read_bytes())
+
+
+def test_a_store_ends_in_the_thread_that_drops_it(tmp_path):
+    """A cycle would leave it to the garbage collector, which runs in any thread, also in that of fsspec."""
+    store, _ = filled(tmp_path)
+    gone = weakref.ref(store)
+    del store
+    assert gone() is None
 
 
 def test_a_store_that_was_deleted_is_not_made_again(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kp_core import KVTensors, PackStore, Prefix
-from kp_core.packs.kept import EntryKey
+from kp_core.packs.file import encode_pack
+from kp_core.packs.kept import KeptEntry
 from kp_core.packs.seal import Seal
 from tests.conftest import tiny_engine
 
@@ -25,9 +26,9 @@ def changed(kv):
 
 def test_a_seal_holds_for_what_was_sealed_and_for_nothing_else(pack):
     sealed = Seal(KEY).sealed(pack)
-    assert Seal(KEY).holds(sealed)
-    assert not Seal(OTHER).holds(sealed)
-    assert not Seal(KEY).holds(pack)
+    assert Seal(KEY).holds(encode_pack(sealed))
+    assert not Seal(OTHER).holds(encode_pack(sealed))
+    assert not Seal(KEY).holds(encode_pack(pack))
     for wrong in (
         replace(sealed, kv=changed(pack.kv)),
         replace(sealed, text=TEXT + "."),
@@ -38,7 +39,7 @@ def test_a_seal_holds_for_what_was_sealed_and_for_nothing_else(pack):
         replace(sealed, provenance={**sealed.provenance, "title": "x"}),
         replace(sealed, kv=KVTensors(pack.kv.values, pack.kv.keys)),
     ):
-        assert not Seal(KEY).holds(wrong)
+        assert not Seal(KEY).holds(encode_pack(wrong))
 
 
 @pytest.mark.parametrize("compression", ["none", "lossless"])
@@ -49,7 +50,7 @@ def test_a_store_tells_by_the_head_of_a_file_whether_it_is_sealed(tmp_path, pack
     assert open_to_all.is_sealed(handle, pack.key)
     store.put(store.seal.sealed(pack).compressed(compression))
     assert store.is_sealed(handle, pack.key)
-    assert store.seal.holds(store.get(handle))
+    assert store.seal.holds(encode_pack(store.get(handle)))
     assert not PackStore(tmp_path, seal=OTHER).is_sealed(handle, pack.key)
     # Whoever writes there makes digests anew, and keeps what stood beside.
     store.put(replace(store.get(handle), kv=changed(pack.kv)).compressed(compression))
@@ -58,7 +59,7 @@ def test_a_store_tells_by_the_head_of_a_file_whether_it_is_sealed(tmp_path, pack
 
 
 def test_what_is_kept_is_read_with_its_seal_alone(tmp_path, pack):
-    key = EntryKey(pack.fingerprint, 0, "x", pack.token_ids, (), "a")
+    key = KeptEntry(pack.fingerprint, 0, "x", pack.token_ids, (), "a")
     stores = {seal: PackStore(tmp_path, seal=seal) for seal in (None, KEY, OTHER)}
     stores[None].kept.write(key, pack.kv)
     assert stores[None].kept.read(key, ["a"]).equal(pack.kv)

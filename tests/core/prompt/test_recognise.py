@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, PackView, Prefix
+from kp_core import ChatTemplate, KnowledgePack, ModelFingerprint, Packs, PackView, Prefix
 from kp_core.errors import FingerprintMismatchError
 from kp_core.packs.handle import find_handles, mint
-from kp_core.packs.recognise import PackTexts, Recogniser, TextIndex
+from kp_core.packs.recognise import Recogniser
 from kp_core.packs.view import PackRef
 from kp_core.testing import tiny_tokenizer
 from tests.core.prompt.test_template import TEMPLATES
@@ -27,11 +27,13 @@ def handle(text, namespace="a"):
     return mint(SECRET, namespace, text)
 
 
-class Shelf:
+class Shelf(Packs):
     """Packs in memory, which tell their texts; counts how often they were asked to."""
 
+    changes = 0
+
     def __init__(self, *texts, namespace="a"):
-        self.packs, self.changes, self.told = {}, 0, []
+        self.packs, self.told = {}, []
         for text in texts:
             self.put(text, namespace)
 
@@ -207,14 +209,11 @@ def test_what_cannot_be_used_is_text():
 
 
 def test_a_source_that_tells_no_texts_recognises_nothing():
-    class Bare:
+    class Bare(Packs):
         peek = get = Shelf(LIGHT).peek
 
-    assert not isinstance(Bare(), PackTexts)
     view = PackView(Bare(), ["a"])
     assert shown(view.split(f"{LIGHT} {handle(LIGHT)}", "user")) == [f"{LIGHT} ", "handle"]
-    # Texts may be told by another than the source, which may be any view's own.
-    assert shown(replace(Shelf(LIGHT).view(), source=Bare()).split(LIGHT, "user")) == ["recognised"]
 
 
 def test_texts_are_read_once_and_when_something_changed():
@@ -230,7 +229,7 @@ def test_texts_are_read_once_and_when_something_changed():
     shelf.view("b").split(LIGHT, "user")
     shelf.view("a").split(LIGHT, "user")
     assert shelf.told == [1, 1, 1]
-    index = weakref.ref(TextIndex.of(shelf))
+    index = weakref.ref(Recogniser.of(shelf))
     del shelf
     gc.collect()
     assert index() is None

@@ -92,7 +92,9 @@ def test_packs_of_several_messages_are_steered_one_after_the_other(architecture)
     prompt = engine.template.render(MESSAGES)
     assert prompt.spans == ()
 
-    class Both:
+    from kp_core import Packs, PackView
+
+    class Both(Packs):
         """Resolves two handles to two steered packs."""
 
         def __init__(self, packs):
@@ -102,8 +104,6 @@ def test_packs_of_several_messages_are_steered_one_after_the_other(architecture)
             return self.packs.get(handle.id[0])
 
         get = peek
-
-    from kp_core import PackView
 
     handles = {letter: f"kp:law/{letter * 21}" for letter in "ab"}
     view = PackView(Both({"a": first.steer(a, 1), "b": second.steer(b, 1)}), ("default", "law"))
