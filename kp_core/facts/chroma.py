@@ -13,7 +13,7 @@ from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.facts.folder import FACTS, SCHEMA, check_index, prepared
-from kp_core.facts.index import blank_unused, end_repair, needs_repair
+from kp_core.facts.index import blank_room, end_repair, needs_repair
 from kp_core.facts.living import LivingFacts
 from kp_core.facts.records import ChromaTable, bank_name, own_collection, told
 from kp_core.facts.table import Table
@@ -132,6 +132,8 @@ class ChromaFactStore(LivingFacts):
             if client is not None and self.path is not None:
                 client.close()
             if self._lock is not None:
+                if self.path is not None and self._lock.lock_counter == 1:
+                    blank_room(self.path)
                 self._lock.release()
 
     def __enter__(self) -> Self:
@@ -173,7 +175,6 @@ class ChromaFactStore(LivingFacts):
                 self._opened = {name: self._table(name, each) for name, each in self._listed().items()}
                 for own in self._own_collections():
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
-                blank_unused(self.path)
 
     def _mend(self, path: Path) -> None:
         """Put right what a process left that was killed: indexes that it was writing."""

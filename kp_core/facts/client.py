@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from kp_core.bundled import needing
 from kp_core.errors import BankError, BankLockedError
+from kp_core.facts.index import blank_room
 
 # An index is written after so many changes; what is set counts from the next opening on.
 _FLUSH = """
@@ -110,17 +111,17 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
 def run_vacuum(path: Path) -> None:
     """Take what was removed off the disk, in a folder that nobody has open; raises `BankError` where it fails.
 
-    Chroma's log of changes is cut up to what its index holds, so each index is written first. It is written by
-    processes that never held what was removed, as it is written with whatever the memory held: the first still reads
-    the log, the second does not.
+    Chroma's log of changes is cut up to what its index holds, so each index is written first. What the memory of the
+    process that reads the log held goes into new files of an index, so what these have room for is overwritten last.
     """
     beside = Path(sys.executable).with_name("chroma")
     tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
     flush = [sys.executable, "-c", _FLUSH, str(path)]
-    for command in (flush, flush, [tool, "vacuum", "--path", str(path), "--force"]):
+    for command in (flush, [tool, "vacuum", "--path", str(path), "--force"]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
         if done.returncode:
             raise BankError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
+    blank_room(path)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

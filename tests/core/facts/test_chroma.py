@@ -6,6 +6,7 @@ import signal
 import socket
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from kp_core.errors import BankError, BankLockedError, MissingDependencyError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
+from kp_core.facts.index import damaged_indexes
 from kp_core.facts.records import ChromaTable, QueriedCollection
 from tests.core.facts.test_facts import HashEmbedder, check, facts_of
 
@@ -268,6 +270,32 @@ def test_removed_text_leaves_the_disk(tmp_path):
         assert not any(b"fact number" in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
         store.add(facts_of(2))
         check(store, facts_of(2))
+
+
+def rooms_of_indexes(folder):
+    """What the files of indexes hold behind the elements; there is room in new ones."""
+    rooms = []
+    for header in folder.glob("*-*-*-*-*/header.bin"):
+        count, size = struct.unpack_from("=QQ", header.read_bytes(), 20)
+        for name, element in (("data_level0.bin", size), ("length.bin", 4)):
+            rooms.append((header.parent / name).read_bytes()[count * element :])
+    return [room for room in rooms if room]
+
+
+def test_no_memory_stays_in_the_room_of_an_index(tmp_path, monkeypatch):
+    monkeypatch.setenv("MALLOC_PERTURB_", "90")  # In what this process starts, glibc fills memory before it is used.
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        store.build(facts_of(20))
+        store.vacuum()
+        rooms = rooms_of_indexes(tmp_path)
+        assert len(rooms) == 4, "of facts and of centroids"
+        assert not any(map(any, rooms))
+        for path in tmp_path.glob("*-*-*-*-*/length.bin"):
+            path.write_bytes(path.read_bytes()[:-5] + b"xyzzy")
+    assert not any(map(any, rooms_of_indexes(tmp_path))), "the last writer to close cleans up as well"
+    assert not damaged_indexes(tmp_path)
+    with ChromaFactStore(tmp_path, HashEmbedder()) as store:
+        check(store, facts_of(20))
 
 
 def test_a_vacuum_leaves_the_collections_of_others(tmp_path):
