@@ -29,7 +29,7 @@ from kp_core.cli.shared import (
 )
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, BankLockedError, KnowledgePackError, PackError
+from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
 from kp_core.facts.client import is_url
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack
@@ -160,7 +160,7 @@ def _check_packs(path: str, seen: _Seen, *, repair: bool) -> None:
         wrong = [f"The pack {handle}: {reason}" for handle, reason in PackStore(seen.packs).verify()]
         seen.add(wrong, _repair_store(seen.packs) if repair else wrong)
     elif not is_collection(path):
-        raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
+        raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
 
 
 def _check_collection(path: str, options: PlaceOptions, *, repair: bool) -> _Seen:
@@ -168,11 +168,11 @@ def _check_collection(path: str, options: PlaceOptions, *, repair: bool) -> _See
     try:
         with open_collection(path, options, read_only=True) as facts:
             seen.packs, wrong = options.folder(path, facts), facts.verify()
-            with suppress(BankError):  # Banks may still have to be made, to know which of their packs are used.
+            with suppress(FactError):  # Banks may still have to be made, to know which of their packs are used.
                 store = PackStore(seen.packs) if is_store(seen.packs) else None
                 seen.orphans = [str(h) for h in Delivery(facts, None, store).orphans()] if store else []
-    except BankError as error:
-        if is_url(path) or isinstance(error, BankLockedError):
+    except FactError as error:
+        if is_url(path) or isinstance(error, FactStoreLockedError):
             raise
         seen.add([str(error)], [str(error)])
         return seen

@@ -24,7 +24,7 @@ from kp_core.cli.shared import (
     tell,
 )
 from kp_core.delivery import Delivery
-from kp_core.errors import BankError, SourceError
+from kp_core.errors import FactError, SourceError
 from kp_core.facts import ChromaFactStore, Fact, FactStore
 from kp_core.facts.banking import BANK_SIZE
 from kp_core.packs.store import PackStore
@@ -205,6 +205,6 @@ def found_id(given: str, facts: FactStore) -> str:
     if len(found) == 1:
         return found.pop()
     if found:
-        raise BankError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
+        raise FactError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
     hint = did_you_mean(given, ids, "`kp search` shows ids.")
-    raise BankError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")
+    raise FactError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")

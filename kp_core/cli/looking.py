@@ -13,7 +13,7 @@ from kp_core import PackStore
 from kp_core.bundled import needing
 from kp_core.cli.places import PlaceOptions, is_collection, open_collection
 from kp_core.cli.shared import JsonFlag, TargetPath, is_store, located, print_json, read_one, show_table, spread
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore
 from kp_core.packs.pack import KnowledgePack
 
@@ -44,10 +44,10 @@ def inspect(
     elif isinstance(target, Path) and target.is_file():
         about = _pack(read_one(target)) | {"file_bytes": target.stat().st_size}
     else:
-        raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
+        raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
     if plot is not None:
         if not is_store(folder):
-            raise BankError(f"Got --plot for {path}, which holds no packs; `kp ask` makes some.")
+            raise FactError(f"Got --plot for {path}, which holds no packs; `kp ask` makes some.")
         _draw(PackStore(folder), plot)
     if as_json:
         print_json(about)
@@ -71,12 +71,12 @@ def _draw(store: PackStore, picture: Path) -> None:
     try:
         figure.savefig(picture)
     except ValueError as error:
-        raise BankError(f"Got --plot {picture}; expected a name that ends in .png or .svg ({error}).") from error
+        raise FactError(f"Got --plot {picture}; expected a name that ends in .png or .svg ({error}).") from error
 
 
 def _collection(store: ChromaFactStore) -> dict[str, Any]:
     facts, banks = list(store.facts()), None
-    with suppress(BankError):  # Raised where banks are still to be made, as this only reads.
+    with suppress(FactError):  # Raised where banks are still to be made, as this only reads.
         banks = len(store.banks())
     return {
         "collection": store.where,

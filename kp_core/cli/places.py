@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kp_core.cli.shared import did_you_mean, located
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, FactStore
 from kp_core.facts.base import content_id
 from kp_core.facts.client import is_url
@@ -57,13 +57,13 @@ class PlaceOptions:
     ] = None
 
     def server(self, place: str) -> dict[str, Any]:
-        """What Chroma is asked with; raises `BankError` for a header without a colon, or for a folder."""
+        """What Chroma is asked with; raises `FactError` for a header without a colon, or for a folder."""
         given: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
         pairs = [each.partition(":") for each in self.header or ()]
         if wrong := [name for name, colon, _ in pairs if not colon or not name.strip()]:
-            raise BankError(f"Got --header {wrong[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
+            raise FactError(f"Got --header {wrong[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
         if pairs and not is_url(place):
-            raise BankError(f"Got --header for {place}, which is a folder; headers go to a server.")
+            raise FactError(f"Got --header for {place}, which is a folder; headers go to a server.")
         given["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
         return {name: value for name, value in given.items() if value is not None}
 
@@ -119,10 +119,10 @@ def open_collection(
     hint: str = "`kp build COLLECTION FILE...` makes one.",
     **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
 ) -> ChromaFactStore:
-    """The collection in a folder or on a server; raises `BankError` where there is none, unless it may be `new`."""
+    """The collection in a folder or on a server; raises `FactError` where there is none, unless it may be `new`."""
     path = Path(place)
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
         around = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [str(each) for each in around if is_fact_store(each)]
-        raise BankError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
+        raise FactError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
     return ChromaFactStore(place, options.embedding(), **options.server(place), **settings)

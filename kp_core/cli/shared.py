@@ -21,7 +21,7 @@ from rich.segment import Segment
 from rich.table import Table
 
 from kp_core.cli import importing
-from kp_core.errors import BankError, ModelError, PackError
+from kp_core.errors import FactError, ModelError, PackError
 from kp_core.facts import Fact, Filter, LexicalReranker
 from kp_core.packs.handle import check_namespace
 
@@ -218,12 +218,12 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
 
 
 def filter_of(where: str | None) -> Filter | None:
-    """The filter in an option; raises `BankError` for what is no JSON object."""
+    """The filter in an option; raises `FactError` for what is no JSON object."""
     found = None
     with suppress(ValueError):
         found = None if where is None else json.loads(where)
     if where is not None and not isinstance(found, dict):
-        raise BankError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
+        raise FactError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
     return found
 
 

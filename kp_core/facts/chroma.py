@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.banking import BANK_SIZE
 from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
 from kp_core.facts.collection import CollectionFacts
@@ -38,9 +38,9 @@ class ChromaFactStore(LivingFacts):
     nothing is locked or changed, and what another process writes is seen when the folder is opened again. Use it as a
     context manager, or `close` it.
 
-    Raises `BankLockedError` when another process does not let go of the folder within `wait` seconds; `BankError` for a
-    folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to read;
-    `MissingDependencyError` where Chroma is not installed.
+    Raises `FactStoreLockedError` when another process does not let go of the folder within `wait` seconds; `FactError`
+    for a folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to
+    read; `MissingDependencyError` where Chroma is not installed.
     """
 
     def __init__(  # noqa: PLR0913 - every setting has a default that works
@@ -57,7 +57,7 @@ class ChromaFactStore(LivingFacts):
         **server: Any,  # noqa: ANN401 - tenant, database, headers
     ) -> None:
         if (path is None) == (client is None):
-            raise BankError(f"Got path={path!r} and client={client!r}; expected one of the two.")
+            raise FactError(f"Got path={path!r} and client={client!r}; expected one of the two.")
         self.path = None if path is None or is_url(path) else Path(path)
         self.where = str(path or type(client).__name__)
         self.read_only, self._lock, self._closed = read_only, None, False
@@ -103,15 +103,15 @@ class ChromaFactStore(LivingFacts):
         The name may be left out where there is but one.
 
         Without an `embedder` the collection's own embedding function is used, else the bundled MiniLM where its vectors
-        are those of the collection; see `CollectionFacts`. Raises `BankError` where there is no such collection, naming
+        are those of the collection; see `CollectionFacts`. Raises `FactError` where there is no such collection, naming
         those that there are, and for an embedder whose vectors are others.
         """
         where = str(path or "Chroma")
         if collection is None or isinstance(collection, str):
             if (path is None) == (client is None):
-                raise BankError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
+                raise FactError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
             if path is not None and not is_url(path) and not (Path(path) / "chroma.sqlite3").is_file():
-                raise BankError(f"There is no Chroma database in {path}.")
+                raise FactError(f"There is no Chroma database in {path}.")
             with told(where):
                 client = client or open_client(path, migrations="validate", **server)
                 names = [each.name for each in client.list_collections()]
@@ -121,7 +121,7 @@ class ChromaFactStore(LivingFacts):
                     which = (
                         "Name a collection of" if collection is None else f"There is no collection {collection!r} in"
                     )
-                    raise BankError(f"{which} {where}; there are {names}.")
+                    raise FactError(f"{which} {where}; there are {names}.")
                 collection = client.get_collection(collection)
         return CollectionFacts(collection, None if embedder is None else as_embedder(embedder), namespace, where)
 
@@ -160,7 +160,7 @@ class ChromaFactStore(LivingFacts):
         """
         self._check_writes()
         if self.path is None:
-            raise BankError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
+            raise FactError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
         with self._writing, told(self.where):
             for own in self._own_collections():
                 if own.count() and not _is_replaced(own):
@@ -222,13 +222,13 @@ class ChromaFactStore(LivingFacts):
     def _table(self, namespace: str, collection: Any) -> ChromaTable:  # noqa: ANN401
         about = _about(collection)
         if about["schema"] != SCHEMA:
-            raise BankError(
+            raise FactError(
                 f"{self.where}: {collection.name} has schema {about['schema']}; this release knows {SCHEMA}."
             )
         if about["embedder"] != self.embedder.name:
             one = collection.get(limit=1, include=["embeddings"])["embeddings"]
             held = f"{len(one[0])} dimensions" if len(one) else "no vectors yet"
-            raise BankError(
+            raise FactError(
                 f"{self.where} was built with the embedder {about['embedder']!r} ({held}), got {self.embedder.name!r} "
                 f"({self.embedder.dimensions} dimensions); their vectors cannot be compared. Open it with the former, "
                 "or build another store."
@@ -240,14 +240,14 @@ class ChromaFactStore(LivingFacts):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise BankError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
+            raise FactError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
         if self.path is not None:
             check_unlocked(self.path, writing=False)
 
     def _check_writes(self) -> None:
         self._check_open()
         if self.read_only:
-            raise BankError(f"{self.where} was opened with read_only=True. Open it without to change it.")
+            raise FactError(f"{self.where} was opened with read_only=True. Open it without to change it.")
         if self.path is not None:
             check_unlocked(self.path, writing=True)
 

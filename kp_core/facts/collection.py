@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.base import Fact
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder
 from kp_core.facts.reading import SearchedFacts
@@ -33,7 +33,7 @@ class CollectionFacts(SearchedFacts):
     what orders as it does. Questions are embedded by `embedder`, else by the collection's own embedding function, else
     by the bundled MiniLM; a few texts are embedded and compared first. There are no banks.
 
-    Raises `BankError` where these vectors are not those of the collection (both are described).
+    Raises `FactError` where these vectors are not those of the collection (both are described).
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class CollectionFacts(SearchedFacts):
         return [self._table] if namespace in (None, self._table.namespace) else []
 
     def _with_banks(self, table: Table) -> Table:  # noqa: ARG002 - there are none
-        raise BankError(
+        raise FactError(
             f"{self.where} is not ours, so no banks are kept for it. Search without `probes`, deliver facts or "
             "documents; or copy it: `ChromaFactStore(folder).add(facts.facts())`."
         )
 
     def _refuse(self, *_: object, **__: object) -> Any:  # noqa: ANN401
-        raise BankError(f"{self.where} is not ours and is only read. Change it with what made it.")
+        raise FactError(f"{self.where} is not ours and is only read. Change it with what made it.")
 
     add = update = delete = rebuild = _refuse
 
@@ -80,10 +80,10 @@ class CollectionFacts(SearchedFacts):
         made = self.embedder.embed([row.fact.text for row in rows])
         about = f"vectors of {held.shape[1]} dimensions; the embedder {self.embedder.name!r} makes"
         if made.shape != held.shape:
-            raise BankError(f"{self.where} holds {about} {made.shape[1]}. Give the embedder that it was made with.")
+            raise FactError(f"{self.where} holds {about} {made.shape[1]}. Give the embedder that it was made with.")
         cosines = (held * made).sum(axis=1) / np.maximum(np.linalg.norm(held, axis=1), 1e-12)
         if float(np.median(cosines)) < _SAME:
-            raise BankError(
+            raise FactError(
                 f"{self.where} holds {about} others (cosine {float(np.median(cosines)):.2f} on the same texts). Give "
                 "the embedder that it was made with."
             )
@@ -105,7 +105,7 @@ def _told(name: str, embed: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:
             return embed(texts)
         except Exception as error:  # whatever it asks and wherever it downloads from
-            raise BankError(
+            raise FactError(
                 f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
                 "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
                 "`SentenceTransformerEmbedder()`, or --embedder with its folder."

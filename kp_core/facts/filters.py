@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.base import Fact, Filter, Value
 
 __all__ = ["ORDERED", "Predicate", "predicate"]
@@ -45,11 +45,11 @@ _OPERATORS = ("$eq", "$ne", *ORDERED, "$in", "$nin", "$exists", "$contains", "$i
 
 
 def predicate(where: Filter, depth: int = 0) -> Predicate:
-    """What says whether a fact matches `where`; raises `BankError` for a filter that makes no sense."""
+    """What says whether a fact matches `where`; raises `FactError` for a filter that makes no sense."""
     if depth > _DEEPEST:
-        raise BankError(f"Got a filter nested more than {_DEEPEST} levels deep; expected one that is not.")
+        raise FactError(f"Got a filter nested more than {_DEEPEST} levels deep; expected one that is not.")
     if not isinstance(where, Mapping):
-        raise BankError(f'Got the filter {where!r}; expected a dictionary, e.g. {{"source": "a.md"}}.')
+        raise FactError(f'Got the filter {where!r}; expected a dictionary, e.g. {{"source": "a.md"}}.')
     tests = [_part(name, wanted, depth + 1) for name, wanted in where.items()]
     return lambda fact: all(test(fact) for test in tests)
 
@@ -60,12 +60,12 @@ def _part(name: object, wanted: object, depth: int) -> Predicate:
         return lambda fact: not negated(fact)
     if name in {"$and", "$or"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence) or not wanted:
-            raise BankError(f"Got {wanted!r} under {name}; expected a list of filters.")
+            raise FactError(f"Got {wanted!r} under {name}; expected a list of filters.")
         parts = [predicate(part, depth) for part in wanted]
         together = all if name == "$and" else any
         return lambda fact: together(part(fact) for part in parts)
     if not isinstance(name, str) or name.startswith("$"):
-        raise BankError(f"Got {name!r} in a filter; expected the name of a field, $and, $or or $not.")
+        raise FactError(f"Got {name!r} in a filter; expected the name of a field, $and, $or or $not.")
     test = _tests(name, wanted if isinstance(wanted, Mapping) else {"$eq": wanted})
     return lambda fact: test(_field(fact, name))
 
@@ -80,7 +80,7 @@ def _field(fact: Fact, name: str) -> Value | None:
 
 def _tests(name: str, conditions: object) -> _Test:
     if not isinstance(conditions, Mapping) or not conditions:
-        raise BankError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
+        raise FactError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
     tests = [_test(name, how, value) for how, value in conditions.items()]
     return lambda held: all(test(held) for test in tests)
 
@@ -91,7 +91,7 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
         return lambda held: number(_number(held))
     if how in {"$in", "$nin"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence | set | frozenset):
-            raise BankError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
+            raise FactError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
         values = [_value(name, each) for each in wanted]
         return lambda held: any(_equal(held, value) for value in values) is (how == "$in")
     value = _value(name, wanted)
@@ -107,13 +107,13 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
         )
     compare = ORDERED.get(str(how))
     if compare is None:
-        raise BankError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
+        raise FactError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
     return lambda held: _comparable(held, value) and compare(held, value)
 
 
 def _value(name: str, value: object) -> Value:
     if not isinstance(value, str | int | float | bool):
-        raise BankError(f"Got {value!r} to compare {name!r} with; expected a string, a number or a boolean.")
+        raise FactError(f"Got {value!r} to compare {name!r} with; expected a string, a number or a boolean.")
     return value
 
 

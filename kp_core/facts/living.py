@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.banking import BANK_SIZE, LARGEST, Vectors, cluster
 from kp_core.facts.base import LATEST, Added, Fact, NearDuplicate
 from kp_core.facts.embed import Embedder, checked_vectors
@@ -37,7 +37,7 @@ class LivingFacts(SearchedFacts):
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
         super().__init__(embedder)
         if bank_size < 1:
-            raise BankError(f"Got bank_size={bank_size}; expected at least 1.")
+            raise FactError(f"Got bank_size={bank_size}; expected at least 1.")
         self.bank_size, self.near_duplicate = bank_size, near_duplicate
         self._opened: dict[str, Table] = {}
 
@@ -46,7 +46,7 @@ class LivingFacts(SearchedFacts):
         """The table of a namespace, made when there is none."""
 
     def _check_writes(self) -> None:
-        """Raise `BankError` where nothing may be changed."""
+        """Raise `FactError` where nothing may be changed."""
 
     def _tables(self, namespace: str | None) -> list[Table]:
         return [table for name, table in sorted(self._opened.items()) if namespace in (None, name)]
@@ -68,7 +68,7 @@ class LivingFacts(SearchedFacts):
     ) -> Added:
         """See `FactStore.add`."""
         if ttl is not None and not 0 < ttl <= LATEST:
-            raise BankError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
+            raise FactError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
         self._check_writes()
         report, source, start = Added(), iter(facts), 0
         while batch := list(itertools.islice(source, _BATCH)):
@@ -87,7 +87,7 @@ class LivingFacts(SearchedFacts):
             held = self.get(fact.id, namespace=fact.namespace)
             [table] = self._tables(fact.namespace)
             if table.holding([fact.text]).get(fact.text, fact.id) != fact.id:
-                raise BankError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
+                raise FactError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
             fact = replace(fact, version=held.version + 1)
             vectors = self._embed([fact], None)
             table.put([fact], vectors, _nearest_banks(table, vectors))
@@ -129,7 +129,7 @@ class LivingFacts(SearchedFacts):
 
     def _add(self, batch: Sequence[Fact], vectors: Vectors | None, overwrite: bool) -> Added:  # noqa: FBT001
         if wrong := next((each for each in batch if not isinstance(each, Fact)), None):
-            raise BankError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
+            raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
         report, todo = Added(), list[tuple[Table, list[Fact], Vectors]]()
         vectors = None if vectors is None else self._checked(vectors, len(batch))
         for space in dict.fromkeys(fact.namespace for fact in batch):
@@ -251,8 +251,8 @@ def _alike(held: Vectors, made: Vectors) -> bool:
     return held.shape == made.shape and float(held @ made) >= _SAME
 
 
-def _conflict(fact: Fact, held: Fact) -> BankError:
-    return BankError(
+def _conflict(fact: Fact, held: Fact) -> FactError:
+    return FactError(
         f"Got the id {fact.id!r} for {fact.text!r}; {fact.namespace!r} holds it for {held.text!r}. "
         "Use `update`, or give another id."
     )

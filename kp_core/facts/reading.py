@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors
@@ -57,7 +57,7 @@ class SearchedFacts(ABC):
             for row in table.rows([fact_id]):
                 if alive(row.fact):
                     return row.fact
-        raise BankError(f"There is no fact with the id {fact_id!r}{_within(namespace)}.")
+        raise FactError(f"There is no fact with the id {fact_id!r}{_within(namespace)}.")
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -72,7 +72,7 @@ class SearchedFacts(ABC):
         """See `FactStore.search`."""
         wanted = hits_wanted(k, rerank)
         if probes is not None and (not isinstance(probes, int) or probes < 1):
-            raise BankError(f"Got probes={probes!r}; expected at least 1.")
+            raise FactError(f"Got probes={probes!r}; expected at least 1.")
         predicate({} if where is None else where)
         query, tables = self._query(question), self._tables(namespace)
         if probes is None:
@@ -102,7 +102,7 @@ class SearchedFacts(ABC):
             for table in self._tables(space) if space and number.isdecimal() else ():
                 if living := _living(self._with_banks(table), int(number)):
                     return tuple(row.fact for row in living)
-        raise BankError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
+        raise FactError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
 
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
         """See `FactStore.bank_of`."""
@@ -114,7 +114,7 @@ class SearchedFacts(ABC):
                     rows = self._with_banks(table).rows(ids)
                     names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
         if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
-            raise BankError(
+            raise FactError(
                 f"The facts {missing} stand in no bank: they were removed, never were in this store, or came while "
                 "another process made banks. `rebuild()` puts all facts into banks."
             )
@@ -128,7 +128,7 @@ class SearchedFacts(ABC):
                 if _living(table, number):
                     return _name(table.namespace, number)
         self._check_filled()
-        raise BankError(f"There are no facts{_within(namespace)}.")
+        raise FactError(f"There are no facts{_within(namespace)}.")
 
     def _probed(self, tables: list[Table], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
@@ -155,13 +155,13 @@ class SearchedFacts(ABC):
 
     def _check_filled(self) -> None:
         if not any(len(table) for table in self._tables(None)):
-            raise BankError("The store holds no facts yet. Call `add(facts)` with at least one first.")
+            raise FactError("The store holds no facts yet. Call `add(facts)` with at least one first.")
 
     def _query(self, question: str) -> Vectors:
         if not question.strip():
-            raise BankError(f"Got the blank question {question!r}; expected words to search for.")
+            raise FactError(f"Got the blank question {question!r}; expected words to search for.")
         if any("\ud800" <= letter <= "\udfff" for letter in question):
-            raise BankError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
+            raise FactError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
         vector = np.asarray(self.embedder.embed_query(question))[None]
         found: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
         return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kp_core.errors import BankError, KnowledgePackError
+from kp_core.errors import FactError, KnowledgePackError
 from kp_core.facts.banking import Vectors
 from kp_core.facts.base import Fact, Filter, Hit, content_id
 from kp_core.facts.filters import predicate
@@ -122,14 +122,14 @@ def _is_uniform(value: object) -> bool:
 
 @contextmanager
 def told(where: str) -> Iterator[None]:
-    """Turn whatever Chroma raises into `BankError`, which names the database."""
+    """Turn whatever Chroma raises into `FactError`, which names the database."""
     try:
         yield
     except KnowledgePackError:
         raise
     except Exception as error:
         # Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError: it depends on what is wrong.
-        raise BankError(
+        raise FactError(
             f"{where}: Chroma failed ({type(error).__name__}: {error}). What was acknowledged before is kept; look at "
             "the disk, or at the server, and try again."
         ) from error
@@ -150,7 +150,7 @@ class QueriedCollection:
         self._fact, self._space = fact, space
 
     def call(self, name: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """A method of the collection; raises `BankError` where that fails."""
+        """A method of the collection; raises `FactError` where that fails."""
         with told(self.where):
             return getattr(self.collection, name)(**arguments)
 
@@ -289,7 +289,7 @@ def bank_name(namespace: str) -> str:
 def own_collection(client: Any, where: str, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
     """The collection of ours of this name, made with `about` as its marker where there is none.
 
-    Raises `BankError` for a collection that is not ours.
+    Raises `FactError` for a collection that is not ours.
     """
     with told(where):
         held = {each.name: each.metadata or {} for each in client.list_collections()}
@@ -298,7 +298,7 @@ def own_collection(client: Any, where: str, name: str, about: Mapping[str, Any],
             made = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
             return client.get_or_create_collection(name, **made)
         if _OURS + "kind" not in held[name]:
-            raise BankError(
+            raise FactError(
                 f"{where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use another "
                 "namespace or database, or read it with `ChromaFactStore.from_collection`."
             )

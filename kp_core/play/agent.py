@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kp_core.engines.request import Generation
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.play.world import Answer, World
 from kp_core.tools import Tool
 
@@ -51,7 +51,7 @@ class Agent:
 
     def __post_init__(self) -> None:
         if not self.task.strip():
-            raise BankError("Got no task; expected a question that the agent shall answer.")
+            raise FactError("Got no task; expected a question that the agent shall answer.")
         asked = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": self.task.strip()}]
         self._messages, self._text = list(asked), list(asked)
 
@@ -63,7 +63,7 @@ class Agent:
     def step(self) -> Generator[Answer, None, None]:
         """Take the next step: what the model writes, as it comes; the step is in `steps` at the end.
 
-        Raises `BankError` when there is nothing to read, and as `Session.stream`.
+        Raises `FactError` when there is nothing to read, and as `Session.stream`.
         """
         read = [step.found for step in self.steps]
         left = self.world.search(self.task, 1, without=read) if len(read) < MOST_SEARCHES else []

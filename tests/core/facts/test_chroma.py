@@ -22,7 +22,7 @@ from chromadb.config import Settings
 from langchain_core.embeddings import DeterministicFakeEmbedding
 from llama_index.core.base.embeddings.base import BaseEmbedding
 
-from kp_core.errors import BankError, BankLockedError, MissingDependencyError
+from kp_core.errors import FactError, FactStoreLockedError, MissingDependencyError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
@@ -139,7 +139,7 @@ def test_reopening_embeds_nothing_and_the_same_folder_may_be_open_twice(tmp_path
         assert len(store) == len(again)
         again.close()
         store.add([Fact("still open")])
-        with pytest.raises(BankError, match="was closed"):
+        with pytest.raises(FactError, match="was closed"):
             again.search("q")
 
 
@@ -147,9 +147,9 @@ def test_a_folder_keeps_the_name_of_its_embedder(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder("mine", 8)) as store:
         store.add(facts_of(3))
     for other in (HashEmbedder("another", 8), HashEmbedder("another", 16)):
-        with pytest.raises(BankError, match=rf"'mine' \(8 dimensions\), got 'another' \({other.dimensions} dimensions"):
+        with pytest.raises(FactError, match=rf"'mine' \(8 dimensions\), got 'another' \({other.dimensions} dimensions"):
             ChromaFactStore(tmp_path, other)
-    with ChromaFactStore(tmp_path, HashEmbedder("mine", 16)) as store, pytest.raises(BankError, match="dimension"):
+    with ChromaFactStore(tmp_path, HashEmbedder("mine", 16)) as store, pytest.raises(FactError, match="dimension"):
         store.add([Fact("x")])
     with ChromaFactStore(tmp_path, HashEmbedder("mine", 8)) as store:
         check(store, facts_of(3))
@@ -170,12 +170,12 @@ def test_a_second_writer_is_told_and_a_reader_reads(tmp_path):
     command = [sys.executable, "-c", _HOLD, str(tmp_path / "facts")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stdout.readline() == "ready\n"
-        with pytest.raises(BankLockedError, match="read_only=True"):
+        with pytest.raises(FactStoreLockedError, match="read_only=True"):
             ChromaFactStore(tmp_path / "facts", HashEmbedder())
         with ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True) as reader:
             assert reader.search("held", 1)[0].fact.text == "held"
             for change in (lambda: reader.add([Fact("x")]), lambda: reader.delete(["x"]), reader.rebuild, reader.banks):
-                with pytest.raises(BankError, match="read_only=True"):
+                with pytest.raises(FactError, match="read_only=True"):
                     change()
         ending = threading.Timer(0.3, process.communicate, ["\n"])
         ending.start()
@@ -186,26 +186,26 @@ def test_a_second_writer_is_told_and_a_reader_reads(tmp_path):
 
 def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
     before = contents(foreign)
-    with pytest.raises(BankError, match="from_collection"):
+    with pytest.raises(FactError, match="from_collection"):
         ChromaFactStore(foreign, HashEmbedder())
     other = tmp_path / "other"
     other.mkdir()
     (other / "chroma-0").mkdir()
     (other / "chroma-0" / "thesis.txt").write_text("precious")
-    with pytest.raises(BankError, match=r"other things \(chroma-0\)"):
+    with pytest.raises(FactError, match=r"other things \(chroma-0\)"):
         ChromaFactStore(other, HashEmbedder())
     assert (other / "chroma-0" / "thesis.txt").read_text() == "precious"
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "facts.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(BankError, match="kp build"):
+    with pytest.raises(FactError, match="kp build"):
         ChromaFactStore(tmp_path / "old", HashEmbedder())
-    with pytest.raises(BankError, match="no facts in it"):
+    with pytest.raises(FactError, match="no facts in it"):
         ChromaFactStore(tmp_path / "nothing", HashEmbedder(), read_only=True)
     assert not (tmp_path / "nothing").exists()
     # With their client our collections stand beside theirs; the one with our name and without our marker stays.
     client = a_client(foreign)
     with ChromaFactStore(client=client, embedder=HashEmbedder()) as store:
-        with pytest.raises(BankError, match="lacks our marker"):
+        with pytest.raises(FactError, match="lacks our marker"):
             store.add([Fact("a")])
         store.build([Fact("a", namespace="ours"), Fact("b", namespace="ours")])
         store.rebuild()
@@ -215,7 +215,7 @@ def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
     after = contents(foreign)
     assert {name: held for name, held in after.items() if name in before} == before
     for wrong in ({}, {"path": tmp_path, "client": client}):
-        with pytest.raises(BankError, match="expected one of the two"):
+        with pytest.raises(FactError, match="expected one of the two"):
             ChromaFactStore(embedder=HashEmbedder(), **wrong)
 
 
@@ -225,13 +225,13 @@ def test_a_database_that_cannot_be_read_says_so_at_once(tmp_path):
     with sqlite3.connect(tmp_path / "chroma.sqlite3", isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         began = time.monotonic()
-        with pytest.raises(BankLockedError, match="is locked; another process"):
+        with pytest.raises(FactStoreLockedError, match="is locked; another process"):
             ChromaFactStore(tmp_path, HashEmbedder())
         assert time.monotonic() - began < 30
         other.execute("ROLLBACK")
     other.close()
     (tmp_path / "chroma.sqlite3").write_bytes(b"no database" * 1000)
-    with pytest.raises(BankError, match="damaged"):
+    with pytest.raises(FactError, match="damaged"):
         ChromaFactStore(tmp_path, HashEmbedder())
 
 
@@ -355,20 +355,20 @@ def test_a_server_that_is_away_or_slow_is_named(emptied):
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        with pytest.raises(BankError, match="no Chroma server at"):
+        with pytest.raises(FactError, match="no Chroma server at"):
             ChromaFactStore(address, HashEmbedder())
         deaf.listen()
-        with pytest.raises(BankError, match="Timeout"):
+        with pytest.raises(FactError, match="Timeout"):
             ChromaFactStore(address, HashEmbedder(), timeout_s=0.3)
         with ChromaFactStore(emptied, HashEmbedder(), timeout_s=0.3) as store:
             store.add(facts_of(3))
             # A server that answered before and does not any more.
             store._client._server._api_url = f"{address}/api/v2"
-            with pytest.raises(BankError, match="Timeout"):
+            with pytest.raises(FactError, match="Timeout"):
                 store.search("q")
-            with pytest.raises(BankError, match="chroma vacuum"):
+            with pytest.raises(FactError, match="chroma vacuum"):
                 store.vacuum()
-    with pytest.raises(BankError, match=r"nobody|does not exist|not found|tenant"):
+    with pytest.raises(FactError, match=r"nobody|does not exist|not found|tenant"):
         ChromaFactStore(emptied, HashEmbedder(), tenant="nobody")
 
 
@@ -413,27 +413,27 @@ def test_any_collection_is_read_as_it_is(tmp_path, space):
         assert len(list(facts.facts(where={"n": {"$gte": 30}}))) == 10
         assert len(list(facts.facts(where={"kp:source": "a.md"}))) == 40
         for change, value in ((facts.add, [Fact("x")]), (facts.delete, ["7"]), (facts.update, Fact("x"))):
-            with pytest.raises(BankError, match="not ours"):
+            with pytest.raises(FactError, match="not ours"):
                 change(value)
-        with pytest.raises(BankError, match="not ours"):
+        with pytest.raises(FactError, match="not ours"):
             facts.search("q", probes=1)
     assert contents(tmp_path) == before
     client.close()
 
 
 def test_a_collection_that_is_not_there_or_of_other_vectors_is_refused(foreign, tmp_path):
-    with pytest.raises(BankError, match=r"no collection 'fact'.*'facts'"):
+    with pytest.raises(FactError, match=r"no collection 'fact'.*'facts'"):
         ChromaFactStore.from_collection("fact", HashEmbedder(), path=foreign)
-    with pytest.raises(BankError, match="no Chroma database"):
+    with pytest.raises(FactError, match="no Chroma database"):
         ChromaFactStore.from_collection("facts", HashEmbedder(), path=tmp_path)
-    with pytest.raises(BankError, match=r"8 dimensions; the embedder 'other' makes 16"):
+    with pytest.raises(FactError, match=r"8 dimensions; the embedder 'other' makes 16"):
         ChromaFactStore.from_collection("facts", HashEmbedder("other", 16), path=foreign)
 
     class Other(HashEmbedder):
         def embed_query(self, text):
             return super().embed_query(text + "?")
 
-    with pytest.raises(BankError, match="makes others"):
+    with pytest.raises(FactError, match="makes others"):
         ChromaFactStore.from_collection("facts", Other("other"), path=foreign)
     facts = ChromaFactStore.from_collection("facts", HashEmbedder(), path=foreign, namespace="theirs")
     assert facts.search("fact number 3", 1)[0].fact.namespace == "theirs"
@@ -448,12 +448,12 @@ def rows(path):
 
 _OLDER = """
 import sys
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore
 from tests.core.facts.test_facts import HashEmbedder
 try:
     ChromaFactStore.from_collection("facts", HashEmbedder(), path=sys.argv[1])
-except BankError as error:
+except FactError as error:
     print(error)
 """
 
@@ -488,7 +488,7 @@ def test_embeddings_of_other_libraries_are_embedders(tmp_path, given):
         store.add(facts_of(5))
         assert store.embedder.name in {"llama", "DeterministicFakeEmbedding"}
         assert store.search("fact number 3", 1)[0].score == pytest.approx(1, abs=1e-5)
-    with pytest.raises(BankError, match="expected an Embedder"):
+    with pytest.raises(FactError, match="expected an Embedder"):
         as_embedder("all-MiniLM")
 
 
@@ -589,11 +589,11 @@ def test_a_database_that_somebody_else_holds_is_said_to_be_locked(how, tmp_path,
             fact_id = content_id("A gate.")
             calls += [lambda: facts.search("gate")] if how == "EXCLUSIVE" else []
             for call in calls:
-                with pytest.raises(BankLockedError, match="is locked"):
+                with pytest.raises(FactStoreLockedError, match="is locked"):
                     call()
         assert len(facts) == 1
         facts.add([Fact("Two gates.")])
-    with locked(tmp_path / "facts", how), pytest.raises(BankLockedError, match="is locked"):
+    with locked(tmp_path / "facts", how), pytest.raises(FactStoreLockedError, match="is locked"):
         ChromaFactStore(tmp_path / "facts", HashEmbedder())
 
 
@@ -642,7 +642,7 @@ def test_a_rebuild_that_was_killed_leaves_no_banks_and_they_are_made_anew(tmp_pa
                 store.rebuild()
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True) as store:
         assert store.search(facts[3].text, 1)[0].fact == facts[3]
-        with pytest.raises(BankError, match="read_only=True"):
+        with pytest.raises(FactError, match="read_only=True"):
             store.banks()
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
         store.add(facts[30:])
@@ -669,7 +669,7 @@ def test_a_fact_that_another_process_added_while_banks_were_made_joins_one(tmp_p
         [table] = store._tables("default")
         table.put([Fact("later")], HashEmbedder().embed(["later"]))
         assert store.search("later", 1)[0].fact.text == "later"
-        with pytest.raises(BankError, match=r"stand in no bank.*`rebuild\(\)`"):
+        with pytest.raises(FactError, match=r"stand in no bank.*`rebuild\(\)`"):
             store.bank_of([Fact("later")])
         assert "1 facts stand in none of its" in store.verify()[0]
         store.rebuild()
@@ -702,7 +702,7 @@ def test_a_collection_of_others_under_the_name_of_banks_is_refused_and_untouched
         store._client.create_collection("kp-default-banks", embedding_function=None).add(ids=["1"], embeddings=[[1.0]])
     before = contents(tmp_path / "facts")["kp-default-banks"]
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
-        with pytest.raises(BankError, match="lacks our marker"):
+        with pytest.raises(FactError, match="lacks our marker"):
             store.banks()
         assert len(store.search("q", 4)) == 4
     assert contents(tmp_path / "facts")["kp-default-banks"] == before
