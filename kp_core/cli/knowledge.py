@@ -176,8 +176,8 @@ def gc(
     """Remove packs that no fact uses any more, and take what was removed off the disk."""
     with options.reading(place, read_only=False, wait=wait) as opened:
         packs = _collect(opened, options.folder(place, opened))
-        kept = _vacuum(opened, wanted=vacuum) if isinstance(opened, ChromaFactStore) else ""
-    about = {"packs": packs, "vacuumed": isinstance(opened, ChromaFactStore) and not kept}
+        kept = "" if opened.read_only else _vacuum(opened, wanted=vacuum)
+    about = {"packs": packs, "vacuumed": not (opened.read_only or kept)}
     tell(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
 
 

@@ -14,7 +14,7 @@ import typer
 
 from kp_core.cli.shared import did_you_mean, located
 from kp_core.errors import FactError
-from kp_core.facts import ChromaFactStore, FactStore
+from kp_core.facts import ChromaFactStore
 from kp_core.facts.base import content_id
 from kp_core.facts.client import is_url
 from kp_core.facts.embed import SentenceTransformerEmbedder
@@ -71,13 +71,13 @@ class PlaceOptions:
         """The embedder that was named."""
         return None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
 
-    def folder(self, place: str, facts: FactStore) -> str | Path:
+    def folder(self, place: str, facts: ChromaFactStore) -> str | Path:
         """Where the packs of `facts`, opened from `place`, are: nothing is put into a folder that is not ours."""
         if self.packs is not None:
             return located(self.packs)
-        if isinstance(facts, ChromaFactStore) and facts.path is not None:
+        if facts.path is not None:
             return facts.path / "packs"
-        where = f"{place if is_url(place) else Path(place).resolve()} {getattr(facts, 'name', '')}".strip()
+        where = f"{place if is_url(place) else Path(place).resolve()} {facts.collection or ''}".strip()
         slug = re.sub(r"\W+", "-", where).strip("-")[-40:]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "knowledge-packs" / f"{slug}-{content_id(where)[:8]}"
@@ -95,7 +95,7 @@ class ReadOptions(PlaceOptions):
     ] = None
 
     @contextmanager
-    def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[FactStore]:
+    def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[ChromaFactStore]:
         """The facts in `place`: those of a collection of ours, else of any Chroma collection, as it is."""
         ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
         if self.collection is None and ours:

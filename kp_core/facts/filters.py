@@ -10,10 +10,11 @@
 
 Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`, `$exists` (`True` or `False`),
 `$contains`, `$icontains` (in any case), `$number`; between filters: `$and`, `$or`, `$not`. A field is one of the fact's
-metadata, else `id`, `title`, `source`, `namespace`, `version` or `digest` (of its text); `kp:source` and its like are
-the fact's own, whatever its metadata say. A fact without the field matches `$ne`, `$nin` and `{"$exists": False}`
-alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered. A list, and a string
-that is a JSON array, contain their elements, any other string its parts. `$number` counts a boolean as 0 or 1.
+metadata, else `id`, `title`, `source`, `namespace`, `version`, `expires` or `digest` (of its text); `kp:source` and its
+like are the fact's own, whatever its metadata say. A fact without the field matches `$ne`, `$nin` and
+`{"$exists": False}` alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered.
+A list, and a string that is a JSON array, contain their elements, any other string its parts. `$number` counts a
+boolean as 0 or 1.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Predicate = Callable[[Fact], bool]
 _Test = Callable[[Value | None], bool]
 
 _DEEPEST = 100
-_OWN_FIELDS = ("id", "title", "source", "namespace", "version", "digest")
+_OWN_FIELDS = ("id", "title", "source", "namespace", "version", "expires", "digest")
 ORDERED: Mapping[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
     "$gte": operator.ge,
@@ -71,11 +72,11 @@ def _part(name: object, wanted: object, depth: int) -> Predicate:
 
 
 def _field(fact: Fact, name: str) -> Value | None:
-    if name in fact.metadata:
-        return fact.metadata[name]
     own = name.removeprefix("kp:")
-    found: Value | None = getattr(fact, own) if own in _OWN_FIELDS else None
-    return found
+    if own in _OWN_FIELDS and (own != name or name not in fact.metadata):
+        found: Value | None = getattr(fact, own)
+        return found
+    return fact.metadata.get(name)
 
 
 def _tests(name: str, conditions: object) -> _Test:
@@ -92,8 +93,11 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
     if how in {"$in", "$nin"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence | set | frozenset):
             raise FactError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
-        values = [_value(name, each) for each in wanted]
-        return lambda held: any(_equal(held, value) for value in values) is (how == "$in")
+        # True == 1 in Python, but a flag is not a number.
+        values = {(isinstance(each, bool), _value(name, each)) for each in wanted}
+        return lambda held: (
+            (isinstance(held, str | int | float) and (isinstance(held, bool), held) in values) is (how == "$in")
+        )
     value = _value(name, wanted)
     if how == "$exists":
         return lambda held: (held is not None) is bool(value)

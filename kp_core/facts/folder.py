@@ -1,23 +1,20 @@
-"""A folder of facts: whose it is, who may write to it, and whether what lies there holds together."""
+"""A folder of facts: whose it is, and who may write to it."""
 
 from __future__ import annotations
 
 import json
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from kp_core.errors import FactError, FactStoreLockedError
-from kp_core.facts.index import begin_repair, damaged_indexes, needs_repair
 from kp_core.packs.durable import replace_file
 
-__all__ = ["FACTS", "SCHEMA", "check_index", "is_fact_store", "prepared"]
+__all__ = ["FACTS", "SCHEMA", "is_fact_store", "prepared"]
 
 FACTS, SCHEMA = "facts", 1
 _MARKER, _LOCK = "kp.json", "kp.lock"
-_WRITTEN_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 
 
 def is_fact_store(path: Path) -> bool:
@@ -62,22 +59,3 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
             "or let both use a server (`chroma run`)."
         ) from error
     return lock
-
-
-def check_index(path: Path, lock: FileLock | None) -> None:
-    """Before Chroma reads its index: the first writer of this process deletes what is damaged, to be made anew.
-
-    A reader, who has no lock, waits for a writer that may be writing it; raises `FactError` where that does not help.
-    """
-    if lock is not None:
-        if lock.lock_counter == 1 and (damaged := damaged_indexes(path)):
-            begin_repair(path, damaged)
-        return
-    until = time.monotonic() + _WRITTEN_SECONDS
-    while needs_repair(path) or damaged_indexes(path):
-        if time.monotonic() > until:
-            raise FactError(
-                f"{path}: an index is damaged, or still being written. Open the folder once for writing, e.g. with "
-                "`kp verify`, which makes it anew from the texts."
-            )
-        time.sleep(_LOOK_SECONDS)

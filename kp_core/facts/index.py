@@ -11,13 +11,17 @@ import logging
 import shutil
 import sqlite3
 import struct
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
-__all__ = ["begin_repair", "blank_room", "damaged_indexes", "end_repair", "needs_repair"]
+from kp_core.errors import FactError
+
+__all__ = ["blank_room", "check_index", "damaged_indexes", "end_repair", "needs_repair"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,7 @@ _UNDER_WAY = "kp.repair"
 # links for each level, on the lowest, as asked; and two settings of how it is built.
 _HEADER = struct.Struct("=iQQQQQQiIQQQdQ")
 _VERSION, _AT_ONCE = 1, 4096
+_WRITTEN_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 _OTHERS = ("length.bin", "link_lists.bin", "index_metadata.pickle")
 _OURS = """
 SELECT s.id FROM segments s JOIN collection_metadata m ON m.collection_id = s.collection
@@ -41,12 +46,27 @@ def damaged_indexes(folder: Path) -> list[Path]:
     return [index for index in _our_indexes(folder) if not _is_sound(index)]
 
 
-def begin_repair(folder: Path, indexes: list[Path]) -> None:
-    """Delete indexes, for Chroma to begin anew; until `end_repair` the folder says that vectors are missing."""
-    logger.warning("%s: an index is damaged; it is made anew from the texts of all facts.", folder)
-    (folder / _UNDER_WAY).touch()
-    for index in indexes:
-        shutil.rmtree(index)
+def check_index(folder: Path, lock: FileLock | None) -> None:
+    """Before Chroma reads its index: the first writer of this process deletes what is damaged, to be made anew.
+
+    Until `end_repair` the folder says then that vectors are missing. A reader, who has no lock, waits for a writer that
+    may be writing it; raises `FactError` where that does not help.
+    """
+    if lock is not None:
+        if lock.lock_counter == 1 and (damaged := damaged_indexes(folder)):
+            logger.warning("%s: an index is damaged; it is made anew from the texts of all facts.", folder)
+            (folder / _UNDER_WAY).touch()
+            for index in damaged:
+                shutil.rmtree(index)
+        return
+    until = time.monotonic() + _WRITTEN_SECONDS
+    while needs_repair(folder) or damaged_indexes(folder):
+        if time.monotonic() > until:
+            raise FactError(
+                f"{folder}: an index is damaged, or still being written. Open the folder once for writing, e.g. with "
+                "`kp verify`, which makes it anew from the texts."
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
 def blank_room(folder: Path) -> None:
@@ -72,7 +92,7 @@ def needs_repair(folder: Path) -> bool:
 
 
 def end_repair(folder: Path) -> None:
-    """See `begin_repair`."""
+    """See `check_index`."""
     (folder / _UNDER_WAY).unlink()
 
 

@@ -27,7 +27,6 @@ from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
 from kp_core.facts.index import damaged_indexes
-from kp_core.facts.records import ChromaTable, QueriedCollection
 from tests.core.facts.test_facts import HashEmbedder, check, facts_of
 
 
@@ -620,24 +619,25 @@ def test_a_rebuild_that_was_killed_leaves_no_banks_and_they_are_made_anew(tmp_pa
         store.build(facts[:20])
         before = store.banks()
         store.add(facts[20:30])
-        call, count = QueriedCollection.call, ChromaTable._count_banks
+        call, count = ChromaFactStore._call, ChromaFactStore._count_banks
 
-        def dies(table, name, **arguments):
+        def dies(store, collection, name, **arguments):
             if (step, name) in {("facts", "update"), ("centroids", "upsert")}:
                 if name == "update":  # half of it is done
-                    call(table, name, **{part: values[::2] for part, values in arguments.items()})
+                    half = {part: values[::2] for part, values in arguments.items()}
+                    call(store, collection, name, **half)
                 raise KeyboardInterrupt
-            return call(table, name, **arguments)
+            return call(store, collection, name, **arguments)
 
-        def dies_at_the_end(table, banks):
+        def dies_at_the_end(store, space, banks):
             if banks:
                 raise KeyboardInterrupt
-            count(table, banks)
+            count(store, space, banks)
 
         with monkeypatch.context() as patch:
-            patch.setattr(QueriedCollection, "call", dies)
+            patch.setattr(ChromaFactStore, "_call", dies)
             if step == "count":
-                patch.setattr(ChromaTable, "_count_banks", dies_at_the_end)
+                patch.setattr(ChromaFactStore, "_count_banks", dies_at_the_end)
             with pytest.raises(KeyboardInterrupt):
                 store.rebuild()
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), read_only=True) as store:
@@ -655,19 +655,18 @@ def test_a_rebuild_that_was_killed_leaves_no_banks_and_they_are_made_anew(tmp_pa
 def test_a_fact_that_another_process_added_while_banks_were_made_joins_one(tmp_path, monkeypatch):
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
         store.add(facts_of(20))
-        count = ChromaTable._count_banks
+        count = ChromaFactStore._count_banks
 
-        def meanwhile(table, banks):
+        def meanwhile(store, space, banks):
             if banks:
-                table.put([Fact("late")], HashEmbedder().embed(["late"]))
-            count(table, banks)
+                store._put(space, [Fact("late")], HashEmbedder().embed(["late"]))
+            count(store, space, banks)
 
-        monkeypatch.setattr(ChromaTable, "_count_banks", meanwhile)
+        monkeypatch.setattr(ChromaFactStore, "_count_banks", meanwhile)
         store.rebuild()
         check(store, [*facts_of(20), Fact("late")])
         # One that came a moment later is found, and named where banks are asked for.
-        [table] = store._tables("default")
-        table.put([Fact("later")], HashEmbedder().embed(["later"]))
+        store._put("default", [Fact("later")], HashEmbedder().embed(["later"]))
         assert store.search("later", 1)[0].fact.text == "later"
         with pytest.raises(FactError, match=r"stand in no bank.*`rebuild\(\)`"):
             store.bank_of([Fact("later")])

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.filters import predicate
-from kp_core.facts.living import LivingFacts
+from kp_core.facts.store import BaseFactStore
 
 Floats = NDArray[np.float32]
-MakeStore = Callable[..., LivingFacts]
+MakeStore = Callable[..., BaseFactStore]
 
 
 class HashEmbedder:
@@ -54,7 +54,7 @@ def flat(store: FactStore, embedder: HashEmbedder, question: str) -> list[str]:
     return sorted(scores, key=lambda fact_id: (-round(scores[fact_id], 6), fact_id))
 
 
-def check(store: LivingFacts, facts: Sequence[Fact]) -> None:
+def check(store: BaseFactStore, facts: Sequence[Fact]) -> None:
     """The store holds these facts, each in one bank that is not empty, and finds each by its own text."""
     assert {fact.id: fact for fact in store.facts()} == {fact.id: fact for fact in facts}
     assert len(store) == len(facts)
@@ -203,7 +203,7 @@ FACTS = [
 
 
 @pytest.fixture(params=["memory", "folder"])
-def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingFacts]:
+def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BaseFactStore]:
     if request.param == "memory":
         memory = MemoryFactStore(HashEmbedder(), bank_size=1)
         memory.add(FACTS)
@@ -252,7 +252,7 @@ def filled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LivingFac
         ({"$or": [{"year": {"$in": (1990, 2010)}}, {"version": {"$gt": 1}}]}, "ac"),
     ],
 )
-def test_filters(filled: LivingFacts, where: dict[str, object], texts: str) -> None:
+def test_filters(filled: BaseFactStore, where: dict[str, object], texts: str) -> None:
     assert "".join(fact.text for fact in FACTS if predicate(where)(fact)) == texts
     assert sorted(hit.fact.text for hit in filled.search("q", 9, where=where)) == list(texts)
     assert sorted(hit.fact.text for hit in filled.search("q", 9, where=where, probes=1)) == list(texts)
