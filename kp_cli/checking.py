@@ -30,7 +30,7 @@ from kp_core import PackStore
 from kp_core.bundled import needing
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, BankLockedError, KnowledgePackError, PackError
+from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
 from kp_core.facts import ChromaFactStore
 from kp_core.facts.client import is_url
 from kp_core.packs.file import read_pack
@@ -68,7 +68,7 @@ def inspect(
         about = _about_pack(_read(file)) | {"file_bytes": file.stat().st_size}
     if plot is not None:
         if not is_store(folder):
-            raise BankError(f"Got --plot for {path}, which holds no packs; `kp ask` makes some.")
+            raise FactError(f"Got --plot for {path}, which holds no packs; `kp ask` makes some.")
         _draw(PackStore(folder), plot)
     tell(about, table_of(about), as_json=as_json)
 
@@ -152,11 +152,11 @@ def _check_collection(path: str, options: PlaceOptions, report: _Report, *, repa
     try:
         with open_collection(path, options, read_only=True) as facts:
             packs, wrong = options.folder(path, facts), facts.verify()
-            with suppress(BankError):  # Banks may still have to be made, to know which of their packs are used.
+            with suppress(FactError):  # Banks may still have to be made, to know which of their packs are used.
                 store = PackStore(packs) if is_store(packs) else None
                 report.orphans = [str(h) for h in Delivery(facts, None, store).orphans()] if store else []
-    except BankError as error:
-        if is_url(path) or isinstance(error, BankLockedError):
+    except FactError as error:
+        if is_url(path) or isinstance(error, FactStoreLockedError):
             raise
         report.add([str(error)])
         return Path(path) / "packs"
@@ -222,10 +222,10 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
 
 
 def _pack_file(path: str) -> Path:
-    """The path of a pack file; raises `BankError` for what is nothing of ours."""
+    """The path of a pack file; raises `FactError` for what is nothing of ours."""
     file = located(path)
     if not isinstance(file, Path) or not file.is_file():
-        raise BankError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
+        raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
     return file
 
 
@@ -253,12 +253,12 @@ def _draw(store: PackStore, picture: Path) -> None:
     try:
         figure.savefig(picture)
     except ValueError as error:
-        raise BankError(f"Got --plot {picture}; expected a name that ends in .png or .svg ({error}).") from error
+        raise FactError(f"Got --plot {picture}; expected a name that ends in .png or .svg ({error}).") from error
 
 
 def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
     facts, banks = list(store.facts()), None
-    with suppress(BankError):  # Raised where banks are still to be made, as this only reads.
+    with suppress(FactError):  # Raised where banks are still to be made, as this only reads.
         banks = len(store.banks())
     return {
         "collection": store.where,

@@ -41,7 +41,7 @@ from kp_core import edit as editing
 from kp_core.compiling import MUCH_BYTES, compile_cost, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, PackError, SourceError
+from kp_core.errors import FactError, PackError, SourceError
 from kp_core.facts import Added, ChromaFactStore, Fact, FactStore
 from kp_core.facts.banking import BANK_SIZE
 from kp_core.facts.sources import OnError, read_dataset, read_facts
@@ -350,8 +350,8 @@ def gc(
     """Remove packs that no fact uses any more, and take what was removed off the disk."""
     with options.reading(place, read_only=False, wait=wait) as opened:
         packs = _collect(opened, options.folder(place, opened))
-        kept = _vacuum(opened, wanted=vacuum) if isinstance(opened, ChromaFactStore) else ""
-    about = {"packs": packs, "vacuumed": isinstance(opened, ChromaFactStore) and not kept}
+        kept = "" if opened.read_only else _vacuum(opened, wanted=vacuum)
+    about = {"packs": packs, "vacuumed": not (opened.read_only or kept)}
     tell(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
 
 
@@ -511,6 +511,6 @@ def _found_id(given: str, facts: FactStore) -> str:
     if len(found) == 1:
         return found.pop()
     if found:
-        raise BankError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
+        raise FactError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
     hint = did_you_mean(given, ids, "`kp search` shows ids.")
-    raise BankError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")
+    raise FactError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")

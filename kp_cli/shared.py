@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kp_cli import importing
-from kp_core.errors import BankError, KnowledgePackError, ModelError
-from kp_core.facts import ChromaFactStore, Fact, FactStore, Filter, Hit, LexicalReranker
+from kp_core.errors import FactError, KnowledgePackError, ModelError
+from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
 from kp_core.facts.base import content_id
 from kp_core.facts.client import is_url
 from kp_core.facts.embed import SentenceTransformerEmbedder
@@ -179,24 +179,24 @@ class PlaceOptions:
     ] = None
 
     def settings(self, place: str) -> dict[str, Any]:
-        """As settings of `ChromaFactStore`; raises `BankError` for a header without a colon, or for a folder."""
+        """As settings of `ChromaFactStore`; raises `FactError` for a header without a colon, or for a folder."""
         given: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
         pairs = [each.partition(":") for each in self.header or ()]
         if wrong := [name for name, colon, _ in pairs if not colon or not name.strip()]:
-            raise BankError(f"Got --header {wrong[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
+            raise FactError(f"Got --header {wrong[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
         if pairs and not is_url(place):
-            raise BankError(f"Got --header for {place}, which is a folder; headers go to a server.")
+            raise FactError(f"Got --header for {place}, which is a folder; headers go to a server.")
         given["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
         given["embedder"] = None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
         return {name: value for name, value in given.items() if value is not None}
 
-    def folder(self, place: str, facts: FactStore) -> str | Path:
+    def folder(self, place: str, facts: ChromaFactStore) -> str | Path:
         """Where the packs of `facts`, opened from `place`, are: nothing is put into a folder that is not ours."""
         if self.packs is not None:
             return located(self.packs)
-        if isinstance(facts, ChromaFactStore) and facts.path is not None:
+        if facts.path is not None:
             return facts.path / "packs"
-        where = f"{place if is_url(place) else Path(place).resolve()} {getattr(facts, 'name', '')}".strip()
+        where = f"{place if is_url(place) else Path(place).resolve()} {facts.collection or ''}".strip()
         slug = re.sub(r"\W+", "-", where).strip("-")[-40:]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "knowledge-packs" / f"{slug}-{content_id(where)[:8]}"
@@ -214,7 +214,7 @@ class ReadOptions(PlaceOptions):
     ] = None
 
     @contextmanager
-    def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[FactStore]:
+    def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[ChromaFactStore]:
         """The facts in `place`: those of a collection of ours, else of any Chroma collection, as it is."""
         ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
         if self.collection is None and ours:
@@ -316,13 +316,13 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
 
 
 def filter_of(where: str | None) -> Filter | None:
-    """The filter in an option; raises `BankError` for what is no JSON object."""
+    """The filter in an option; raises `FactError` for what is no JSON object."""
     if where is None:
         return None
     with suppress(ValueError):
         if isinstance(found := json.loads(where), dict):
             return found
-    raise BankError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
+    raise FactError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
 
 
 def is_collection(place: str) -> bool:
@@ -338,12 +338,12 @@ def open_collection(
     hint: str = "`kp build COLLECTION FILE...` makes one.",
     **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
 ) -> ChromaFactStore:
-    """The collection in a folder or on a server; raises `BankError` where there is none, unless it may be `new`."""
+    """The collection in a folder or on a server; raises `FactError` where there is none, unless it may be `new`."""
     path = Path(place)
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
         around = path.parent.iterdir() if path.parent.is_dir() else ()
         names = [str(each) for each in around if is_fact_store(each)]
-        raise BankError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
+        raise FactError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
     return ChromaFactStore(place, **options.settings(place), **settings)
 
 

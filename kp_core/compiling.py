@@ -11,7 +11,7 @@ from functools import partial
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, PackError, PromptError
+from kp_core.errors import FactError, PackError, PromptError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.packs.codec import Compression, check_compression
@@ -207,13 +207,13 @@ def open_facts(
 ) -> FactStore:
     """`facts`, or a store made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
 
-    Raises `BankError` for what is no fact store or no embedder, and for a store together with what only a new one
+    Raises `FactError` for what is no fact store or no embedder, and for a store together with what only a new one
     takes.
     """
     if facts is not None and not isinstance(facts, FactStore):
-        raise BankError(f"Got {type(facts)} as fact store; expected a FactStore, e.g. `ChromaFactStore(path)`.")
+        raise FactError(f"Got {type(facts)} as fact store; expected a FactStore, e.g. `ChromaFactStore(path)`.")
     if facts is not None and (embedder is not None or path is not None):
-        raise BankError("Got a fact store together with an embedder or a path; a store brings its own.")
+        raise FactError("Got a fact store together with an embedder or a path; a store brings its own.")
     if facts is not None:
         return facts
     made = None if embedder is None else as_embedder(embedder)

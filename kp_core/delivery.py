@@ -16,7 +16,7 @@ from kp_core.compiling import compile_facts, refuse_unreadable
 from kp_core.edit import How, edit, replaced
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, BusyError, PackNotFoundError
+from kp_core.errors import BusyError, FactError, PackNotFoundError
 from kp_core.facts import Added, Fact, FactStore, Filter, Hit, Reranker
 from kp_core.facts.rerank import hits_wanted
 from kp_core.packs.codec import Compression
@@ -60,7 +60,7 @@ class Delivery:
     `precompile="background"` what is first found goes as text, and is compiled when the engine is idle. Without an
     `engine` packs are only looked up. Without `facts` there is only `deliver`.
 
-    What has no pack goes as text, with a warning. Raises `BankError` for a unit, kv, compress or precompile that is
+    What has no pack goes as text, with a warning. Raises `FactError` for a unit, kv, compress or precompile that is
     none of these, `HandleError` for a namespace that is none.
     """
 
@@ -81,7 +81,7 @@ class Delivery:
         words = {"unit": (unit, Unit), "kv": (kv, KV), "precompile": (precompile, Precompile)}
         for name, (given, kind) in (words | {"compress": (compress, Compression)}).items():
             if given not in get_args(kind):
-                raise BankError(f"Got {name}={given!r}; expected one of {', '.join(get_args(kind))}.")
+                raise FactError(f"Got {name}={given!r}; expected one of {', '.join(get_args(kind))}.")
         self._units, self.engine, self.store = Units(facts, unit), engine, store
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
@@ -89,7 +89,7 @@ class Delivery:
 
     @property
     def facts(self) -> FactStore:
-        """The fact store; raises `BankError` where there is none."""
+        """The fact store; raises `FactError` where there is none."""
         return self._units.facts
 
     def add(
@@ -133,13 +133,13 @@ class Delivery:
 
         Its pack is the edited one, whose handle every search gives from now on; the pack of the old text stays, under
         its own handle, until `gc`. A unit of several facts is compiled anew, with `how="rebuild"` alone. Raises
-        `BankError` for other ways there, and for a fact that is not there, `PackError` for a statement that the fact
+        `FactError` for other ways there, and for a fact that is not there, `PackError` for a statement that the fact
         does not make exactly once, and where packs are lazy (`kv`).
         """
         fact = self.facts.get(fact_id, namespace=self.namespace)
         if self.unit != "fact":
             if how != "rebuild":
-                raise BankError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
+                raise FactError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
             return self.update(replace(fact, text=replaced(fact.text, old, new)))
         self.compile([fact], progress=False)
         where = self.compiled_for
@@ -158,7 +158,7 @@ class Delivery:
         Gives the facts that are gone. Packs of this object's unit go at once, those of others with `gc`.
         """
         if ids is None and not where and not source:
-            raise BankError("Got nothing to delete by; expected ids, where or source.")
+            raise FactError("Got nothing to delete by; expected ids, where or source.")
         tests = [test for test in (where, source and {"kp:source": source}) if test]
         match: Filter | None = {"$and": tests} if tests else None
         asked = None if ids is None else list(ids)
@@ -263,7 +263,7 @@ class Delivery:
     @property
     def _compiler(self) -> Session:
         if self.engine is None:
-            raise BankError("There is no engine to compile packs with; pass one: `Delivery(facts, engine, store)`.")
+            raise FactError("There is no engine to compile packs with; pass one: `Delivery(facts, engine, store)`.")
         return self.engine
 
     def _lookup(self, unit: Fact) -> Handle | None:

@@ -19,8 +19,8 @@
     │   ├── PackCorruptError        a file that cannot be trusted, and no text to rebuild it from
     │   ├── PackVersionError        an intact file of a format version this release does not know
     │   └── QuotaError              the store is full
-    ├── BankError                   a fact bank that is empty, unbuilt or fed with bad facts
-    │   ├── BankLockedError         a bank that another process writes to
+    ├── FactError                   a fact, a search or a task that makes no sense; a fact store that is empty or fails
+    │   ├── FactStoreLockedError    a fact store that another process writes to
     │   └── SourceError             a file of knowledge that cannot be read as such
     ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
     │   └── SteeringMismatchError   a steering of another model; a FingerprintMismatchError as well
@@ -41,11 +41,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 __all__ = [
-    "BankError",
-    "BankLockedError",
     "BusyError",
     "CacheBudgetError",
     "ContextOverflowError",
+    "FactError",
+    "FactStoreLockedError",
     "FingerprintMismatchError",
     "GenerationTimeoutError",
     "HandleError",
@@ -188,15 +188,15 @@ class QuotaError(PackError):
     """The store has no room for this pack even after dropping every KV that may be dropped."""
 
 
-class BankError(KnowledgePackError, ValueError):
-    """A fact bank that is empty or was fed with bad facts."""
+class FactError(KnowledgePackError, ValueError):
+    """A fact, a search, a filter or a task that makes no sense, or a fact store that is empty, not ours or fails."""
 
 
-class BankLockedError(BankError):
-    """A bank that is open for writing elsewhere."""
+class FactStoreLockedError(FactError):
+    """A fact store that is open for writing elsewhere."""
 
 
-class SourceError(BankError):
+class SourceError(FactError):
     """A file of knowledge, or a row of one, that cannot be read as such; the message names file and line."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import Fact, FactStore
 
 __all__ = ["Unit", "Units"]
@@ -26,9 +26,9 @@ class Units:
 
     @property
     def facts(self) -> FactStore:
-        """The fact store; raises `BankError` where there is none."""
+        """The fact store; raises `FactError` where there is none."""
         if self.store is None:
-            raise BankError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
+            raise FactError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
         return self.store
 
     def keys(self, facts: Sequence[Fact]) -> list[object]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from langgraph.store.base import MatchCondition
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.filters import ORDERED
 
 __all__ = ["has_labels", "matches"]
@@ -35,7 +35,7 @@ def _compares(held: Any, how: str, wanted: Any) -> bool:  # noqa: ANN401 - what 
     if how in {"$eq", "$ne"}:
         return (held == wanted) is (how == "$eq")
     if how not in ORDERED:
-        raise BankError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(ORDERED)}.")
+        raise FactError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(ORDERED)}.")
     try:
         return bool(ORDERED[how](float(held), float(wanted)))
     except (TypeError, ValueError, OverflowError):

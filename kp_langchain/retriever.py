@@ -22,7 +22,7 @@ from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery, Unit
 from kp_core.edit import How
 from kp_core.engines.request import refuse_unknown
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import Filter, Reranker
 from kp_core.packs.view import Packs
 from kp_langchain.documents import PackRetriever, to_fact
@@ -50,7 +50,7 @@ class KnowledgePackRetriever(PackRetriever):
     what was found into its order: the first `k` of it that `score_threshold` keeps are returned. Scores stay cosines.
     These five may also be given to `invoke`.
 
-    Raises `OptionError` for options that do not exist, `BankError` for a blank question and a store without facts.
+    Raises `OptionError` for options that do not exist, `FactError` for a blank question and a store without facts.
     """
 
     fact_store: FactStore = Field(exclude=True)
@@ -113,7 +113,7 @@ class KnowledgePackRetriever(PackRetriever):
     ) -> WrappedRetriever:
         """What `retriever` finds, with packs; `fields` are those of `WrappedRetriever`."""
         if not isinstance(retriever, BaseRetriever):
-            raise BankError(
+            raise FactError(
                 f"Got {type(retriever)}; expected a LangChain retriever, e.g. `Chroma(...).as_retriever()`."
             )
         return WrappedRetriever(retriever=retriever, store=store, engine=engine, **fields)
@@ -132,7 +132,7 @@ class KnowledgePackRetriever(PackRetriever):
         `search_type` and `search_kwargs` are those of `VectorStore.as_retriever`; `settings` those of `from_retriever`.
         """
         if not isinstance(vectorstore, VectorStore):
-            raise BankError(f"Got {type(vectorstore)}; expected a LangChain vector store, e.g. `Chroma(...)`.")
+            raise FactError(f"Got {type(vectorstore)}; expected a LangChain vector store, e.g. `Chroma(...)`.")
         searched = vectorstore.as_retriever(search_type=search_type, search_kwargs=search_kwargs or {})
         return cls.from_retriever(searched, **settings)
 

@@ -40,7 +40,7 @@ from kp_core import Embedder, Fact, FactStore, Hit, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import KV, Delivery, Found
 from kp_core.engines.request import CompiledFor
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import Filter
 from kp_core.packs.codec import Compression
 from kp_core.packs.view import Packs
@@ -59,12 +59,12 @@ Labels: TypeAlias = tuple[str, ...]
 def namespace_of(labels: Labels) -> str:
     """The namespace in which packs of LangGraph's namespace `labels` stand; what a model's `namespaces` has to name.
 
-    Raises `BankError` for labels that are not Unicode.
+    Raises `FactError` for labels that are not Unicode.
     """
     try:
         encoded = [label.encode() for label in labels]
     except UnicodeEncodeError as error:
-        raise BankError(f"Got the namespace {labels!r}, which is not Unicode ({error.reason}). Repair it.") from error
+        raise FactError(f"Got the namespace {labels!r}, which is not Unicode ({error.reason}). Repair it.") from error
     name = "-".join(re.sub(rb"[^a-z0-9]", lambda byte: b"_%02x" % byte[0][0], label).decode() for label in encoded)
     if len(name) > _LONGEST - len(_PREFIX):
         digest = hashlib.blake2b(name.encode(), digest_size=32).digest()
@@ -113,7 +113,7 @@ class KnowledgePackStore(BaseStore):
     says of `omit_expired`, and is deleted by the next put into its namespace, its pack by `sweep_ttl`.
 
     Reads of a batch see the store before the batch; of several puts to one key the last counts. Of a filter, what
-    cannot be ordered does not match. Raises `BankError` for a value that JSON cannot say or a ttl of 0 minutes or less,
+    cannot be ordered does not match. Raises `FactError` for a value that JSON cannot say or a ttl of 0 minutes or less,
     `PackError` for a text of more than half of what the model reads.
     """
 
@@ -156,7 +156,7 @@ class KnowledgePackStore(BaseStore):
             elif isinstance(op, ListNamespacesOp):
                 results.append(self._list(op))
             else:
-                raise BankError(f"Got {op!r}; expected an operation of a LangGraph store.")
+                raise FactError(f"Got {op!r}; expected an operation of a LangGraph store.")
         self._put(list(puts.values()))
         return results
 
@@ -198,14 +198,14 @@ class KnowledgePackStore(BaseStore):
         """What is put, as a fact."""
         now, namespace = time.time(), namespace_of(op.namespace)
         if op.ttl is not None and not 0 < op.ttl < _FOREVER:
-            raise BankError(f"Got ttl={op.ttl} for {op.key!r}; expected minutes above 0, or None for never.")
+            raise FactError(f"Got ttl={op.ttl} for {op.key!r}; expected minutes above 0, or None for never.")
         created = next((_about(held)["created"] for held in self._read(namespace, op.key)), None)
         value, updated = dict(op.value or {}), datetime.fromtimestamp(now, UTC).isoformat()
         about = {"namespace": op.namespace, "key": op.key, "value": value, "ttl": op.ttl}
         try:
             said = json.dumps({**about, "created": created or updated, "updated": updated}, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise BankError(f"Got {value!r} as {op.key!r}, which JSON cannot say ({error}).") from error
+            raise FactError(f"Got {value!r} as {op.key!r}, which JSON cannot say ({error}).") from error
         text, searched = _text(value, op.index or self._fields)
         return Fact(
             text,
@@ -267,9 +267,9 @@ class KnowledgePackStore(BaseStore):
 
 
 def _stop(op: SearchOp | ListNamespacesOp) -> int:
-    """Where the page that is asked for ends; raises `BankError` for one that cannot be."""
+    """Where the page that is asked for ends; raises `FactError` for one that cannot be."""
     if op.offset < 0 or op.limit < 0:
-        raise BankError(f"Got offset={op.offset} and limit={op.limit}; expected 0 or more.")
+        raise FactError(f"Got offset={op.offset} and limit={op.limit}; expected 0 or more.")
     return min(op.offset + op.limit, 1 << 31)
 
 
@@ -278,7 +278,7 @@ def _id(key: str) -> str:
     try:
         return f"item/{quote(key)}"
     except UnicodeEncodeError as error:
-        raise BankError(f"Got the key {key!r}, which is not Unicode ({error.reason}). Repair it.") from error
+        raise FactError(f"Got the key {key!r}, which is not Unicode ({error.reason}). Repair it.") from error
 
 
 def _is_ours(namespace: str) -> bool:

@@ -14,7 +14,7 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
 from pydantic import Field
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import Fact, Hit
 from kp_langchain.documents import PackRetriever, to_fact
 from kp_langchain.tools import own_handle
@@ -41,9 +41,9 @@ class WrappedRetriever(PackRetriever):
         return UpsertResponse(succeeded=ids, failed=[])
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> DeleteResponse:  # noqa: ANN401
-        """Delete documents by id from the vector store; raises `BankError` without ids."""
+        """Delete documents by id from the vector store; raises `FactError` without ids."""
         if ids is None:
-            raise BankError("Got nothing to delete by; expected ids.")
+            raise FactError("Got nothing to delete by; expected ids.")
         vectors = self._vectors()
         old = _held(vectors, ids)
         if vectors.delete(ids, **kwargs) is False:
@@ -89,7 +89,7 @@ class WrappedRetriever(PackRetriever):
 
     def _vectors(self) -> VectorStore:
         if not isinstance(self.retriever, VectorStoreRetriever):
-            raise BankError(f"{type(self.retriever).__name__} is only read here. Change what it reads from.")
+            raise FactError(f"{type(self.retriever).__name__} is only read here. Change what it reads from.")
         return self.retriever.vectorstore
 
     def _forget(self, texts: set[str]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from llama_index.core.vector_stores.types import FilterCondition, FilterOperator, MetadataFilter, MetadataFilters
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 
 __all__ = ["to_where"]
 
@@ -32,7 +32,7 @@ def to_where(filters: MetadataFilters) -> dict[str, Any]:
     """What `filters`, which may be nested, say to a search of facts (see `kp_core.facts.filters`).
 
     Each means what LlamaIndex says it does. A string is compared with a number as the number it spells; what cannot be
-    compared at all does not match. Raises `BankError` for an operator that cannot be used with its value.
+    compared at all does not match. Raises `FactError` for an operator that cannot be used with its value.
     """
     parts = [to_where(part) if isinstance(part, MetadataFilters) else _where(part) for part in filters.filters]
     if not parts:
@@ -48,7 +48,7 @@ def _where(wanted: MetadataFilter) -> dict[str, Any]:
         return {"$or": [{key: {"$exists": False}}, {key: ""}, {key: "[]"}]}
     if value is None or (how not in _OF_BOTH and isinstance(value, list) is not (how in _OF_LISTS)):
         expected = "a list" if how in _OF_LISTS else "one value"
-        raise BankError(f"Got the filter {key!r} {how.value} {value!r}; expected {expected} to compare with.")
+        raise FactError(f"Got the filter {key!r} {how.value} {value!r}; expected {expected} to compare with.")
     if how in _NEGATED:
         return {"$not": _where(wanted.model_copy(update={"operator": _NEGATED[how]}))}
     if how in _TOGETHER:

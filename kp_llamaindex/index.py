@@ -112,7 +112,7 @@ class KnowledgePackIndex(PackIndex):
     ) -> PackedVectorIndex:
         """As `from_vector_index`, of what a vector store holds: `embed_model`, which made it, embeds the questions.
 
-        Raises `BankError` without an `embed_model`, here or in LlamaIndex's settings, and for a store without texts.
+        Raises `FactError` without an `embed_model`, here or in LlamaIndex's settings, and for a store without texts.
         """
         return PackedVectorIndex.over(vector_store, embed_model, **settings)
 

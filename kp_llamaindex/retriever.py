@@ -19,7 +19,7 @@ from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery, Precompile, Unit
 from kp_core.engines.request import CompiledFor, refuse_unknown
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import Reranker
 from kp_core.packs.codec import Compression
 from kp_core.packs.view import Packs
@@ -73,7 +73,7 @@ class KnowledgePackRetriever(BaseRetriever):
     ) -> None:
         refuse_unknown(unknown, _known(type(self)), type(self).__name__)
         if content not in ("handle", "text"):
-            raise BankError(f"Got content={content!r}; expected 'handle' or 'text'.")
+            raise FactError(f"Got content={content!r}; expected 'handle' or 'text'.")
         super().__init__(callback_manager=callback_manager, verbose=verbose)
         self.fact_store, self.store, self.namespace, self.unit = open_facts(fact_store), store, namespace, unit
         self.engine, self.compiled_for, self.lazy = engine, compiled_for, lazy

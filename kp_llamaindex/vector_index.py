@@ -14,7 +14,7 @@ from llama_index.core.schema import BaseNode, Document
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from kp_core.engines.request import refuse_unknown
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_llamaindex.base import PackIndex
 from kp_llamaindex.postprocessor import KnowledgePackPostprocessor, PackedRetriever
 from kp_llamaindex.retriever import settled_model
@@ -37,7 +37,7 @@ class PackedVectorIndex(PackIndex):
 
     def __init__(self, index: VectorStoreIndex, **settings: Any) -> None:  # noqa: ANN401
         if not isinstance(index, VectorStoreIndex):
-            raise BankError(
+            raise FactError(
                 f"Got {type(index)}; expected a VectorStoreIndex. Of another index, pack what it finds: "
                 "`KnowledgePackPostprocessor`."
             )
@@ -49,13 +49,13 @@ class PackedVectorIndex(PackIndex):
     def over(cls, vector_store: BasePydanticVectorStore, embed_model: BaseEmbedding | None, **settings: Any) -> Self:  # noqa: ANN401
         """See `KnowledgePackIndex.from_vector_store`."""
         if not vector_store.stores_text:
-            raise BankError(
+            raise FactError(
                 f"{type(vector_store).__name__} holds vectors without texts. Give the index that it belongs to: "
                 "`KnowledgePackIndex.from_vector_index(index)`."
             )
         model = embed_model or settled_model()
         if model is None:
-            raise BankError(
+            raise FactError(
                 f"Got {type(vector_store).__name__} without the model that embedded it. Pass `embed_model=...`, or set "
                 "`Settings.embed_model`."
             )

@@ -19,7 +19,7 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kp_core import FactStore
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_llamaindex.filters import to_where
 from kp_llamaindex.nodes import REF_DOC, to_fact, to_node
 
@@ -109,9 +109,9 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         self.delete_nodes([fact.id for fact in self.client.facts(namespace=self.namespace)])
 
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:  # noqa: ANN401
-        """The nodes nearest to the query's words; raises `BankError` for other modes, and for a query without words."""
+        """The nodes nearest to the query's words; raises `FactError` for other modes, and for a query without words."""
         if query.mode != VectorStoreQueryMode.DEFAULT or not query.query_str:
-            raise BankError(f"Got a query of mode {query.mode.value!r}, {query.query_str!r}; expected words to embed.")
+            raise FactError(f"Got a query of mode {query.mode.value!r}, {query.query_str!r}; expected words to embed.")
         wanted: list[MetadataFilter | MetadataFilters] = [] if query.filters is None else [query.filters]
         if query.doc_ids:
             wanted.append(MetadataFilter(key=REF_DOC, operator=FilterOperator.IN, value=query.doc_ids))

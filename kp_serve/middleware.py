@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Coroutine, Iterator, MutableMapping
 from typing import Any
 
-from kp_core.errors import BankError, BankLockedError, KnowledgePackError
+from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError
 from kp_core.packs.handle import find_handles
 from kp_core.packs.view import PackRef, PackView
 from kp_serve.access import Access
@@ -173,9 +173,9 @@ def _refusal(error: Exception) -> HTTPError:
     """What a client is told of an error: never a traceback, nor where things are on the server."""
     if isinstance(error, HTTPError):
         return error
-    # A database that fails is behind a `BankError`; what the client got wrong is behind none, or a `ValueError`.
-    fails = isinstance(error, BankError) and not isinstance(error.__cause__, ValueError | KnowledgePackError | None)
-    if fails or isinstance(error, OSError | BankLockedError):
+    # A database that fails is behind a `FactError`; what the client got wrong is behind none, or a `ValueError`.
+    fails = isinstance(error, FactError) and not isinstance(error.__cause__, ValueError | KnowledgePackError | None)
+    if fails or isinstance(error, OSError | FactStoreLockedError):
         logger.error("The store of packs or facts cannot be used: %s", error)
         reason = getattr(error, "strerror", None) or type(error.__cause__ or error).__name__
         return HTTPError(503, f"The server's store cannot be used now ({reason}). Try again later.")

@@ -17,7 +17,7 @@ from kp_core import edit as editing
 from kp_core.engines.explain import Explanation
 from kp_core.engines.request import Generation
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, SourceError
+from kp_core.errors import FactError, SourceError
 from kp_core.facts import Fact, MemoryFactStore
 from kp_core.facts.embed import Embedder
 from kp_core.facts.sources import read_facts
@@ -177,7 +177,7 @@ class World:
     ) -> Question:
         """A question with the `k` documents that say most about it; packs are steered with `alpha` times a preset.
 
-        Raises `BankError` for a blank question and without documents, and as `Session.explain`.
+        Raises `FactError` for a blank question and without documents, and as `Session.explain`.
         """
         found = self.search(question, k)
         content = {
@@ -197,7 +197,7 @@ class World:
     def search(self, question: str, k: int, without: Iterable[str] = ()) -> list[Document]:
         """The `k` documents with the paragraphs nearest to `question`, best first, but for those named."""
         if not self.documents:
-            raise BankError("There are no documents yet; add one first.")
+            raise FactError("There are no documents yet; add one first.")
         hits = self._facts.search(question, len(self._facts), namespace=_NAMESPACE)
         named = dict.fromkeys(hit.fact.source for hit in hits)
         return [self.documents[name] for name in named if name not in set(without)][:k]
@@ -235,14 +235,14 @@ class World:
         Raises `PackError` for a statement that the document does not make exactly once.
         """
         if name not in self.documents:
-            raise BankError("There is no document to correct; add one, and choose it.")
+            raise FactError("There is no document to correct; add one, and choose it.")
         document = self.documents[name]
         pack = self._pack(document)
         made = editing.edit(pack, old, new, self.session, how=how, compiled_for="user")
         self._keep(name, document.file, made)
         for fact in list(self._facts.facts(where={"kp:source": name}, namespace=_NAMESPACE)):
             if fact.text.count(old) == 1:
-                with suppress(BankError):  # Another paragraph says just that, and is found as well.
+                with suppress(FactError):  # Another paragraph says just that, and is found as well.
                     self._facts.update(replace(fact, text=fact.text.replace(old, new)))
         return pack, made
 
@@ -318,7 +318,7 @@ class Agent:
 
     def __init__(self, world: World, task: str) -> None:
         if not task.strip():
-            raise BankError("Got no task; expected a question that the agent shall answer.")
+            raise FactError("Got no task; expected a question that the agent shall answer.")
         self.world, self.task, self.steps = world, task, list[Step]()
         self._messages: list[dict[str, Any]] = [
             {"role": "system", "content": _SYSTEM},
@@ -333,7 +333,7 @@ class Agent:
     def step(self) -> Generator[Answer, None, None]:
         """Take the next step: what the model writes, as it comes; the step is in `steps` at the end.
 
-        Raises `BankError` when there is nothing to read, and as `Session.stream`.
+        Raises `FactError` when there is nothing to read, and as `Session.stream`.
         """
         read = [step.found for step in self.steps]
         left = self.world.search(self.task, 1, without=read) if len(read) < _MOST_SEARCHES else []

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.embed import Embedder
 from kp_core.packs.handle import check_namespace
 
@@ -41,7 +41,7 @@ class Fact:
     be held to one. From `expires` (seconds since 1970, UTC) on, no search finds the fact. `version` counts the texts
     that a store has held under this id, from 1.
 
-    Raises `BankError` for a text that is blank or is not Unicode (half a surrogate pair), for an id that is not
+    Raises `FactError` for a text that is blank or is not Unicode (half a surrogate pair), for an id that is not
     printable, and for metadata that is not what JSON can say; `HandleError` for a namespace that is not one.
     """
 
@@ -58,16 +58,16 @@ class Fact:
         for name in ("text", "title", "source", "id", "namespace"):
             _check_text(name, getattr(self, name))
         if not self.text.strip():
-            raise BankError(f"Got the blank text {self.text!r} (title {self.title!r}); expected a fact. Leave it out.")
+            raise FactError(f"Got the blank text {self.text!r} (title {self.title!r}); expected a fact. Leave it out.")
         if not self.id.isprintable():
-            raise BankError(f"Got the fact id {self.id!r}; expected printable characters.")
+            raise FactError(f"Got the fact id {self.id!r}; expected printable characters.")
         check_namespace(self.namespace)
         if self.expires is not None and not (_is_number(self.expires) and abs(self.expires) <= LATEST):
-            raise BankError(f"Got expires={self.expires!r}; expected seconds since 1970, or None for never.")
+            raise FactError(f"Got expires={self.expires!r}; expected seconds since 1970, or None for never.")
         if type(self.version) is not int or self.version < 1:
-            raise BankError(f"Got version={self.version!r} of a fact; expected an integer from 1 on.")
+            raise FactError(f"Got version={self.version!r} of a fact; expected an integer from 1 on.")
         if not isinstance(self.metadata, Mapping):
-            raise BankError(f"Got {self.metadata!r} as metadata of a fact; expected a dictionary.")
+            raise FactError(f"Got {self.metadata!r} as metadata of a fact; expected a dictionary.")
         for key, value in self.metadata.items():
             _check_text("a metadata key", key)
             _check_value(f"metadata {key!r}", value)
@@ -174,7 +174,7 @@ class FactStore(Protocol):
 
         A text that its namespace holds already is not stored again: its first fact stays. `ttl`: seconds until those
         expire that do not say it themselves. `vectors`, one normalised row per fact, spare the embedder. Raises
-        `BankError` for an id that its namespace holds with another text, but for one that was corrected since (its
+        `FactError` for an id that its namespace holds with another text, but for one that was corrected since (its
         version is above 1): the correction stays, and the report names it.
 
         With `overwrite` ids count, not texts: a fact takes the place of the one with its id, as the next version where
@@ -184,7 +184,7 @@ class FactStore(Protocol):
     def update(self, fact: Fact) -> Fact:
         """Put `fact` in the place of the one with its id in its namespace; gives it with its new version.
 
-        Raises `BankError` when no fact has this id, or when another one has this text.
+        Raises `FactError` when no fact has this id, or when another one has this text.
         """
 
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
@@ -196,7 +196,7 @@ class FactStore(Protocol):
         """The facts that match, of `ids` those that there are, namespace by namespace, in the order they came in."""
 
     def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
-        """The fact with this id; raises `BankError` when there is none."""
+        """The fact with this id; raises `FactError` when there is none."""
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -215,7 +215,7 @@ class FactStore(Protocol):
         `kp_core.facts.filters`). With `rerank` the best `rerank.depth` are found so, and put into its order, of which
         the first `k` count.
 
-        Raises `BankError` for a blank question, for `k` or `probes` below 1, for a filter that makes no sense, for a
+        Raises `FactError` for a blank question, for `k` or `probes` below 1, for a filter that makes no sense, for a
         `rerank` that is no `Reranker`, and as long as there are no facts.
         """
 
@@ -226,10 +226,10 @@ class FactStore(Protocol):
         """The names of all banks."""
 
     def bank_facts(self, bank: str) -> tuple[Fact, ...]:
-        """The facts of one bank, in the order they came in; raises `BankError` when there is no such bank."""
+        """The facts of one bank, in the order they came in; raises `FactError` when there is no such bank."""
 
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
-        """The bank that each of these facts stands in; raises `BankError` for one that stands in none."""
+        """The bank that each of these facts stands in; raises `FactError` for one that stands in none."""
 
     def route(self, question: str, *, namespace: str | None = None) -> str:
         """The bank whose centroid has the highest cosine to `question`."""
@@ -245,7 +245,7 @@ def _is_number(value: object) -> bool:
 def _check_value(name: str, value: object, depth: int = 0) -> None:
     if isinstance(value, int) and value.bit_length() > _BITS:
         bits = value.bit_length()
-        raise BankError(f"Got a number of {bits} bits as {name} of a fact; expected at most {_BITS}. Write it as text.")
+        raise FactError(f"Got a number of {bits} bits as {name} of a fact; expected at most {_BITS}. Write it as text.")
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return
     if isinstance(value, Mapping | list | tuple) and depth < _DEEPEST:
@@ -254,17 +254,17 @@ def _check_value(name: str, value: object, depth: int = 0) -> None:
             _check_value(name, each, depth + 1)
         return
     if not isinstance(value, str):
-        raise BankError(f"Got {value!r} as {name} of a fact; expected what JSON can say: text, finite numbers, lists.")
+        raise FactError(f"Got {value!r} as {name} of a fact; expected what JSON can say: text, finite numbers, lists.")
     _check_text(name, value)
 
 
 def _check_text(name: str, value: object) -> None:
     if not isinstance(value, str):
-        raise BankError(f"Got {value!r} ({type(value).__name__}) as {name} of a fact; expected a string.")
+        raise FactError(f"Got {value!r} ({type(value).__name__}) as {name} of a fact; expected a string.")
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise BankError(
+        raise FactError(
             f"Got {value!r} as {name} of a fact, which no file can hold ({error.reason}). "
             f"Repair it, e.g. with `.encode(errors='replace').decode()`."
         ) from error

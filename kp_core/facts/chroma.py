@@ -1,31 +1,46 @@
-"""Facts in Chroma: in a folder, on a server, or wherever a client leads."""
+"""Facts in Chroma: in a folder, on a server, or wherever a client leads; and those of collections of others."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from kp_core.errors import BankError
-from kp_core.facts.banking import BANK_SIZE
+import numpy as np
+from filelock import FileLock
+
+from kp_core.errors import FactError, KnowledgePackError
+from kp_core.facts.banking import BANK_SIZE, Vectors
+from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
-from kp_core.facts.collection import CollectionFacts
-from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
-from kp_core.facts.folder import FACTS, SCHEMA, check_index, prepared
-from kp_core.facts.index import blank_unused, end_repair, needs_repair
-from kp_core.facts.living import LivingFacts
-from kp_core.facts.records import ChromaTable, bank_name, own_collection, told
-from kp_core.facts.table import Table
+from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
+from kp_core.facts.filters import predicate
+from kp_core.facts.folder import FACTS, SCHEMA, prepared
+from kp_core.facts.index import blank_room, check_index, end_repair, needs_repair
+from kp_core.facts.records import OURS, from_others_record, from_record, pushed_down, to_record
+from kp_core.facts.store import BaseFactStore, Row, alive
+from kp_core.packs.handle import check_namespace
 
 __all__ = ["ChromaFactStore"]
 
 _BUNDLED = "all-MiniLM-L6-v2"
 _HNSW = {"space": "cosine", "ef_search": 200}
+_BANK, _BANKS = OURS + "bank", OURS + "banks"
+_GROWTH, _PAGE = 4, 1000
+_NO_VECTOR = np.zeros(0, np.float32)
+# So many records of others are embedded; the embedder is theirs from this cosine to their own vectors on.
+_SAMPLE, _SAME = 4, 0.98
 
 
-class ChromaFactStore(LivingFacts):
+class ChromaFactStore(BaseFactStore):
     """A `FactStore` in Chroma: text as document, metadata as metadata, a collection `kp-<namespace>-facts` each.
+
+    The number of a fact's bank is metadata; centroids are a second collection. How many banks there are is metadata of
+    the collection of facts, written last.
 
     `path` is a folder, for one process at a time and readable by its owner alone, or the URL of a Chroma server, for
     any number; or hand in a `client` (e.g. a `CloudClient`). `tenant`, `database`, `headers` go to the server;
@@ -34,14 +49,23 @@ class ChromaFactStore(LivingFacts):
 
     Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
     LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
-    it and `near_duplicate` see `LivingFacts`. The same folder may be opened again in one process. With `read_only`
+    it and `near_duplicate` see `BaseFactStore`. The same folder may be opened again in one process. With `read_only`
     nothing is locked or changed, and what another process writes is seen when the folder is opened again. Use it as a
     context manager, or `close` it.
 
-    Raises `BankLockedError` when another process does not let go of the folder within `wait` seconds; `BankError` for a
-    folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to read;
-    `MissingDependencyError` where Chroma is not installed.
+    Raises `FactStoreLockedError` when another process does not let go of the folder within `wait` seconds; `FactError`
+    for a folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to
+    read; `MissingDependencyError` where Chroma is not installed.
     """
+
+    path: Path | None = None
+    """The folder; `None` of what is elsewhere."""
+    collection: str | None = None
+    """The name of the collection of somebody else that is read; `None` of ours."""
+    _client: Any = None
+    _lock: FileLock | None = None
+    _closed = False
+    _space: str = "cosine"
 
     def __init__(  # noqa: PLR0913 - every setting has a default that works
         self,
@@ -57,16 +81,16 @@ class ChromaFactStore(LivingFacts):
         **server: Any,  # noqa: ANN401 - tenant, database, headers
     ) -> None:
         if (path is None) == (client is None):
-            raise BankError(f"Got path={path!r} and client={client!r}; expected one of the two.")
-        self.path = None if path is None or is_url(path) else Path(path)
-        self.where = str(path or type(client).__name__)
-        self.read_only, self._lock, self._closed = read_only, None, False
-        if self.path is not None:
+            raise FactError(f"Got path={path!r} and client={client!r}; expected one of the two.")
+        self.where, self.read_only = str(path or type(client).__name__), read_only
+        self._opened, self._centroids = dict[str, Any](), dict[str, Any]()
+        if path is not None and not is_url(path):
+            self.path = Path(path)
             self._lock = prepared(self.path, read_only=read_only, wait=wait)
         try:
             if self.path is not None:
                 check_index(self.path, self._lock)
-            with told(self.where):
+            with _told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
                 held = self._listed()
             made = next(map(_about, held.values()), {})
@@ -77,7 +101,7 @@ class ChromaFactStore(LivingFacts):
                 bank_size=made.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
                 near_duplicate=near_duplicate,
             )
-            self._opened = {name: self._table(name, each) for name, each in held.items()}
+            self._spaces(None)
             if self.path is not None:
                 # Two objects on one folder see each other's changes, and change it one at a time.
                 self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
@@ -97,22 +121,25 @@ class ChromaFactStore(LivingFacts):
         client: Any = None,  # noqa: ANN401
         namespace: str = "default",
         **server: Any,  # noqa: ANN401
-    ) -> CollectionFacts:
-        """The facts of any Chroma collection, read as it is: a collection, or its name in a folder, server or client.
+    ) -> Self:
+        """The facts of any Chroma collection, found, listed and compiled as facts of `namespace`, and never changed.
 
-        The name may be left out where there is but one.
+        `collection` is one, or its name in a folder, server or client; the name may be left out where there is but one.
+        Ids, documents and metadata are theirs; `title` and `source` of a fact are the metadata of these names. A hit's
+        score is the cosine; under the distance `ip` the dot product, and under `l2` of vectors that are not of length 1
+        what orders as it does. Questions are embedded by `embedder`, else by the collection's own embedding function,
+        else by the bundled MiniLM; a few texts are embedded and compared first. There are no banks.
 
-        Without an `embedder` the collection's own embedding function is used, else the bundled MiniLM where its vectors
-        are those of the collection; see `CollectionFacts`. Raises `BankError` where there is no such collection, naming
-        those that there are, and for an embedder whose vectors are others.
+        Raises `FactError` where there is no such collection, naming those that there are, and for an embedder whose
+        vectors are not those of the collection (both are described).
         """
         where = str(path or "Chroma")
         if collection is None or isinstance(collection, str):
             if (path is None) == (client is None):
-                raise BankError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
+                raise FactError(f"Got the name {collection!r}; expected `path` or `client` to find it in.")
             if path is not None and not is_url(path) and not (Path(path) / "chroma.sqlite3").is_file():
-                raise BankError(f"There is no Chroma database in {path}.")
-            with told(where):
+                raise FactError(f"There is no Chroma database in {path}.")
+            with _told(where):
                 client = client or open_client(path, migrations="validate", **server)
                 names = [each.name for each in client.list_collections()]
                 if collection is None and len(names) == 1:
@@ -121,17 +148,34 @@ class ChromaFactStore(LivingFacts):
                     which = (
                         "Name a collection of" if collection is None else f"There is no collection {collection!r} in"
                     )
-                    raise BankError(f"{which} {where}; there are {names}.")
+                    raise FactError(f"{which} {where}; there are {names}.")
                 collection = client.get_collection(collection)
-        return CollectionFacts(collection, None if embedder is None else as_embedder(embedder), namespace, where)
+        store = cls.__new__(cls)  # Nothing is made, locked or looked for.
+        store._read(collection, embedder, check_namespace(namespace), where)  # noqa: SLF001 - one of ours
+        return store
+
+    def _read(self, collection: Any, embedder: Any, namespace: str, where: str) -> None:  # noqa: ANN401
+        """What `__init__` is for a collection of somebody else."""
+        self.collection, self.where = collection.name, f"{where}, collection {collection.name!r}"
+        self.read_only = True
+        with _told(self.where):
+            settings = collection.configuration_json or {}
+        spaces = [each.get("space") for each in settings.values() if isinstance(each, Mapping)]
+        self._space = next((each for each in spaces if each in {"cosine", "l2", "ip"}), "l2")
+        own = _own_embedder(collection, settings) or SentenceTransformerEmbedder()
+        super().__init__(own if embedder is None else as_embedder(embedder))
+        self._opened, self._centroids = {namespace: collection}, {}
+        self._check_embedder(collection)
 
     def close(self) -> None:
         """Let go of the folder; a second call does nothing."""
         if not self._closed:
-            self._closed, client = True, getattr(self, "_client", None)
-            if client is not None and self.path is not None:
-                client.close()
+            self._closed = True
+            if self._client is not None and self.path is not None:
+                self._client.close()
             if self._lock is not None:
+                if self.path is not None and self._lock.lock_counter == 1:
+                    blank_room(self.path)
                 self._lock.release()
 
     def __enter__(self) -> Self:
@@ -158,8 +202,8 @@ class ChromaFactStore(LivingFacts):
         """
         self._check_writes()
         if self.path is None:
-            raise BankError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
-        with self._writing, told(self.where):
+            raise FactError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
+        with self._writing, _told(self.where):
             for own in self._own_collections():
                 if own.count() and not _is_replaced(own):
                     own.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
@@ -170,17 +214,17 @@ class ChromaFactStore(LivingFacts):
                 run_vacuum(self.path)
             finally:
                 self._client = open_client(self.path)
-                self._opened = {name: self._table(name, each) for name, each in self._listed().items()}
+                self._opened, self._centroids = {}, {}
+                self._spaces(None)
                 for own in self._own_collections():
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
-                blank_unused(self.path)
 
     def _mend(self, path: Path) -> None:
         """Put right what a process left that was killed: indexes that it was writing."""
-        with self._writing, told(self.where):
+        with self._writing, _told(self.where):
             if needs_repair(path):
-                for table in self._tables(None):
-                    self._renew(table)
+                for space in self._spaces(None):
+                    self._renew(space)
                 end_repair(path)
 
     def _listed(self) -> dict[str, Any]:
@@ -192,42 +236,179 @@ class ChromaFactStore(LivingFacts):
         ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
         return [self._client.get_collection(name, embedding_function=None) for name in ours]
 
-    def namespaces(self) -> tuple[str, ...]:
-        """See `FactStore.namespaces`; those that others have made on the server, too."""
+    def _spaces(self, namespace: str | None) -> list[str]:
         self._check_open()
-        with told(self.where):
-            for name in self._listed():
-                self._tables(name)
-        return super().namespaces()
+        if namespace not in self._opened and self.collection is None:
+            # Another object, or another process on the server, may have made some.
+            with _told(self.where):
+                for name, each in self._listed().items():
+                    if name not in self._opened:
+                        self._opened[name] = self._checked_collection(each)
+        return [space for space in sorted(self._opened) if namespace in (None, space)]
 
-    def _tables(self, namespace: str | None) -> list[Table]:
-        self._check_open()
-        if namespace is not None and namespace not in self._opened:
-            # Another object, or another process on the server, may have made it.
-            with told(self.where):
-                if (held := self._listed().get(namespace)) is not None:
-                    self._opened[namespace] = self._table(namespace, held)
-        return super()._tables(namespace)
+    def _open(self, namespace: str) -> None:
+        if not self._spaces(namespace):
+            about = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
+            about["bank_size"] = self.bank_size
+            made = self._own_collection(f"kp-{namespace}-{FACTS}", about, _HNSW)
+            self._opened[namespace] = self._checked_collection(made)
 
-    def _open(self, namespace: str) -> Table:
-        if found := self._tables(namespace):
-            return found[0]
-        name = f"kp-{namespace}-{FACTS}"
-        about = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
-        about["bank_size"] = self.bank_size
-        made = own_collection(self._client, self.where, name, about, _HNSW)
-        return self._table(namespace, made)
+    def _count(self, space: str) -> int:
+        return int(self._call(self._opened[space], "count"))
 
-    def _table(self, namespace: str, collection: Any) -> ChromaTable:  # noqa: ANN401
+    def _rows(
+        self,
+        space: str,
+        *,
+        ids: Sequence[str] | None = None,
+        bank: int | None = None,
+        where: Filter | None = None,
+        vectors: bool = False,
+    ) -> Iterator[Row]:
+        test = pushed_down(where) if bank is None else {_BANK: bank}
+        include = ["documents", "metadatas", *["embeddings"] * vectors]
+        unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses an id that is named twice.
+        for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
+            page = {"limit": _PAGE, "offset": at, "where": test} if unique is None else {"ids": unique[at : at + _PAGE]}
+            found = self._call(self._opened[space], "get", include=include, **page)
+            held = found["embeddings"] if vectors else [_NO_VECTOR] * len(found["ids"])
+            parts = zip(found["ids"], found["documents"], found["metadatas"], held, strict=True)
+            for fact_id, text, about, vector in parts:
+                if text and text.strip():
+                    fact = self._fact(fact_id, text, about, space)
+                    yield Row(fact, np.asarray(vector, np.float32), (about or {}).get(_BANK))
+            if unique is None and len(found["ids"]) < _PAGE:
+                return
+
+    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+        test, asked = predicate(where or {}), count
+        which = {
+            "query_embeddings": vectors,
+            "where": pushed_down(where),
+            "include": ["documents", "metadatas", "distances"],
+        }
+        while True:
+            found = self._call(self._opened[space], "query", n_results=asked, **which)
+            parts = zip(found["ids"], found["documents"], found["metadatas"], found["distances"], strict=True)
+            hits = [[hit for hit in self._hits(space, *part) if alive(hit.fact) and test(hit.fact)] for part in parts]
+            if all(len(each) >= count for each in hits) or all(len(ids) < asked for ids in found["ids"]):
+                return [each[:count] for each in hits]
+            asked *= _GROWTH
+
+    def _hits(
+        self, space: str, ids: list[str], texts: list[str], about: list[Any], distances: list[float]
+    ) -> Iterator[Hit]:
+        scale = 2 if self._space == "l2" else 1  # Of vectors of length 1, half the squared distance is 1 - cosine.
+        for fact_id, text, metadata, distance in zip(ids, texts, about, distances, strict=True):
+            if text and text.strip():
+                yield Hit(self._fact(fact_id, text, metadata, space), 1 - distance / scale)
+
+    def _fact(self, fact_id: str, text: str, metadata: Mapping[str, Any] | None, space: str) -> Fact:
+        made = from_record if self.collection is None else from_others_record
+        return made(fact_id, text, metadata, space)
+
+    def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
+        collection, ids = self._opened[space], [fact.id for fact in facts]
+        held = self._call(collection, "get", ids=ids, include=["metadatas"])
+        # Chroma merges metadata; a field that is gone has to be said.
+        old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
+        about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
+        if banks is not None:
+            about = [record | {_BANK: number} for record, number in zip(about, banks, strict=True)]
+        texts = [fact.text for fact in facts]
+        self._call(collection, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=about)
+
+    def _remove(self, space: str, ids: Sequence[str]) -> None:
+        for at in range(0, len(ids), _PAGE):
+            self._call(self._opened[space], "delete", ids=list(ids[at : at + _PAGE]))
+
+    def _bank_count(self, space: str) -> int | None:
+        # Another process may have made some since.
+        count = self._metadata(space).get(_BANKS)
+        return count if isinstance(count, int) and count > 0 else None
+
+    def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        banks = self._bank_count(space)
+        if banks is None:
+            return [[] for _ in vectors]
+        which = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
+        found = self._call(self._bank_collection(space), "query", **which)
+        parts = zip(found["ids"], found["distances"], strict=True)
+        return [[(int(i), 1 - distance) for i, distance in zip(*part, strict=True)] for part in parts]
+
+    def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        self._count_banks(space, 0)
+        if not len(centroids):
+            return
+        ids, banks = list(numbers), self._bank_collection(space)
+        for at in range(0, len(ids), _PAGE):
+            page = ids[at : at + _PAGE]
+            about = [{_BANK: numbers[fact_id]} for fact_id in page]
+            self._call(self._opened[space], "update", ids=page, metadatas=about)
+        for at in range(0, len(centroids), _PAGE):
+            rows = centroids[at : at + _PAGE]
+            self._call(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
+        held = self._call(banks, "get", include=[])["ids"]
+        if others := [number for number in held if int(number) >= len(centroids)]:
+            self._call(banks, "delete", ids=others)
+        self._count_banks(space, len(centroids))
+
+    def _with_banks(self, spaces: list[str]) -> list[str]:
+        if spaces and self.collection is not None:
+            raise FactError(
+                f"{self.where} is not ours, so no banks are kept for it. Search without `probes`, deliver facts or "
+                "documents; or copy it: `ChromaFactStore(folder).add(facts.facts())`."
+            )
+        return super()._with_banks(spaces)
+
+    def _count_banks(self, space: str, count: int) -> None:
+        self._call(self._opened[space], "modify", metadata={**self._metadata(space), _BANKS: count})
+
+    def _bank_collection(self, space: str) -> Any:  # noqa: ANN401
+        if space not in self._centroids:
+            about = {"kind": "banks", "namespace": space}
+            self._centroids[space] = self._own_collection(f"kp-{space}-banks", about, {"space": "cosine"})
+        return self._centroids[space]
+
+    def _metadata(self, space: str) -> dict[str, Any]:
+        held = self._opened[space]
+        with _told(self.where):
+            now = held if self._client is None else self._client.get_collection(held.name, embedding_function=None)
+        return dict(now.metadata or {})
+
+    def _call(self, collection: Any, name: str, **arguments: Any) -> Any:  # noqa: ANN401
+        """A method of a collection; raises `FactError` where that fails."""
+        with _told(self.where):
+            return getattr(collection, name)(**arguments)
+
+    def _own_collection(self, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """The collection of ours of this name, made with `about` as its marker where there is none.
+
+        Raises `FactError` for a collection that is not ours.
+        """
+        with _told(self.where):
+            held = {each.name: each.metadata or {} for each in self._client.list_collections()}
+            if name not in held:
+                metadata = {OURS + key: value for key, value in about.items()}
+                made = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
+                return self._client.get_or_create_collection(name, **made)
+            if OURS + "kind" not in held[name]:
+                raise FactError(
+                    f"{self.where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use "
+                    "another namespace or database, or read it with `ChromaFactStore.from_collection`."
+                )
+            return self._client.get_collection(name, embedding_function=None)
+
+    def _checked_collection(self, collection: Any) -> Any:  # noqa: ANN401
         about = _about(collection)
         if about["schema"] != SCHEMA:
-            raise BankError(
+            raise FactError(
                 f"{self.where}: {collection.name} has schema {about['schema']}; this release knows {SCHEMA}."
             )
         if about["embedder"] != self.embedder.name:
             one = collection.get(limit=1, include=["embeddings"])["embeddings"]
             held = f"{len(one[0])} dimensions" if len(one) else "no vectors yet"
-            raise BankError(
+            raise FactError(
                 f"{self.where} was built with the embedder {about['embedder']!r} ({held}), got {self.embedder.name!r} "
                 f"({self.embedder.dimensions} dimensions); their vectors cannot be compared. Open it with the former, "
                 "or build another store."
@@ -235,23 +416,58 @@ class ChromaFactStore(LivingFacts):
         own = self._client.get_collection(collection.name, embedding_function=None)
         if self._is_sized and not self.read_only and about.get("bank_size") != self.bank_size:
             own.modify(metadata={**own.metadata, "kp:bank_size": self.bank_size})
-        return ChromaTable(self._client, own, namespace, self.where)
+        return own
+
+    def _check_embedder(self, collection: Any) -> None:  # noqa: ANN401
+        some = self._call(collection, "get", limit=_SAMPLE, include=["documents", "embeddings"])
+        pairs = [
+            pair for pair in zip(some["documents"], some["embeddings"], strict=True) if pair[0] and pair[0].strip()
+        ]
+        if not pairs:
+            return
+        held, made = np.stack([vector for _, vector in pairs]), self.embedder.embed([text for text, _ in pairs])
+        about = f"vectors of {held.shape[1]} dimensions; the embedder {self.embedder.name!r} makes"
+        if made.shape != held.shape:
+            raise FactError(f"{self.where} holds {about} {made.shape[1]}. Give the embedder that it was made with.")
+        cosine = float(np.median((normalised(held) * made).sum(axis=1)))
+        if cosine < _SAME:
+            raise FactError(
+                f"{self.where} holds {about} others (cosine {cosine:.2f} on the same texts). Give the embedder that it "
+                "was made with."
+            )
 
     def _check_open(self) -> None:
         if self._closed:
-            raise BankError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
+            raise FactError(f"{self.where} was closed. Open it again with `ChromaFactStore(path)`.")
         if self.path is not None:
             check_unlocked(self.path, writing=False)
 
     def _check_writes(self) -> None:
         self._check_open()
+        if self.collection is not None:
+            raise FactError(f"{self.where} is not ours and is only read. Change it with what made it.")
         if self.read_only:
-            raise BankError(f"{self.where} was opened with read_only=True. Open it without to change it.")
+            raise FactError(f"{self.where} was opened with read_only=True. Open it without to change it.")
         if self.path is not None:
             check_unlocked(self.path, writing=True)
 
 
 _WRITING: dict[str, threading.RLock] = {}
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Turn whatever Chroma raises into `FactError`, which names the database."""
+    try:
+        yield
+    except KnowledgePackError:
+        raise
+    except Exception as error:
+        # Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError: it depends on what is wrong.
+        raise FactError(
+            f"{where}: Chroma failed ({type(error).__name__}: {error}). What was acknowledged before is kept; look at "
+            "the disk, or at the server, and try again."
+        ) from error
 
 
 def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -268,4 +484,28 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
 def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
     """Whether it holds banks of an earlier release, which kept other things of them."""
     about = _about(collection)
-    return bool(about["kind"] == "banks" and collection.name != bank_name(str(about.get("namespace"))))
+    return bool(about["kind"] == "banks" and collection.name != f"kp-{about.get('namespace')}-banks")
+
+
+def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
+    """The embedding function that a collection was made with."""
+    told_of = settings.get("embedding_function") or {}
+    function = getattr(collection, "_embedding_function", None)
+    # Chroma gives a collection that names no function its default one, which did not make these vectors.
+    if function is None or told_of.get("type") != "known":
+        return None
+    name = str(told_of.get("name"))
+
+    def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
+        try:
+            return embed(texts)
+        except Exception as error:  # whatever it asks and wherever it downloads from
+            raise FactError(
+                f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
+                "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "
+                "`SentenceTransformerEmbedder()`, or --embedder with its folder."
+            ) from error
+
+    return OtherEmbedder(
+        name, lambda texts: asked(function, texts), lambda text: asked(function.embed_query, [text])[0]
+    )

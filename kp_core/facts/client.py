@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kp_core.bundled import needing
-from kp_core.errors import BankError, BankLockedError
+from kp_core.errors import FactError, FactStoreLockedError
+from kp_core.facts.index import blank_room
 
 # An index is written after so many changes; what is set counts from the next opening on.
 _FLUSH = """
@@ -56,7 +57,7 @@ def open_client(
             if "migrations" not in str(error):
                 raise
             upgrade = f"python -c \"import chromadb; chromadb.PersistentClient('{path}')\""
-            raise BankError(
+            raise FactError(
                 f"{path} has an older schema than the chromadb that is installed, and stays as it is ({error}). "
                 f"`{upgrade}` upgrades it."
             ) from error
@@ -66,7 +67,7 @@ def open_client(
     try:
         httpx.get(f"{url.scheme}://{url.netloc}/api/v2/heartbeat", timeout=timeout_s, headers=dict(headers or {}))
     except httpx.HTTPError as error:
-        raise BankError(
+        raise FactError(
             f"There is no Chroma server at {path} ({type(error).__name__}: {error}). Start it with "
             "`chroma run --path FOLDER`, on a trusted network only."
         ) from error
@@ -85,7 +86,7 @@ def open_client(
 
 
 def check_unlocked(path: Path, *, writing: bool) -> None:
-    """Raise `BankLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
+    """Raise `FactStoreLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
 
     With `writing` that is also one which someone else is writing to. What is locked later, within a call, is not seen.
     """
@@ -102,25 +103,27 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
     except sqlite3.OperationalError as error:
         # Anything else, such as what a killed writer left to be rolled back, is Chroma's to deal with.
         if "locked" in str(error):
-            raise BankLockedError(f"{file} is locked; another process holds it. Wait for that, or end it.") from error
+            raise FactStoreLockedError(
+                f"{file} is locked; another process holds it. Wait for that, or end it."
+            ) from error
     except sqlite3.DatabaseError as error:
-        raise BankError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
+        raise FactError(f"{file} is no database, or damaged ({error}). Restore the folder from a copy.") from error
 
 
 def run_vacuum(path: Path) -> None:
-    """Take what was removed off the disk, in a folder that nobody has open; raises `BankError` where it fails.
+    """Take what was removed off the disk, in a folder that nobody has open; raises `FactError` where it fails.
 
-    Chroma's log of changes is cut up to what its index holds, so each index is written first. It is written by
-    processes that never held what was removed, as it is written with whatever the memory held: the first still reads
-    the log, the second does not.
+    Chroma's log of changes is cut up to what its index holds, so each index is written first. What the memory of the
+    process that reads the log held goes into new files of an index, so what these have room for is overwritten last.
     """
     beside = Path(sys.executable).with_name("chroma")
     tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
     flush = [sys.executable, "-c", _FLUSH, str(path)]
-    for command in (flush, flush, [tool, "vacuum", "--path", str(path), "--force"]):
+    for command in (flush, [tool, "vacuum", "--path", str(path), "--force"]):
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
         if done.returncode:
-            raise BankError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
+            raise FactError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
+    blank_room(path)
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from tqdm import tqdm
 
 from kp_core.bundled import bundled_embedder, needing
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.question import QuestionEncoder
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ def normalised(vectors: ArrayLike) -> NDArray[np.float32]:
 
 
 def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedder: Embedder) -> NDArray[np.float32]:
-    """`vectors` as float32; raises `BankError`, naming the embedder, unless they have this shape and length 1 each."""
+    """`vectors` as float32; raises `FactError`, naming the embedder, unless they have this shape and length 1 each."""
     # An embedder is the user's code; what it returns goes into an index that would take anything.
     vectors = np.ascontiguousarray(vectors, np.float32)
     if vectors.shape != shape:
-        raise BankError(f"The embedder {embedder.name!r} gave an array of shape {vectors.shape}; expected {shape}.")
+        raise FactError(f"The embedder {embedder.name!r} gave an array of shape {vectors.shape}; expected {shape}.")
     lengths = np.linalg.norm(vectors, axis=1)
     if not np.allclose(lengths, 1.0, atol=_UNIT_TOLERANCE):
         worst = lengths[np.argmax(np.abs(lengths - 1.0))]
-        raise BankError(f"The embedder {embedder.name!r} gave a row of length {worst:.4g}; expected length 1.")
+        raise FactError(f"The embedder {embedder.name!r} gave a row of length {worst:.4g}; expected length 1.")
     return vectors
 
 
@@ -190,7 +190,7 @@ def _named(model: object) -> str:
 def as_embedder(given: object) -> Embedder:
     """`given` as an `Embedder`: one of ours, LangChain's `Embeddings` or LlamaIndex's `BaseEmbedding`.
 
-    Raises `BankError` for anything else.
+    Raises `FactError` for anything else.
     """
     if callable(getattr(given, "embed", None)) and callable(getattr(given, "embed_query", None)):
         return cast("Embedder", given)
@@ -198,7 +198,7 @@ def as_embedder(given: object) -> Embedder:
         texts, question = (getattr(given, name, None) for name in names)
         if callable(texts) and callable(question):
             return OtherEmbedder(_named(given), texts, question)
-    raise BankError(
+    raise FactError(
         f"Got {type(given)} as embedder; expected an Embedder (`name`, `dimensions`, `embed(texts)`, "
         "`embed_query(text)`), LangChain `Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."
     )

@@ -10,10 +10,11 @@
 
 Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`, `$exists` (`True` or `False`),
 `$contains`, `$icontains` (in any case), `$number`; between filters: `$and`, `$or`, `$not`. A field is one of the fact's
-metadata, else `id`, `title`, `source`, `namespace`, `version` or `digest` (of its text); `kp:source` and its like are
-the fact's own, whatever its metadata say. A fact without the field matches `$ne`, `$nin` and `{"$exists": False}`
-alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered. A list, and a string
-that is a JSON array, contain their elements, any other string its parts. `$number` counts a boolean as 0 or 1.
+metadata, else `id`, `title`, `source`, `namespace`, `version`, `expires` or `digest` (of its text); `kp:source` and its
+like are the fact's own, whatever its metadata say. A fact without the field matches `$ne`, `$nin` and
+`{"$exists": False}` alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered.
+A list, and a string that is a JSON array, contain their elements, any other string its parts. `$number` counts a
+boolean as 0 or 1.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.base import Fact, Filter, Value
 
 __all__ = ["ORDERED", "Predicate", "predicate"]
@@ -33,7 +34,7 @@ Predicate = Callable[[Fact], bool]
 _Test = Callable[[Value | None], bool]
 
 _DEEPEST = 100
-_OWN_FIELDS = ("id", "title", "source", "namespace", "version", "digest")
+_OWN_FIELDS = ("id", "title", "source", "namespace", "version", "expires", "digest")
 ORDERED: Mapping[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
     "$gte": operator.ge,
@@ -45,11 +46,11 @@ _OPERATORS = ("$eq", "$ne", *ORDERED, "$in", "$nin", "$exists", "$contains", "$i
 
 
 def predicate(where: Filter, depth: int = 0) -> Predicate:
-    """What says whether a fact matches `where`; raises `BankError` for a filter that makes no sense."""
+    """What says whether a fact matches `where`; raises `FactError` for a filter that makes no sense."""
     if depth > _DEEPEST:
-        raise BankError(f"Got a filter nested more than {_DEEPEST} levels deep; expected one that is not.")
+        raise FactError(f"Got a filter nested more than {_DEEPEST} levels deep; expected one that is not.")
     if not isinstance(where, Mapping):
-        raise BankError(f'Got the filter {where!r}; expected a dictionary, e.g. {{"source": "a.md"}}.')
+        raise FactError(f'Got the filter {where!r}; expected a dictionary, e.g. {{"source": "a.md"}}.')
     tests = [_part(name, wanted, depth + 1) for name, wanted in where.items()]
     return lambda fact: all(test(fact) for test in tests)
 
@@ -60,27 +61,27 @@ def _part(name: object, wanted: object, depth: int) -> Predicate:
         return lambda fact: not negated(fact)
     if name in {"$and", "$or"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence) or not wanted:
-            raise BankError(f"Got {wanted!r} under {name}; expected a list of filters.")
+            raise FactError(f"Got {wanted!r} under {name}; expected a list of filters.")
         parts = [predicate(part, depth) for part in wanted]
         together = all if name == "$and" else any
         return lambda fact: together(part(fact) for part in parts)
     if not isinstance(name, str) or name.startswith("$"):
-        raise BankError(f"Got {name!r} in a filter; expected the name of a field, $and, $or or $not.")
+        raise FactError(f"Got {name!r} in a filter; expected the name of a field, $and, $or or $not.")
     test = _tests(name, wanted if isinstance(wanted, Mapping) else {"$eq": wanted})
     return lambda fact: test(_field(fact, name))
 
 
 def _field(fact: Fact, name: str) -> Value | None:
-    if name in fact.metadata:
-        return fact.metadata[name]
     own = name.removeprefix("kp:")
-    found: Value | None = getattr(fact, own) if own in _OWN_FIELDS else None
-    return found
+    if own in _OWN_FIELDS and (own != name or name not in fact.metadata):
+        found: Value | None = getattr(fact, own)
+        return found
+    return fact.metadata.get(name)
 
 
 def _tests(name: str, conditions: object) -> _Test:
     if not isinstance(conditions, Mapping) or not conditions:
-        raise BankError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
+        raise FactError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
     tests = [_test(name, how, value) for how, value in conditions.items()]
     return lambda held: all(test(held) for test in tests)
 
@@ -91,9 +92,12 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
         return lambda held: number(_number(held))
     if how in {"$in", "$nin"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence | set | frozenset):
-            raise BankError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
-        values = [_value(name, each) for each in wanted]
-        return lambda held: any(_equal(held, value) for value in values) is (how == "$in")
+            raise FactError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
+        # True == 1 in Python, but a flag is not a number.
+        values = {(isinstance(each, bool), _value(name, each)) for each in wanted}
+        return lambda held: (
+            (isinstance(held, str | int | float) and (isinstance(held, bool), held) in values) is (how == "$in")
+        )
     value = _value(name, wanted)
     if how == "$exists":
         return lambda held: (held is not None) is bool(value)
@@ -107,13 +111,13 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
         )
     compare = ORDERED.get(str(how))
     if compare is None:
-        raise BankError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
+        raise FactError(f"Got the operator {how!r} on {name!r}; expected one of {', '.join(_OPERATORS)}.")
     return lambda held: _comparable(held, value) and compare(held, value)
 
 
 def _value(name: str, value: object) -> Value:
     if not isinstance(value, str | int | float | bool):
-        raise BankError(f"Got {value!r} to compare {name!r} with; expected a string, a number or a boolean.")
+        raise FactError(f"Got {value!r} to compare {name!r} with; expected a string, a number or a boolean.")
     return value
 
 

@@ -1,23 +1,20 @@
-"""A folder of facts: whose it is, who may write to it, and whether what lies there holds together."""
+"""A folder of facts: whose it is, and who may write to it."""
 
 from __future__ import annotations
 
 import json
-import time
 from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from kp_core.errors import BankError, BankLockedError
-from kp_core.facts.index import begin_repair, damaged_indexes, needs_repair
+from kp_core.errors import FactError, FactStoreLockedError
 from kp_core.packs.durable import replace_file
 
-__all__ = ["FACTS", "SCHEMA", "check_index", "is_fact_store", "prepared"]
+__all__ = ["FACTS", "SCHEMA", "is_fact_store", "prepared"]
 
 FACTS, SCHEMA = "facts", 1
 _MARKER, _LOCK = "kp.json", "kp.lock"
-_WRITTEN_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 
 
 def is_fact_store(path: Path) -> bool:
@@ -33,21 +30,21 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
         )
         others = [name for name in others if name != "packs" and not name.endswith(".tmp")]
         if "facts.jsonl" in others:
-            raise BankError(
+            raise FactError(
                 f"{path} holds facts of version 0.1, which kept them in files of its own. Build them again from their "
                 f"sources into another folder, or from it: `kp build NEW {path / 'facts.jsonl'}`."
             )
         if "chroma.sqlite3" in others:
-            raise BankError(
+            raise FactError(
                 f"{path} holds a Chroma database that we did not make; it stays as it is. Read it with "
                 "`ChromaFactStore.from_collection(name, path=...)`, or give another folder."
             )
         if others:
-            raise BankError(
+            raise FactError(
                 f"{path} holds other things ({', '.join(others[:3])}), and stays as it is. Give a new folder."
             )
         if read_only:
-            raise BankError(f"Got {path} to read; there are no facts in it. Add some there first.")
+            raise FactError(f"Got {path} to read; there are no facts in it. Add some there first.")
         replace_file(path / _MARKER, [json.dumps({"kind": FACTS, "schema": SCHEMA}).encode()])
         with suppress(OSError):  # It may have been there; Chroma's files are readable by all who may enter it.
             path.chmod(0o700)
@@ -57,27 +54,8 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
     try:
         lock.acquire(timeout=wait)
     except Timeout as error:
-        raise BankLockedError(
+        raise FactStoreLockedError(
             f"{path} is open for writing in another process. Wait for it (`wait=seconds`), read with `read_only=True`, "
             "or let both use a server (`chroma run`)."
         ) from error
     return lock
-
-
-def check_index(path: Path, lock: FileLock | None) -> None:
-    """Before Chroma reads its index: the first writer of this process deletes what is damaged, to be made anew.
-
-    A reader, who has no lock, waits for a writer that may be writing it; raises `BankError` where that does not help.
-    """
-    if lock is not None:
-        if lock.lock_counter == 1 and (damaged := damaged_indexes(path)):
-            begin_repair(path, damaged)
-        return
-    until = time.monotonic() + _WRITTEN_SECONDS
-    while needs_repair(path) or damaged_indexes(path):
-        if time.monotonic() > until:
-            raise BankError(
-                f"{path}: an index is damaged, or still being written. Open the folder once for writing, e.g. with "
-                "`kp verify`, which makes it anew from the texts."
-            )
-        time.sleep(_LOOK_SECONDS)

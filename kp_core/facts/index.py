@@ -11,13 +11,17 @@ import logging
 import shutil
 import sqlite3
 import struct
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
+from filelock import FileLock
 from numpy.typing import NDArray
 
-__all__ = ["begin_repair", "blank_unused", "damaged_indexes", "end_repair", "needs_repair"]
+from kp_core.errors import FactError
+
+__all__ = ["blank_room", "check_index", "damaged_indexes", "end_repair", "needs_repair"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +30,7 @@ _UNDER_WAY = "kp.repair"
 # links for each level, on the lowest, as asked; and two settings of how it is built.
 _HEADER = struct.Struct("=iQQQQQQiIQQQdQ")
 _VERSION, _AT_ONCE = 1, 4096
+_WRITTEN_SECONDS, _LOOK_SECONDS = 5.0, 0.1
 _OTHERS = ("length.bin", "link_lists.bin", "index_metadata.pickle")
 _OURS = """
 SELECT s.id FROM segments s JOIN collection_metadata m ON m.collection_id = s.collection
@@ -38,31 +43,47 @@ def damaged_indexes(folder: Path) -> list[Path]:
 
     Looks at counts, at sizes, at every link, and at the length of every vector.
     """
-    file = folder / "chroma.sqlite3"
-    if not file.is_file():
-        return []
-    with suppress(sqlite3.Error), closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)) as opened:
-        indexes = [folder / name for (name,) in opened.execute(_OURS)]
-        return [index for index in indexes if index.is_dir() and not _is_sound(index)]
-    return []
+    return [index for index in _our_indexes(folder) if not _is_sound(index)]
 
 
-def begin_repair(folder: Path, indexes: list[Path]) -> None:
-    """Delete indexes, for Chroma to begin anew; until `end_repair` the folder says that vectors are missing."""
-    logger.warning("%s: an index is damaged; it is made anew from the texts of all facts.", folder)
-    (folder / _UNDER_WAY).touch()
-    for index in indexes:
-        shutil.rmtree(index)
+def check_index(folder: Path, lock: FileLock | None) -> None:
+    """Before Chroma reads its index: the first writer of this process deletes what is damaged, to be made anew.
+
+    Until `end_repair` the folder says then that vectors are missing. A reader, who has no lock, waits for a writer that
+    may be writing it; raises `FactError` where that does not help.
+    """
+    if lock is not None:
+        if lock.lock_counter == 1 and (damaged := damaged_indexes(folder)):
+            logger.warning("%s: an index is damaged; it is made anew from the texts of all facts.", folder)
+            (folder / _UNDER_WAY).touch()
+            for index in damaged:
+                shutil.rmtree(index)
+        return
+    until = time.monotonic() + _WRITTEN_SECONDS
+    while needs_repair(folder) or damaged_indexes(folder):
+        if time.monotonic() > until:
+            raise FactError(
+                f"{folder}: an index is damaged, or still being written. Open the folder once for writing, e.g. with "
+                "`kp verify`, which makes it anew from the texts."
+            )
+        time.sleep(_LOOK_SECONDS)
 
 
-def blank_unused(folder: Path) -> None:
-    """Overwrite the room in indexes that hold nothing yet: Chroma leaves there what memory held, removed text too."""
-    for header in folder.glob("*-*-*-*-*/header.bin"):
+def blank_room(folder: Path) -> None:
+    """Overwrite the room behind the elements of each index, in files that nobody is writing.
+
+    Chroma makes an index with room for a hundred elements, into which it writes what memory held, removed text too. It
+    writes each element whole, and the room never again.
+    """
+    for index in _our_indexes(folder):
         with suppress(OSError, struct.error):
-            if _HEADER.unpack(header.read_bytes())[3] == 0:
-                for room in (header.parent / name for name in ("data_level0.bin", "length.bin")):
-                    with room.open("r+b") as opened:
-                        opened.write(bytes(room.stat().st_size))
+            version, _, _, count, size, *_ = _HEADER.unpack((index / "header.bin").read_bytes())
+            for name, element in (("data_level0.bin", size), ("length.bin", 4)) if version == _VERSION else ():
+                with (index / name).open("r+b") as opened:
+                    opened.seek(count * element)
+                    if (room := opened.read()).strip(b"\0"):
+                        opened.seek(count * element)
+                        opened.write(bytes(len(room)))
 
 
 def needs_repair(folder: Path) -> bool:
@@ -71,8 +92,17 @@ def needs_repair(folder: Path) -> bool:
 
 
 def end_repair(folder: Path) -> None:
-    """See `begin_repair`."""
+    """See `check_index`."""
     (folder / _UNDER_WAY).unlink()
+
+
+def _our_indexes(folder: Path) -> list[Path]:
+    file = folder / "chroma.sqlite3"
+    if file.is_file():
+        uri = f"{file.resolve().as_uri()}?mode=rw"
+        with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as opened:
+            return [index for (name,) in opened.execute(_OURS) if (index := folder / name).is_dir()]
+    return []
 
 
 def _is_sound(index: Path) -> bool:
@@ -90,8 +120,9 @@ def _is_sound(index: Path) -> bool:
     except (OSError, struct.error):
         return False
     fits = count <= room and entry < count and 4 + 4 * lowest <= vector < label == size - 8
-    # A full stop ends a pickle.
-    if not fits or found != count * size or len(lengths) != 4 * count or not ids.endswith(b"."):
+    # Behind the elements there may be room for more. A full stop ends a pickle.
+    is_whole = count * size <= found and found * 4 == len(lengths) * size and ids.endswith(b".")
+    if not fits or not is_whole:
         return False
     elements = np.memmap(index / "data_level0.bin", np.uint8, mode="r", shape=(count, size))
     labels = elements[:, label:].copy().view(np.uint64)

@@ -2,87 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kp_core.facts.banking import Vectors
+from kp_core.facts.banking import BANK_SIZE, Vectors
 from kp_core.facts.base import Fact, Filter, Hit
+from kp_core.facts.embed import Embedder
 from kp_core.facts.filters import predicate
-from kp_core.facts.living import LivingFacts
-from kp_core.facts.table import Row, Table, alive
+from kp_core.facts.store import BaseFactStore, Row, alive
 
 __all__ = ["MemoryFactStore"]
 
 
-class MemoryFactStore(LivingFacts):
+class MemoryFactStore(BaseFactStore):
     """A `FactStore` in memory, gone with the process; what `ChromaFactStore` is compared with."""
 
-    def _open(self, namespace: str) -> Table:
-        return _MemoryTable(namespace)
+    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
+        super().__init__(embedder, bank_size=bank_size, near_duplicate=near_duplicate)
+        self._held: dict[str, dict[str, Row]] = {}
+        self._centroids: dict[str, Vectors] = {}
 
+    def _spaces(self, namespace: str | None) -> list[str]:
+        return [space for space in sorted(self._held) if namespace in (None, space)]
 
-class _MemoryTable:
-    """A `Table` of dictionaries."""
+    def _open(self, namespace: str) -> None:
+        self._held.setdefault(namespace, {})
 
-    def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
-        self._rows: dict[str, Row] = {}
-        self._centroids: Vectors | None = None
+    def _count(self, space: str) -> int:
+        return len(self._held[space])
 
-    def __len__(self) -> int:
-        return len(self._rows)
+    def _rows(
+        self,
+        space: str,
+        *,
+        ids: Sequence[str] | None = None,
+        bank: int | None = None,
+        where: Filter | None = None,
+        vectors: bool = False,  # noqa: ARG002 - they are at hand
+    ) -> Iterator[Row]:
+        asked, test = None if ids is None else set(ids), predicate(where or {})
+        for row in list(self._held[space].values()):
+            if (asked is None or row.fact.id in asked) and bank in (None, row.bank) and test(row.fact):
+                yield row
 
-    def ids(self) -> list[str]:
-        return list(self._rows)
-
-    def rows(self, ids: Sequence[str], *, vectors: bool = False) -> list[Row]:  # noqa: ARG002 - they are at hand
-        asked = set(ids)
-        return [row for fact_id, row in self._rows.items() if fact_id in asked]
-
-    def page(self, start: int, count: int, **_: object) -> list[Row]:
-        return list(self._rows.values())[start : start + count]
-
-    def holding(self, texts: Sequence[str]) -> dict[str, str]:
-        asked = set(texts)
-        return {row.fact.text: fact_id for fact_id, row in self._rows.items() if row.fact.text in asked}
-
-    def put(self, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
-        numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks
-        rows = zip(facts, vectors, numbers, strict=True)
-        self._rows = self._rows | {fact.id: Row(fact, vector, bank) for fact, vector, bank in rows}
-
-    def remove(self, ids: Sequence[str]) -> None:
-        self._rows = {fact_id: row for fact_id, row in self._rows.items() if fact_id not in set(ids)}
-
-    def expired(self, now: float) -> list[str]:
-        return [i for i, row in self._rows.items() if row.fact.expires is not None and row.fact.expires <= now]
-
-    def nearest(self, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        test = predicate(where or {})
-        rows = [row for row in self._rows.values() if alive(row.fact) and test(row.fact)]
+    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+        rows = [row for row in self._rows(space, where=where) if alive(row.fact)]
         if not rows:
             return [[] for _ in vectors]
-        scores = vectors @ np.stack([row.vector for row in rows]).T
-        order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-        return [[Hit(rows[at].fact, float(each[at])) for at in best] for each, best in zip(scores, order, strict=True)]
+        near = _ranked(vectors, np.stack([row.vector for row in rows]), count)
+        return [[Hit(rows[at].fact, cosine) for at, cosine in best] for best in near]
 
-    def bank_count(self) -> int | None:
-        return None if self._centroids is None else len(self._centroids)
+    def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
+        numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks
+        rows = zip(facts, vectors, numbers, strict=True)
+        self._held[space] = self._held[space] | {fact.id: Row(fact, vector, bank) for fact, vector, bank in rows}
 
-    def bank(self, number: int, *, vectors: bool = False) -> list[Row]:  # noqa: ARG002 - they are at hand
-        return [row for row in self._rows.values() if row.bank == number]
+    def _remove(self, space: str, ids: Sequence[str]) -> None:
+        gone = set(ids)
+        self._held[space] = {fact_id: row for fact_id, row in self._held[space].items() if fact_id not in gone}
 
-    def nearest_banks(self, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
-        if self._centroids is None:
-            return [[] for _ in vectors]
-        cosines = vectors @ self._centroids.T
-        order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
-        return [[(int(at), float(each[at])) for at in best] for each, best in zip(cosines, order, strict=True)]
+    def _bank_count(self, space: str) -> int | None:
+        return len(self._centroids[space]) if space in self._centroids else None
 
-    def set_banks(self, numbers: Mapping[str, int], centroids: Vectors) -> None:
-        self._rows = {i: row._replace(bank=numbers.get(i, row.bank)) for i, row in self._rows.items()}
-        self._centroids = centroids
+    def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        return _ranked(vectors, self._centroids[space], count) if space in self._centroids else [[] for _ in vectors]
 
-    def drop_banks(self) -> None:
-        self._centroids = None
+    def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        self._centroids.pop(space, None)
+        self._held[space] = {i: row._replace(bank=numbers.get(i, row.bank)) for i, row in self._held[space].items()}
+        if len(centroids):
+            self._centroids[space] = centroids
+
+
+def _ranked(vectors: Vectors, others: Vectors, count: int) -> list[list[tuple[int, float]]]:
+    """For each of `vectors` the rows of the `count` nearest of `others`, each with its cosine, nearest first."""
+    cosines = vectors @ others.T
+    order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
+    return [[(int(at), float(each[at])) for at in best] for each, best in zip(cosines, order, strict=True)]

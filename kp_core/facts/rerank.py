@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kp_core.bundled import needing
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.base import Hit, Reranker
 
 __all__ = ["CrossEncoderReranker", "LexicalReranker", "hits_wanted", "reranked"]
@@ -22,14 +22,14 @@ __all__ = ["CrossEncoderReranker", "LexicalReranker", "hits_wanted", "reranked"]
 def hits_wanted(k: int, rerank: Reranker | None) -> int:
     """How many hits it takes for the `k` best: as many as the reranker wants to see, where that is more.
 
-    Raises `BankError` for `k` below 1, and for what is no `Reranker`.
+    Raises `FactError` for `k` below 1, and for what is no `Reranker`.
     """
     if not isinstance(k, int) or k < 1:
-        raise BankError(f"Got k={k!r}; expected at least 1.")
+        raise FactError(f"Got k={k!r}; expected at least 1.")
     if rerank is None:
         return k
     if not isinstance(rerank, Reranker):
-        raise BankError(f"Got rerank={rerank!r}; expected a Reranker, e.g. `LexicalReranker()`, or None.")
+        raise FactError(f"Got rerank={rerank!r}; expected a Reranker, e.g. `LexicalReranker()`, or None.")
     return max(k, rerank.depth)
 
 
@@ -46,7 +46,7 @@ class LexicalReranker:
     "An analysis of fusion functions for hybrid retrieval"). Words are weighed by how few of the hits have them, so no
     index over all facts has to follow a bank that lives.
 
-    Raises `BankError` for a depth below 1, `MissingDependencyError` where bm25s is absent.
+    Raises `FactError` for a depth below 1, `MissingDependencyError` where bm25s is absent.
     """
 
     def __init__(self, depth: int = 50) -> None:
@@ -74,7 +74,7 @@ class LexicalReranker:
 class CrossEncoderReranker:
     """Orders hits by a cross-encoder, which reads question and fact together: better, and thousands of times slower.
 
-    `model` is a folder, a name on the hub, or a `sentence_transformers.CrossEncoder`. Raises `BankError` for a depth
+    `model` is a folder, a name on the hub, or a `sentence_transformers.CrossEncoder`. Raises `FactError` for a depth
     below 1, `MissingDependencyError` where sentence-transformers is absent.
     """
 
@@ -90,7 +90,7 @@ class CrossEncoderReranker:
         """See `Reranker`."""
         scores = np.asarray(self.model.predict([(question, hit.fact.text) for hit in hits], show_progress_bar=False))
         if scores.shape != (len(hits),):
-            raise BankError(
+            raise FactError(
                 f"Got scores of shape {scores.shape} from the cross-encoder for {len(hits)} facts; expected one each. "
                 f"Use a model with one label."
             )
@@ -105,5 +105,5 @@ def _stretched(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
 def _checked(depth: int) -> int:
     if depth < 1:
-        raise BankError(f"Got depth={depth}; expected at least 1.")
+        raise FactError(f"Got depth={depth}; expected at least 1.")
     return depth

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from tests.attack import harness
 from tests.attack.__main__ import main
 from tests.attack.harness import NAMES, HungError, LostError, WrongError, load, refused, run
@@ -24,7 +24,7 @@ def test_attacks_come_to_nothing(name, tmp_path):
 
 def test_each_way_to_come_out_badly_is_counted(tmp_path, monkeypatch):
     def case(draw):
-        kind = draw.choice((WrongError("w"), LostError("l"), KeyError("u"), HungError("h"), BankError("ours"), None))
+        kind = draw.choice((WrongError("w"), LostError("l"), KeyError("u"), HungError("h"), FactError("ours"), None))
         with refused():
             if kind is not None:
                 raise kind

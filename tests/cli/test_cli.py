@@ -155,10 +155,10 @@ def test_errors_are_one_line_and_say_what_to_do(
 def test_errors_are_json_where_json_was_asked_for_and_tracebacks_where_those_were(kp: Kp, bank: Path) -> None:
     code, out, _ = kp("search", "nowhere", "x", "--json")
     assert code == 1
-    assert json.loads(out)["error"] == "BankError"
-    from kp_core.errors import BankError
+    assert json.loads(out)["error"] == "FactError"
+    from kp_core.errors import FactError
 
-    with pytest.raises(BankError):
+    with pytest.raises(FactError):
         run(["search", "nowhere", "x", "--debug"])
 
 

@@ -14,7 +14,7 @@ from kp_core import Fact, Handle, Hit, KnowledgePack, MemoryFactStore, Message, 
 from kp_core.compiling import compile_facts, open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
-from kp_core.errors import BankError, HandleError, OptionError, PackError, TemplateError
+from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
 from tests.core.facts.test_facts import HashEmbedder
@@ -93,9 +93,9 @@ def test_kv_is_compressed_as_asked(facts: MemoryFactStore, tmp_path: Path, compr
 
 def test_what_is_no_way_to_store_kv_is_refused_with_the_choices(facts: MemoryFactStore, tmp_path: Path) -> None:
     for compress in ("zip", "auto"):
-        with pytest.raises(BankError, match=f"Got compress='{compress}'; expected one of none, lossless, int8"):
+        with pytest.raises(FactError, match=f"Got compress='{compress}'; expected one of none, lossless, int8"):
             packs(facts, tmp_path, compress=compress)
-    with pytest.raises(BankError, match="Got kv='auto'; expected one of stored, lazy"):
+    with pytest.raises(FactError, match="Got kv='auto'; expected one of stored, lazy"):
         packs(facts, tmp_path, kv="auto")
     with pytest.raises(PackError, match="Got compress='zip'; expected one of none, lossless, int8"):
         compile_facts([], tiny_engine(), PackStore(tmp_path), compress="zip")  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_what_changes_takes_its_packs_along(tmp_path: Path, unit: str) -> None:
     assert [fact.text for fact in made.delete(where={"source": "a.md"})] == ["a: 2."]
     assert texts() == {"Not mine."}
     assert made.delete(["a1"]) == []
-    with pytest.raises(BankError, match="nothing to delete by"):
+    with pytest.raises(FactError, match="nothing to delete by"):
         made.delete()
 
 
@@ -202,7 +202,7 @@ def test_what_any_search_found_is_delivered(tmp_path: Path) -> None:
     found = made.deliver(hits)
     assert [(each.hit, each.unit.text) for each in found] == [(hit, hit.fact.text) for hit in hits]
     assert [made.store.get(each.handle).text for each in found if each.handle] == ["Second.", "First."]
-    with pytest.raises(BankError, match="no fact store"):
+    with pytest.raises(FactError, match="no fact store"):
         made.search("q")
 
 
@@ -250,7 +250,7 @@ def test_of_very_many_packs_a_sample_is_looked_at(tmp_path: Path, monkeypatch: p
 
 
 def test_what_is_no_unit_is_refused(facts: MemoryFactStore, tmp_path: Path) -> None:
-    with pytest.raises(BankError, match="unit='page'"):
+    with pytest.raises(FactError, match="unit='page'"):
         packs(facts, tmp_path, unit="page")
 
 
@@ -328,7 +328,7 @@ def test_without_an_engine_packs_are_looked_up(
     first, second = only_looking.search("Part 2 of a.md.", 2)
     assert (first.handle, second.handle) == (with_pack.handle, None)
     assert [record.args[0] for record in caplog.records if record.args] == [second.unit.id]  # type: ignore[index]
-    with pytest.raises(BankError, match="no engine"):
+    with pytest.raises(FactError, match="no engine"):
         only_looking.compile([first.unit])
 
 
@@ -357,11 +357,11 @@ def test_namespaces_are_refused_at_the_first_touch(facts: MemoryFactStore, tmp_p
 
 def test_what_is_no_store_and_no_embedder_is_refused(tmp_path: Path) -> None:
     collection = chromadb.EphemeralClient().get_or_create_collection("theirs")
-    with pytest.raises(BankError, match=r"Collection'> as fact store; expected a FactStore"):
+    with pytest.raises(FactError, match=r"Collection'> as fact store; expected a FactStore"):
         open_facts(collection)  # type: ignore[arg-type]
-    with pytest.raises(BankError, match=r"'object'> as embedder; expected an Embedder"):
+    with pytest.raises(FactError, match=r"'object'> as embedder; expected an Embedder"):
         open_facts(embedder=object(), path=tmp_path / "facts")
-    with pytest.raises(BankError, match="together with"):
+    with pytest.raises(FactError, match="together with"):
         open_facts(MemoryFactStore(HashEmbedder()), path=tmp_path / "facts")
     assert not list(tmp_path.iterdir())
 
@@ -390,7 +390,7 @@ def test_an_edited_fact_is_found_under_its_new_handle(tmp_path: Path) -> None:
     for how, error in (("mend", OptionError), ("overwrite", PackError)):
         with pytest.raises(error):
             made.edit("mill", "barley, and", "rye", how=how)  # type: ignore[arg-type]
-    with pytest.raises(BankError):
+    with pytest.raises(FactError):
         made.edit("none", "six", "four")
     assert made.edit("mill", "barley", "rye", how="rebuild").text.endswith("grinds rye.")
     assert made.facts.get("mill").version == 3
@@ -403,7 +403,7 @@ def test_an_edited_fact_is_found_under_its_new_handle(tmp_path: Path) -> None:
 def test_a_fact_of_a_document_is_rebuilt_with_it(facts: MemoryFactStore, tmp_path: Path) -> None:
     made = packs(facts, tmp_path, unit="document", namespace="default")
     fact = next(each for each in facts.facts(namespace="default") if each.source == "a.md")
-    with pytest.raises(BankError, match="rebuild"):
+    with pytest.raises(FactError, match="rebuild"):
         made.edit(fact.id, "Part", "Chapter")
     made.edit(fact.id, "Part", "Chapter", how="rebuild")
     texts = [made.store.get(handle).text for handle in made.store]

@@ -96,4 +96,4 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path):
     assert not [name for name, html in pages.items() if FETCHED.search(html)]
     # What is generated is there: a class, one of its methods, an error.
     assert 'id="kp_langchain.store.KnowledgePackStore.sweep_ttl"' in pages["reference/langchain.html"]
-    assert 'id="kp_core.errors.BankLockedError"' in pages["reference/errors.html"]
+    assert 'id="kp_core.errors.FactStoreLockedError"' in pages["reference/errors.html"]

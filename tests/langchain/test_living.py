@@ -10,7 +10,7 @@ from langchain_core.indexing import InMemoryRecordManager, index
 from langchain_tests.integration_tests.indexer import AsyncDocumentIndexTestSuite, DocumentIndexerTestSuite
 
 from kp_core import ChromaFactStore, MemoryFactStore, PackStore
-from kp_core.errors import BankError, OptionError
+from kp_core.errors import FactError, OptionError
 from kp_langchain import KnowledgePackRetriever
 from tests.conftest import tiny_engine
 
@@ -99,7 +99,7 @@ def test_documents_are_deleted_by_id_filter_and_source(living, shelf):
     assert living.delete(where={"n": {"$gte": 7}})["num_deleted"] == 2
     assert living.delete(source="2.md")["succeeded"] == ["2", "5"]
     assert texts(living) == packed(shelf) == ["Line 1.", "Line 3.", "Line 4.", "Line 6."]
-    with pytest.raises(BankError, match="nothing to delete by"):
+    with pytest.raises(FactError, match="nothing to delete by"):
         living.delete()
     with pytest.raises(OptionError, match="'source'"):
         living.delete(sorce="2.md")

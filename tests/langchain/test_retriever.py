@@ -10,7 +10,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from pydantic import ValidationError
 
 from kp_core import Fact, Handle, MemoryFactStore, Packs, PackStore, Session, find_handles
-from kp_core.errors import BankError, OptionError
+from kp_core.errors import FactError, OptionError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, to_handles
 from tests.conftest import roomy_engine, tiny_engine, until
 
@@ -155,11 +155,11 @@ def test_in_chroma_by_path(facts, tmp_path, shelf, embedder):
 
 def test_errors(facts, shelf, embedder, tmp_path):
     retriever = made(facts[:2], shelf, embedder, lazy=True)
-    with pytest.raises(BankError):
+    with pytest.raises(FactError):
         retriever.invoke("  ")
-    with pytest.raises(BankError):
+    with pytest.raises(FactError):
         retriever.invoke("flag", k=0)
-    with pytest.raises(BankError, match="brings its own"):
+    with pytest.raises(FactError, match="brings its own"):
         KnowledgePackRetriever.from_facts(
             facts, engine=tiny_engine(), store=shelf, fact_store=retriever.fact_store, path=tmp_path / "bank"
         )
@@ -257,7 +257,7 @@ def test_misspelt_options_are_refused_before_anything_is_made(facts, shelf, embe
 def test_what_is_no_fact_store_is_named(shelf):
     with pytest.raises(ValidationError, match=r"Got <class '.*Vectors'> as fact store; expected a FactStore"):
         KnowledgePackRetriever(fact_store=Vectors(None), store=shelf)
-    with pytest.raises(BankError, match=r"object'> as embedder; expected an Embedder"):
+    with pytest.raises(FactError, match=r"object'> as embedder; expected an Embedder"):
         KnowledgePackRetriever.from_facts([], engine=tiny_engine(), store=shelf, embedder=object())
 
 

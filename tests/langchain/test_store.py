@@ -14,7 +14,7 @@ from langgraph.store.base import GetOp, InvalidNamespaceError, ListNamespacesOp,
 from langgraph.store.memory import InMemoryStore
 
 from kp_core import ChromaFactStore, Fact, Handle, MemoryFactStore, PackStore, find_handles
-from kp_core.errors import BankError, PackError
+from kp_core.errors import FactError, PackError
 from kp_core.packs.handle import check_namespace
 from kp_langchain import ChatKnowledgePacks
 from kp_langchain.middleware import KnowledgePackMiddleware
@@ -72,7 +72,7 @@ def test_names_that_could_be_mixed():
     ]
     assert all(namespace_of(one) != namespace_of(other) for one, other in pairs)
     assert namespace_of(("users", "ana-1")) == "lg-users-ana_2d1"
-    with pytest.raises(BankError, match="not Unicode"):
+    with pytest.raises(FactError, match="not Unicode"):
         namespace_of(("\ud800",))
 
 
@@ -295,21 +295,21 @@ def test_packs_of_other_stores_are_not_swept(memory, packs):
 
 def test_what_cannot_be_kept_is_refused_and_leaves_nothing(memory, packs):
     for value, kind, said in (
-        ({"at": object()}, BankError, "JSON cannot say"),
-        ({"n": float("nan")}, BankError, "JSON cannot say"),
-        ({"text": "\ud800"}, BankError, "no file can hold"),
+        ({"at": object()}, FactError, "JSON cannot say"),
+        ({"n": float("nan")}, FactError, "JSON cannot say"),
+        ({"text": "\ud800"}, FactError, "no file can hold"),
         ({"text": "word " * 9000}, PackError, "Cut it into several"),
     ):
         with pytest.raises(kind, match=said):
             memory.put(SPACE, "k", value)
-    with pytest.raises(BankError, match="minutes above 0"):
+    with pytest.raises(FactError, match="minutes above 0"):
         memory.put(SPACE, "k", {"text": "a"}, ttl=0)
-    with pytest.raises(BankError, match="not Unicode"):
+    with pytest.raises(FactError, match="not Unicode"):
         memory.get(SPACE, "\ud800")
     with pytest.raises(InvalidNamespaceError):
         memory.batch([PutOp(("a.b",), "k", {"text": "a"})])
     memory.put(SPACE, "here", {"text": "a b c"})
-    with pytest.raises(BankError, match="expected one of"):
+    with pytest.raises(FactError, match="expected one of"):
         memory.search(SPACE, filter={"n": {"$near": 1}})
     assert [handle.namespace for handle in packs] == [namespace_of(SPACE)]
     assert [item.key for item in memory.search(())] == ["here"]

@@ -14,7 +14,7 @@ from langchain_core.stores import InMemoryStore
 from pydantic import ValidationError
 
 from kp_core import PackStore, find_handles
-from kp_core.errors import BankError, OptionError
+from kp_core.errors import FactError, OptionError
 from kp_langchain import ChatKnowledgePacks, KnowledgePackRetriever, create_pack_search_tool, pack_place
 from tests.conftest import tiny_engine, until
 from tests.langchain.conftest import PROMPT, join
@@ -235,8 +235,8 @@ def test_packs_of_what_is_changed_through_it_go(collection, shelf):
 
 def test_errors_say_what_to_do(collection, shelf):
     for ask, error, says in (
-        (lambda: KnowledgePackRetriever.from_vectorstore(shelf, **parts(shelf)), BankError, "a LangChain vector store"),
-        (lambda: KnowledgePackRetriever.from_retriever(collection, **parts(shelf)), BankError, "a LangChain retriever"),
+        (lambda: KnowledgePackRetriever.from_vectorstore(shelf, **parts(shelf)), FactError, "a LangChain vector store"),
+        (lambda: KnowledgePackRetriever.from_retriever(collection, **parts(shelf)), FactError, "a LangChain retriever"),
         (
             lambda: KnowledgePackRetriever.from_vectorstore(collection, k=3, **parts(shelf)),
             OptionError,
@@ -249,12 +249,12 @@ def test_errors_say_what_to_do(collection, shelf):
         ),
         (
             lambda: KnowledgePackRetriever.from_retriever(Fixed(documents=[]), **parts(shelf)).delete(["c1"]),
-            BankError,
+            FactError,
             "Fixed is only read here",
         ),
         (
             lambda: KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf)).delete(),
-            BankError,
+            FactError,
             "expected ids",
         ),
     ):

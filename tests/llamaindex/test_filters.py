@@ -10,7 +10,7 @@ from llama_index.core.vector_stores.types import FilterCondition, FilterOperator
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn
 
 from kp_core import Fact, MemoryFactStore
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.filters import predicate
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackRetriever
 from kp_llamaindex.filters import to_where
@@ -142,7 +142,7 @@ def test_filters_mean_what_llama_index_says(metadata, wanted, condition):
 
 def test_filters_that_say_nothing_are_refused(tiny_index):
     for how, value in ((FilterOperator.IN, "abc"), (FilterOperator.GT, [1]), (FilterOperator.EQ, None)):
-        with pytest.raises(BankError, match=r"Got the filter 'number' .* expected"):
+        with pytest.raises(FactError, match=r"Got the filter 'number' .* expected"):
             tiny_index.as_retriever(filters=only(("number", how, value))).retrieve(QUESTION)
 
 

@@ -11,7 +11,7 @@ from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, VectorStoreQuery
 
 from kp_core import ChromaFactStore, Handle, MemoryFactStore
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_llamaindex import KnowledgePackIndex
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import CountingEmbedding, LetterEmbedder
@@ -208,7 +208,7 @@ async def test_as_a_vector_store(index, nodes):
     assert [node.node_id for node in store.get_nodes([nodes[0].node_id, nodes[1].node_id])] == [nodes[1].node_id]
     store.clear()
     check(index)
-    with pytest.raises(BankError, match="expected words to embed"):
+    with pytest.raises(FactError, match="expected words to embed"):
         store.query(VectorStoreQuery(query_embedding=[1.0]))
 
 

@@ -15,7 +15,7 @@ from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.tools import RetrieverTool
 
 from kp_core import Fact, Handle, MemoryFactStore, Packs, find_handles
-from kp_core.errors import BankError, OptionError, PromptError
+from kp_core.errors import FactError, OptionError, PromptError
 from kp_llamaindex import KnowledgePackIndex, KnowledgePackMemoryBlock, KnowledgePackRetriever, pack_place
 from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION
@@ -39,7 +39,7 @@ def test_in_text_form(tiny_index, nodes):
     texts = retriever.retrieve(QUESTION)
     assert [hit.node_id for hit in texts] == [hit.node_id for hit in handles]
     assert not any(find_handles(hit.get_content(MetadataMode.LLM)) for hit in texts)
-    with pytest.raises(BankError, match="content='wave'"):
+    with pytest.raises(FactError, match="content='wave'"):
         tiny_index.as_retriever(content="wave")
 
 
@@ -79,11 +79,11 @@ def test_a_fact_without_a_pack_is_compiled_when_it_is_found(tiny_index, nodes, s
 
 
 def test_errors(tiny_index, store, embedder, tmp_path):
-    with pytest.raises(BankError, match="blank question"):
+    with pytest.raises(FactError, match="blank question"):
         tiny_index.as_retriever().retrieve("  ")
-    with pytest.raises(BankError, match="k=0"):
+    with pytest.raises(FactError, match="k=0"):
         tiny_index.as_retriever(similarity_top_k=0).retrieve(QUESTION)
-    with pytest.raises(BankError, match="brings its own"):
+    with pytest.raises(FactError, match="brings its own"):
         KnowledgePackIndex.from_nodes(
             [], engine=tiny_engine(), store=store, fact_store=tiny_index.fact_store, path=tmp_path / "bank"
         )
@@ -242,9 +242,9 @@ def test_what_is_no_fact_store_is_named(store):
         lambda: KnowledgePackRetriever(MockEmbedding(embed_dim=2), store),
         lambda: KnowledgePackIndex(tiny_engine(), store, MockEmbedding(embed_dim=2)),
     ):
-        with pytest.raises(BankError, match=r"MockEmbedding'> as fact store; expected a FactStore"):
+        with pytest.raises(FactError, match=r"MockEmbedding'> as fact store; expected a FactStore"):
             make()
-    with pytest.raises(BankError, match=r"MockLLM'> as embedder; expected an Embedder"):
+    with pytest.raises(FactError, match=r"MockLLM'> as embedder; expected an Embedder"):
         KnowledgePackIndex.from_nodes([], engine=tiny_engine(), store=store, embedder=MockLLM(), progress=False)
 
 

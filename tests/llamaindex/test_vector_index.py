@@ -10,7 +10,7 @@ from llama_index.core.vector_stores import MetadataFilter, MetadataFilters, Simp
 from llama_index.vector_stores.chroma import ChromaVectorStore
 
 from kp_core import Handle
-from kp_core.errors import BankError, OptionError
+from kp_core.errors import FactError, OptionError
 from kp_llamaindex import KnowledgePackIndex
 from tests.conftest import tiny_engine
 from tests.llamaindex.conftest import QUESTION, CountingEmbedding
@@ -113,7 +113,7 @@ def test_the_model_of_the_settings_embeds_the_questions(nodes, model, store, tmp
         theirs = ChromaVectorStore(client.create_collection("theirs"))
         made = {"engine": tiny_engine(), "store": store, "lazy": True}
         Settings._embed_model = None
-        with pytest.raises(BankError, match="without the model that embedded it"):
+        with pytest.raises(FactError, match="without the model that embedded it"):
             KnowledgePackIndex.from_vector_store(theirs, **made)
         Settings.embed_model = model
         index = KnowledgePackIndex.from_vector_store(theirs, **made)
@@ -123,7 +123,7 @@ def test_the_model_of_the_settings_embeds_the_questions(nodes, model, store, tmp
 
 def test_what_cannot_be_wrapped(store, model):
     made = {"engine": tiny_engine(), "store": store}
-    with pytest.raises(BankError, match="SimpleVectorStore holds vectors without texts"):
+    with pytest.raises(FactError, match="SimpleVectorStore holds vectors without texts"):
         KnowledgePackIndex.from_vector_store(SimpleVectorStore(), model, **made)
-    with pytest.raises(BankError, match=r"expected a VectorStoreIndex.*KnowledgePackPostprocessor"):
+    with pytest.raises(FactError, match=r"expected a VectorStoreIndex.*KnowledgePackPostprocessor"):
         KnowledgePackIndex.from_vector_index(SummaryIndex([]), **made)

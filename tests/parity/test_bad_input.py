@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from kp_core import MemoryFactStore, PackStore
 from kp_core.errors import (
-    BankError,
     ContextOverflowError,
+    FactError,
     FingerprintMismatchError,
     GenerationTimeoutError,
     HandleError,
@@ -132,7 +132,7 @@ def test_a_store_without_facts(store):
         lambda: KnowledgePackRetriever.from_facts([], **settings).invoke("Who?"),
         lambda: KnowledgePackIndex.from_nodes([], **settings).as_retriever().retrieve("Who?"),
     ):
-        with pytest.raises(BankError, match="no facts yet") as caught:
+        with pytest.raises(FactError, match="no facts yet") as caught:
             ask()
         said.append(str(caught.value))
     assert said[0] == said[1]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kp_core import Fact, MemoryFactStore, PackStore
 from kp_core.delivery import Delivery
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import LexicalReranker
 from kp_langchain import KnowledgePackRetriever
 from kp_llamaindex import KnowledgePackIndex
@@ -138,11 +138,11 @@ def test_what_is_no_reranker_is_refused(facts, store, wrong):
         lambda: NodeRetriever(facts, store, rerank=wrong, filters=filters).retrieve("Who?"),
         lambda: facts.search("Who?", rerank=wrong),
     ):
-        with pytest.raises(BankError, match=r"expected a Reranker, e\.g\. `LexicalReranker\(\)`") as caught:
+        with pytest.raises(FactError, match=r"expected a Reranker, e\.g\. `LexicalReranker\(\)`") as caught:
             ask()
         said.append(str(caught.value))
     assert len(set(said)) == 1
     with pytest.raises(ValidationError, match="Reranker"):
         KnowledgePackRetriever(fact_store=facts, store=store, rerank=wrong)
-    with pytest.raises(BankError, match="k=0"):
+    with pytest.raises(FactError, match="k=0"):
         nodes(facts, store, "Who?", 0, rerank=RERANK, filters=filters)

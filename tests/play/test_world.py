@@ -8,7 +8,7 @@ import pytest
 
 from kp_cli.play.look import answers_html, documents_html, plan_html, problem_html, steps_html
 from kp_cli.play.world import MOST_CHARACTERS, Agent, World
-from kp_core.errors import BankError, PackError, SourceError
+from kp_core.errors import FactError, PackError, SourceError
 from tests.conftest import roomy_engine, until
 
 MILL = "The mill of Veyl has four sails. Its miller is Greta Ashdown, who came from the north."
@@ -118,7 +118,7 @@ def test_a_corrected_fact_is_in_both_prompts(world):
     assert packs.token_ids == text.token_ids
     with pytest.raises(PackError, match="does not say"):
         world.edit("mill.md", "Greta", "Ada", "rebuild")
-    with pytest.raises(BankError, match="no document"):
+    with pytest.raises(FactError, match="no document"):
         world.edit("", "Greta", "Ada")
 
 
@@ -159,7 +159,7 @@ def test_an_agent_reads_each_document_once_and_then_answers(world):
     sent, as_text = zip(*((step.generation.usage.prompt_tokens, step.text_tokens) for step in agent.steps), strict=True)
     assert as_text[1] > as_text[0]
     assert as_text[-1] - sent[-1] > sum(len(text) for text in (MILL, BELL)) // 2  # Tokens here are letters, mostly.
-    with pytest.raises(BankError, match="no task"):
+    with pytest.raises(FactError, match="no task"):
         Agent(world, " ")
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from kp_core import ChromaFactStore, Fact, MemoryFactStore
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts.filters import predicate
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.machines import StoreMachine, walk
@@ -70,7 +70,7 @@ class Facts(StoreMachine):
         with full_disk(0) if full else nullcontext():
             try:
                 self.store.add(facts, ttl=ttl)
-            except BankError as error:
+            except FactError as error:
                 failed = error
         if failed is not None:
             if not full:
@@ -101,7 +101,7 @@ class Facts(StoreMachine):
         taken = any(f.text == text and f.id != old.id for f in self.held.values() if f.namespace == old.namespace)
         try:
             new = self.store.update(Fact(text, id=old.id, namespace=old.namespace))
-        except BankError:
+        except FactError:
             if not taken:
                 raise
             return
@@ -257,13 +257,13 @@ def _filtered(draw: Random, stores: list[Any], facts: list[Fact]) -> None:
     where = _filter(draw)
     try:
         test = predicate({} if where is None else where)  # `None` is no filter.
-    except BankError:
+    except FactError:
         test = None
     for store in stores:
         try:
             found = {fact.id for fact in store.facts(where=where)}
             hits = {hit.fact.id for hit in store.search("fact", len(facts), where=where)}
-        except BankError:
+        except FactError:
             if test is not None:
                 raise
             continue

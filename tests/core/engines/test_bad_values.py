@@ -3,7 +3,7 @@
 import pytest
 
 from kp_core import Fact, MemoryFactStore
-from kp_core.errors import BankError, HandleError, OptionError, PromptError, SamplingError, ToolError
+from kp_core.errors import FactError, HandleError, OptionError, PromptError, SamplingError, ToolError
 from tests.conftest import tiny_engine
 from tests.core.facts.test_facts import HashEmbedder
 
@@ -79,13 +79,13 @@ def test_searches_and_facts_refuse_what_they_cannot_hold():
     store.add([Fact("A ship.", metadata={"n": 10**400})])
     assert store.search("ship", where={"n": {"$gt": 10**399}})[0].fact.metadata["n"] == 10**400
     deep = nested(3000, lambda inner: {"$and": [inner, {"b": 1}]}, {"a": 1})
-    with pytest.raises(BankError, match="100 levels"):
+    with pytest.raises(FactError, match="100 levels"):
         store.search("ship", where=deep)
-    with pytest.raises(BankError, match="k='3'"):
+    with pytest.raises(FactError, match="k='3'"):
         store.search("ship", "3")
-    with pytest.raises(BankError, match=r"probes=1\.5"):
+    with pytest.raises(FactError, match=r"probes=1\.5"):
         store.search("ship", probes=1.5)
-    with pytest.raises(BankError, match="Unicode"):
+    with pytest.raises(FactError, match="Unicode"):
         store.search("\ud800")
-    with pytest.raises(BankError, match="4096"):
+    with pytest.raises(FactError, match="4096"):
         Fact("A boat.", metadata={"n": 10**5000})

@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 
-from kp_core.errors import BankError
+from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact
-from kp_core.facts import folder as folders
 from kp_core.facts.index import damaged_indexes, needs_repair
 from tests.core.facts.test_facts import HashEmbedder
 
@@ -71,8 +70,8 @@ def test_a_repair_that_was_killed_is_taken_up(path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ChromaFactStore(path, Dies())
     assert needs_repair(path)
-    monkeypatch.setattr(folders, "_WRITTEN_SECONDS", 0.1)
-    with pytest.raises(BankError, match="an index is damaged"):
+    monkeypatch.setattr("kp_core.facts.index._WRITTEN_SECONDS", 0.1)
+    with pytest.raises(FactError, match="an index is damaged"):
         ChromaFactStore(path, HashEmbedder(), read_only=True)
     check(path)
 

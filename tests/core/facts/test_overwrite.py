@@ -13,7 +13,7 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from kp_core import ChromaFactStore, Fact, FactStore, MemoryFactStore, PackStore
 from kp_core.delivery import Delivery
-from kp_core.errors import BankError, BusyError
+from kp_core.errors import BusyError, FactError
 from kp_core.facts.embed import as_embedder
 from tests.conftest import tiny_engine, until
 
@@ -86,7 +86,7 @@ def test_a_text_under_two_ids_is_in_one_bank(facts: FactStore, tmp_path: Path) -
 
 
 def test_nothing_is_stored_without_an_engine_to_compile_it(facts: FactStore, delivery: Delivery) -> None:
-    with pytest.raises(BankError, match="no engine"):
+    with pytest.raises(FactError, match="no engine"):
         Delivery(facts, None, delivery.store).add(lines(2))
     assert len(facts) == 0
 
@@ -111,7 +111,7 @@ def test_a_correction_stays_when_its_source_is_read_again(facts: FactStore, fact
     report = facts.add([said, *lines(4)])
     assert (report.added, report.duplicates, report.superseded) == (1, 3, (said.id,))
     assert facts.get(said.id, namespace="isles").text == "The mill has six sails."
-    with pytest.raises(BankError, match="Use `update`"):  # never corrected, so one of the two texts is a mistake
+    with pytest.raises(FactError, match="Use `update`"):  # never corrected, so one of the two texts is a mistake
         facts.add([Fact("Another line.", id="i0", namespace="isles")])
 
 

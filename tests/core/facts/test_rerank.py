@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kp_core.errors import BankError, MissingDependencyError
+from kp_core.errors import FactError, MissingDependencyError
 from kp_core.facts import CrossEncoderReranker, Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
 from tests.core.facts.test_facts import HashEmbedder, facts_of
 
@@ -98,13 +98,13 @@ def test_a_real_cross_encoder_orders_by_its_scores(tmp_path: Path) -> None:
     scores = reranker.model.predict([("one", hit.fact.text) for hit in hits])
     expected = [hits[place] for place in np.argsort(-scores, kind="stable")]
     assert reranker("one", hits) == expected
-    with pytest.raises(BankError, match="Use a model with one label"):
+    with pytest.raises(FactError, match="Use a model with one label"):
         CrossEncoderReranker(made(3))("one", hits)
 
 
 @pytest.mark.parametrize("make", [LexicalReranker, lambda depth: CrossEncoderReranker(None, depth)])
 def test_a_senseless_depth_is_refused(make: type[LexicalReranker]) -> None:
-    with pytest.raises(BankError, match="depth=0"):
+    with pytest.raises(FactError, match="depth=0"):
         make(depth=0)
 
 

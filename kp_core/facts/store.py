@@ -1,0 +1,474 @@
+"""A fact store but for where its rows are: facts come and go, are found, and stand in banks."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from kp_core.errors import FactError
+from kp_core.facts.banking import BANK_SIZE, LARGEST, Vectors, cluster
+from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, NearDuplicate, Reranker
+from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
+from kp_core.facts.filters import predicate
+from kp_core.facts.rerank import hits_wanted, reranked
+
+__all__ = ["BaseFactStore", "Row", "alive"]
+
+logger = logging.getLogger(__name__)
+
+_BATCH, _SAMPLE = 512, 32
+_FIRST, _GROWTH = 8, 4
+# Cosine of a text's vector in the store and its vector made anew: models round, and batches pad.
+_SAME = 0.999
+_NO_CENTROIDS = np.zeros((0, 0), np.float32)
+
+
+class Row(NamedTuple):
+    """A fact, its vector (without numbers where that was not asked for), and the number of its bank."""
+
+    fact: Fact
+    vector: Vectors
+    bank: int | None = None
+
+
+class BaseFactStore(ABC):
+    """A `FactStore` whose rows a subclass keeps, namespace by namespace, in the order they came in, expired ones too.
+
+    `bank_size` facts make a bank, about. From a cosine of `near_duplicate` on, two facts are reported to say the same;
+    `None` does not look. The number of a fact's bank is written with the fact.
+    """
+
+    def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
+        if bank_size < 1:
+            raise FactError(f"Got bank_size={bank_size}; expected at least 1.")
+        self.embedder = as_embedder(embedder)
+        self.bank_size, self.near_duplicate = bank_size, near_duplicate
+        self._writing = threading.RLock()
+
+    @abstractmethod
+    def _spaces(self, namespace: str | None) -> list[str]:
+        """This namespace, if there is one, or all, in alphabetical order; there may be no facts in it."""
+
+    @abstractmethod
+    def _open(self, namespace: str) -> None:
+        """Make a namespace where there is none."""
+
+    @abstractmethod
+    def _count(self, space: str) -> int:
+        """Number of rows."""
+
+    @abstractmethod
+    def _rows(
+        self,
+        space: str,
+        *,
+        ids: Sequence[str] | None = None,
+        bank: int | None = None,
+        where: Filter | None = None,
+        vectors: bool = False,
+    ) -> Iterator[Row]:
+        """The rows with these ids, or of one bank, or those that match `where` as far as that can be told, or all."""
+
+    @abstractmethod
+    def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
+        """For each of `vectors` (normalised, shape `(n, dimensions)`) the `count` nearest living facts that match."""
+
+    @abstractmethod
+    def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
+        """Keep facts, in the place of those with their ids, in banks of these numbers; lasting on return."""
+
+    @abstractmethod
+    def _remove(self, space: str, ids: Sequence[str]) -> None:
+        """Remove the facts with these ids; lasting on return."""
+
+    @abstractmethod
+    def _bank_count(self, space: str) -> int | None:
+        """How many banks were made, numbered from 0 on, those included that lost all facts since; `None` for none."""
+
+    @abstractmethod
+    def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
+        """For each of `vectors` the `count` banks with the nearest centroids: number and cosine, nearest first."""
+
+    @abstractmethod
+    def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
+        """Put each fact into the bank of its number; `centroids` has a row for each bank, of which there may be none.
+
+        Before it is done there are no banks, also where a process is killed meanwhile.
+        """
+
+    def _check_writes(self) -> None:  # noqa: B027 - where all may be changed, there is nothing to check
+        """Raise `FactError` where nothing may be changed."""
+
+    def __len__(self) -> int:
+        """See `FactStore`."""
+        return sum(self._count(space) - len(self._expired(space)) for space in self._spaces(None))
+
+    def facts(
+        self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
+    ) -> Iterator[Fact]:
+        """See `FactStore.facts`; read page by page, so what changes meanwhile may be seen or not."""
+        test = predicate({} if where is None else where)
+        for space in self._spaces(namespace):
+            rows = self._rows(space, ids=ids, where=where)
+            yield from (row.fact for row in rows if alive(row.fact) and test(row.fact))
+
+    def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
+        """See `FactStore.get`."""
+        for fact in self.facts(ids=[fact_id], namespace=namespace):
+            return fact
+        raise FactError(f"There is no fact with the id {fact_id!r}{_within(namespace)}.")
+
+    def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
+        self,
+        question: str,
+        k: int = 4,
+        *,
+        probes: int | None = None,
+        where: Filter | None = None,
+        namespace: str | None = None,
+        rerank: Reranker | None = None,
+    ) -> list[Hit]:
+        """See `FactStore.search`."""
+        wanted = hits_wanted(k, rerank)
+        if probes is not None and (not isinstance(probes, int) or probes < 1):
+            raise FactError(f"Got probes={probes!r}; expected at least 1.")
+        predicate({} if where is None else where)
+        query, spaces = self._query(question), self._spaces(namespace)
+        if probes is None:
+            found = [hit for space in spaces for hit in self._nearest(space, query[None], wanted, where)[0]]
+        else:
+            found = self._probed(spaces, query, wanted, probes, where)
+        if not found:
+            self._check_filled()
+        best = sorted(found, key=lambda hit: (-hit.score, hit.fact.id))[:wanted]
+        return reranked(question, best, rerank)[:k]
+
+    def namespaces(self) -> tuple[str, ...]:
+        """See `FactStore.namespaces`."""
+        return tuple(space for space in self._spaces(None) if self._count(space))
+
+    def banks(self, namespace: str | None = None) -> tuple[str, ...]:
+        """See `FactStore.banks`."""
+        with self._writing:
+            spaces = self._with_banks(self._spaces(namespace))
+            living = {(space, row.bank) for space in spaces for row in self._rows(space) if alive(row.fact)}
+        return tuple(_name(space, bank) for space, bank in sorted((s, b) for s, b in living if b is not None))
+
+    def bank_facts(self, bank: str) -> tuple[Fact, ...]:
+        """See `FactStore.bank_facts`."""
+        space, _, number = bank.rpartition("/")
+        with self._writing:
+            for each in self._with_banks(self._spaces(space)) if space and number.isdecimal() else ():
+                if living := self._living(each, int(number)):
+                    return tuple(row.fact for row in living)
+        raise FactError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
+
+    def bank_of(self, facts: Sequence[Fact]) -> list[str]:
+        """See `FactStore.bank_of`."""
+        names: dict[tuple[str, str], str] = {}
+        for space in dict.fromkeys(fact.namespace for fact in facts):
+            ids = [fact.id for fact in facts if fact.namespace == space]
+            with self._writing:
+                for each in self._with_banks(self._spaces(space)):
+                    rows = self._rows(each, ids=ids)
+                    names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
+        if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
+            raise FactError(
+                f"The facts {missing} stand in no bank: they were removed, never were in this store, or came while "
+                "another process made banks. `rebuild()` puts all facts into banks."
+            )
+        return [names[fact.namespace, fact.id] for fact in facts]
+
+    def route(self, question: str, *, namespace: str | None = None) -> str:
+        """See `FactStore.route`."""
+        query = self._query(question)
+        with self._writing:
+            for space, number in self._ranked(self._spaces(namespace), query):
+                if self._living(space, number):
+                    return _name(space, number)
+        self._check_filled()
+        raise FactError(f"There are no facts{_within(namespace)}.")
+
+    def _probed(self, spaces: list[str], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
+        """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
+        test, found, looked = predicate({} if where is None else where), list[Hit](), 0
+        with self._writing:
+            for space, number in self._ranked(spaces, query):
+                if looked >= probes and len(found) >= wanted:
+                    break
+                rows = self._living(space, number, vectors=True)
+                bank, looked = _name(space, number), looked + bool(rows)
+                found += [Hit(row.fact, float(np.dot(row.vector, query)), bank) for row in rows if test(row.fact)]
+        return found
+
+    def _ranked(self, spaces: list[str], query: Vectors) -> Iterator[tuple[str, int]]:
+        """The banks of all these namespaces, those with the nearest centroids first."""
+        spaces, count, given = self._with_banks(spaces), _FIRST, 0
+        while True:
+            near = [(cosine, s, n) for s in spaces for n, cosine in self._nearest_banks(s, query[None], count)[0]]
+            ranked = sorted(near, key=lambda bank: -bank[0])[:count]
+            yield from ((space, number) for _, space, number in ranked[given:])
+            if len(ranked) < count:
+                return
+            count, given = _GROWTH * count, count
+
+    def _living(self, space: str, number: int, *, vectors: bool = False) -> list[Row]:
+        return [row for row in self._rows(space, bank=number, vectors=vectors) if alive(row.fact)]
+
+    def _expired(self, space: str) -> list[str]:
+        now = time.time()
+        rows = self._rows(space, where={"kp:expires": {"$lte": now}})
+        return [row.fact.id for row in rows if row.fact.expires is not None and row.fact.expires <= now]
+
+    def _check_filled(self) -> None:
+        if not self.namespaces():
+            raise FactError("The store holds no facts yet. Call `add(facts)` with at least one first.")
+
+    def _query(self, question: str) -> Vectors:
+        if not question.strip():
+            raise FactError(f"Got the blank question {question!r}; expected words to search for.")
+        if any("\ud800" <= letter <= "\udfff" for letter in question):
+            raise FactError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
+        vector = np.asarray(self.embedder.embed_query(question))[None]
+        found: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
+        return found
+
+    def build(self, facts: Iterable[Fact]) -> Added:
+        """Add `facts`, then make all banks anew."""
+        report = self.add(facts)
+        if report.added:
+            self.rebuild()
+        return report
+
+    def add(
+        self,
+        facts: Iterable[Fact],
+        *,
+        ttl: float | None = None,
+        vectors: Vectors | None = None,
+        overwrite: bool = False,
+    ) -> Added:
+        """See `FactStore.add`."""
+        if ttl is not None and not 0 < ttl <= LATEST:
+            raise FactError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
+        self._check_writes()
+        report, source, start = Added(), iter(facts), 0
+        while batch := list(itertools.islice(source, _BATCH)):
+            given = None if vectors is None else np.asarray(vectors)[start : start + len(batch)]
+            start += len(batch)
+            if ttl is not None:
+                batch = [replace(fact, expires=time.time() + ttl) if fact.expires is None else fact for fact in batch]
+            with self._writing:
+                report += self._add(batch, given, overwrite)
+        return report
+
+    def update(self, fact: Fact) -> Fact:
+        """See `FactStore.update`."""
+        self._check_writes()
+        with self._writing:
+            held = self.get(fact.id, namespace=fact.namespace)
+            if self._holding(fact.namespace, [fact]).get(fact.text, fact.id) != fact.id:
+                raise FactError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
+            fact = replace(fact, version=held.version + 1)
+            self._put_near(fact.namespace, [fact], self._embed([fact], None))
+            return fact
+
+    def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
+        """See `FactStore.delete`."""
+        self._check_writes()
+        asked, count = list(dict.fromkeys(ids)), 0
+        with self._writing:
+            for space in self._spaces(namespace) if asked else ():
+                if gone := [row.fact.id for row in self._rows(space, ids=asked)]:
+                    self._remove(space, gone)
+                count += len(gone)
+        return count
+
+    def rebuild(self) -> None:
+        """See `FactStore.rebuild`."""
+        self._check_writes()
+        with self._writing:
+            for space in self._spaces(None):
+                self._make_banks(space)
+
+    def verify(self, *, repair: bool = False) -> list[str]:
+        """What is wrong, a sentence each; with `repair`, put right afterwards.
+
+        Compares counts, the vectors of a sample of facts with their texts embedded again, and banks with facts.
+        `repair` embeds all facts of a damaged namespace anew, whose banks are made anew when next asked for.
+        """
+        found = []
+        with self._writing:
+            for space in self._spaces(None):
+                wrong = list(self._problems(space))
+                found += [f"Namespace {space!r}: {each}" for each in wrong]
+                if wrong and repair:
+                    self._check_writes()
+                    self._renew(space)
+        return found
+
+    def _add(self, batch: Sequence[Fact], vectors: Vectors | None, overwrite: bool) -> Added:  # noqa: FBT001
+        if wrong := next((each for each in batch if not isinstance(each, Fact)), None):
+            raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
+        report, todo = Added(), list[tuple[str, list[Fact], Vectors]]()
+        vectors = None if vectors is None else self._checked(vectors, len(batch))
+        for space in dict.fromkeys(fact.namespace for fact in batch):
+            self._open(space)
+            if expired := self._expired(space):
+                self._remove(space, expired)
+            given = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
+            new, superseded = (self._next_versions(space, given), ()) if overwrite else self._new(space, given)
+            report += Added(len(new), len(given) - len(new) - len(superseded), superseded=superseded)
+            facts, rows = [fact for _, fact in new], [at for at, _ in new]
+            todo.append((space, facts, self._embed(facts, None if vectors is None else vectors[rows])))
+        for space, facts, made in todo:
+            if not facts:
+                continue
+            self._put_near(space, facts, made)
+            report += Added(near_duplicates=tuple(self._near(space, facts, made)))
+            # Banks that hold twice their size on average are best made anew.
+            if (banks := self._bank_count(space)) and self._count(space) > LARGEST * self.bank_size * banks:
+                self._set_banks(space, {}, _NO_CENTROIDS)
+        return report
+
+    def _new(self, space: str, given: Sequence[tuple[int, Fact]]) -> tuple[list[tuple[int, Fact]], tuple[str, ...]]:
+        """Those of `given` that the namespace does not hold, and the ids under which it holds a later version."""
+        seen = self._holding(space, [fact for _, fact in given])
+        new: dict[str, tuple[int, Fact]] = {}
+        for at, fact in given:
+            if fact.text in seen:
+                continue
+            seen[fact.text] = fact.id
+            if fact.id in new:
+                raise _conflict(fact, new[fact.id][1])
+            new[fact.id] = (at, fact)
+        superseded = []
+        for row in list(self._rows(space, ids=list(new))):
+            _, fact = new.pop(row.fact.id)
+            if row.fact.version == 1:
+                raise _conflict(fact, row.fact)
+            superseded.append(fact.id)
+            logger.warning("Version %d of fact %r stays; not added: %r.", row.fact.version, fact.id, fact.text)
+        return list(new.values()), tuple(superseded)
+
+    def _next_versions(self, space: str, given: Sequence[tuple[int, Fact]]) -> list[tuple[int, Fact]]:
+        """The last of `given` under each id, as the version that it is, unless the namespace holds just that."""
+        new = {fact.id: (at, fact) for at, fact in given}
+        for row in list(self._rows(space, ids=list(new))):
+            at, fact = new.pop(row.fact.id)
+            version = row.fact.version
+            if replace(fact, version=version) != row.fact:
+                new[fact.id] = at, replace(fact, version=version + (fact.text != row.fact.text))
+        return list(new.values())
+
+    def _holding(self, space: str, facts: Sequence[Fact]) -> dict[str, str]:
+        """The texts of those of `facts` that the namespace holds, each with the id under which it does."""
+        digests = {fact.text: fact.digest for fact in facts}
+        held = self._rows(space, where={"kp:digest": {"$in": list(digests.values())}})
+        return {row.fact.text: row.fact.id for row in held if row.fact.text in digests}
+
+    def _put_near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> None:
+        """Keep facts, each in the bank with the nearest centroid, where there are banks."""
+        near = None if self._bank_count(space) is None else self._nearest_banks(space, vectors, 1)
+        self._put(space, facts, vectors, None if near is None else [number for [(number, _)] in near])
+
+    def _embed(self, facts: Sequence[Fact], given: Vectors | None) -> Vectors:
+        if not facts:
+            return np.zeros((0, 0), np.float32)
+        return self._checked(self.embedder.embed([fact.text for fact in facts]), len(facts)) if given is None else given
+
+    def _checked(self, vectors: Vectors, count: int) -> Vectors:
+        vectors = np.asarray(vectors)
+        return checked_vectors(vectors, (count, vectors.shape[-1] if vectors.ndim else 0), self.embedder)
+
+    def _near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> Iterator[NearDuplicate]:
+        """Which of these facts, just added, nearly repeat an earlier one."""
+        if self.near_duplicate is None:
+            return
+        places = {fact.id: place for place, fact in enumerate(facts)}
+        for place, hits in enumerate(self._nearest(space, vectors, 3)):
+            for hit in hits:
+                if places.get(hit.fact.id, -1) < place and hit.score >= self.near_duplicate:
+                    yield NearDuplicate(facts[place].id, hit.fact.id, min(1.0, hit.score))
+                    break
+
+    def _with_banks(self, spaces: list[str]) -> list[str]:
+        """These namespaces, with banks in those that hold facts."""
+        with self._writing:
+            for space in spaces:
+                if self._bank_count(space) is None and self._count(space):
+                    self._check_writes()
+                    self._make_banks(space)
+        return spaces
+
+    def _make_banks(self, space: str) -> None:
+        rows = list(self._rows(space, vectors=True))
+        if not rows:
+            self._set_banks(space, {}, _NO_CENTROIDS)
+            return
+        labels, centroids = cluster(_stacked(rows), self.bank_size)
+        self._set_banks(space, {row.fact.id: int(label) for row, label in zip(rows, labels, strict=True)}, centroids)
+        # Another process may have added facts while there were no banks to put them into.
+        if others := [row.fact.id for row in self._rows(space) if row.bank is None]:
+            late = list(self._rows(space, ids=others, vectors=True))
+            self._put_near(space, [row.fact for row in late], _stacked(late))
+        logger.info("Made %d banks of %d facts of %r.", len(centroids), len(rows), space)
+
+    def _renew(self, space: str) -> None:
+        """Embed all facts of a namespace anew."""
+        rows = self._rows(space)
+        while batch := [row.fact for row in itertools.islice(rows, _BATCH)]:
+            self._put(space, batch, self._embed(batch, None))
+        self._set_banks(space, {}, _NO_CENTROIDS)
+
+    def _problems(self, space: str) -> Iterator[str]:
+        stands = {row.fact.id: row.bank for row in self._rows(space)}
+        if len(stands) != self._count(space):
+            yield f"it counts {self._count(space)} facts and lists {len(stands)}."
+        chosen = np.random.default_rng(0).permutation(len(stands))[:_SAMPLE]
+        rows = list(self._rows(space, ids=[list(stands)[at] for at in chosen.tolist()], vectors=True))
+        facts, made = [row.fact for row in rows], self._embed([row.fact for row in rows], None)
+        wrong = [f.id for f, row, own in zip(facts, rows, made, strict=True) if not _alike(row.vector, own)]
+        if wrong:
+            yield f"of {len(facts)} facts looked at, {len(wrong)} have the vector of another text, e.g. {wrong[0]}."
+        if (banks := self._bank_count(space)) is None:
+            return
+        lost = [fact_id for fact_id, bank in stands.items() if bank is None or bank >= banks]
+        if lost:
+            yield f"{len(lost)} facts stand in none of its {banks} banks, e.g. {lost[0]}."
+
+
+def alive(fact: Fact) -> bool:
+    """Whether the fact has not expired."""
+    return fact.expires is None or fact.expires > time.time()
+
+
+def _stacked(rows: Sequence[Row]) -> Vectors:
+    return np.array([row.vector for row in rows], np.float32)
+
+
+def _alike(held: Vectors, made: Vectors) -> bool:
+    return held.shape == made.shape and float(normalised(held) @ made) >= _SAME
+
+
+def _conflict(fact: Fact, held: Fact) -> FactError:
+    return FactError(
+        f"Got the id {fact.id!r} for {fact.text!r}; {fact.namespace!r} holds it for {held.text!r}. "
+        "Use `update`, or give another id."
+    )
+
+
+def _name(namespace: str, number: int) -> str:
+    return f"{namespace}/{number}"
+
+
+def _within(namespace: str | None) -> str:
+    return "" if namespace is None else f" in the namespace {namespace!r}"
