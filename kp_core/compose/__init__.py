@@ -1,6 +1,6 @@
 """Composers: what a pack's KV may stand for, in a prompt that holds several packs."""
 
-from kp_core.compose.base import Composer, Forward, Stretch, WrappingComposer
+from kp_core.compose.base import Composer, Forward, Region, WrappingComposer, join
 from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
@@ -8,7 +8,6 @@ from kp_core.compose.names import composer_of
 from kp_core.compose.order import Order
 from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.splice import SpliceComposer
-from kp_core.compose.stretch import join, recompute
 from kp_core.compose.wrapper import Wrapper, load_wrapper, save_wrapper
 
 __all__ = [
@@ -19,14 +18,13 @@ __all__ = [
     "NaiveComposer",
     "Order",
     "PacketComposer",
+    "Region",
     "SpliceComposer",
-    "Stretch",
     "Wrapper",
     "WrappingComposer",
     "composer_of",
     "join",
     "laid_out",
     "load_wrapper",
-    "recompute",
     "save_wrapper",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 
 from kp_core.compose import SpliceComposer
@@ -22,14 +22,6 @@ from kp_core.prompt.prompt import Prompt, Span
 __all__ = ["overwrite"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Overwritten(SpliceComposer):
-    """What stands before the field and behind it, moved; the field itself is computed between them."""
-
-    key = "overwrite"
-    keeps = False
 
 
 def overwrite(
@@ -84,12 +76,7 @@ def overwrite(
 def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span]) -> Plan:
     before = Prompt(pack.prefix.token_ids, owner=pack.namespace)
     start, stop = len(before), len(before) + len(ids)
-    made = Region(
-        *(start, stop, "composed"),
-        span=spans[0],
-        composer=_Overwritten(),
-        label=-1,
-        spans=tuple(spans),
-    )
+    # What stands before the field and behind it is moved; the field itself is computed between them.
+    made = Region(start, stop, "composed", tuple(spans), SpliceComposer(), tuple(ids))
     prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
     return Plan(prompt, (*plan_regions(before), made), wanted=(start, stop))

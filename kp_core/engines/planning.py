@@ -18,11 +18,11 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import PackSource
-from kp_core.plan import Limit, Plan, Region, plan_regions
+from kp_core.plan import Limit, Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.steering import Block, as_steering, plan_blocks
+from kp_core.steering import as_steering
 
 __all__ = ["Learned", "Planner"]
 
@@ -56,9 +56,9 @@ class _Sourced:
     composed: Mapping[Span, Composer]
     learned: Sequence[Learned]
 
-    def regions(self, blocks: Sequence[Block] = ()) -> tuple[Region, ...]:
+    def regions(self, steered: Sequence[Region] = ()) -> tuple[Region, ...]:
         """The regions of the prompt."""
-        return plan_regions(self.prompt, self.packs, self.composed, blocks)
+        return plan_regions(self.prompt, self.packs, self.composed, steered)
 
 
 class Planner:
@@ -115,19 +115,19 @@ class Planner:
             request = replace(request, composer=ExactComposer())
         sourced = self._sourced(prompt, request, checked, learn=learn)
         prompt, learned = sourced.prompt, sourced.learned
-        blocks = self.blocks(prompt, request)
+        steered = self._steered(prompt, request)
         laid = prompt
         if isinstance(composer := request.composer, WrappingComposer):
             composer.check(self._identity)
-            if blocks or not request.reuse:  # Steered packs are computed, and without reuse everything is.
+            if steered or not request.reuse:  # Steered packs are computed, and without reuse everything is.
                 request = replace(request, composer=ExactComposer())
             else:
                 laid = self._laid_out(prompt, sourced, composer)
             sourced = self._sourced(laid, request, checked)
-            blocks = self.blocks(sourced.prompt, request)
+            steered = self._steered(sourced.prompt, request)
         plan = Plan(
             sourced.prompt,
-            sourced.regions(blocks),
+            sourced.regions(steered),
             request,
             self._budget(sourced.prompt, request, tokens),
             packs=checked,
@@ -137,28 +137,28 @@ class Planner:
             reordered=reordered,
             limit=limit,
         )
-        if blocks:
-            below = self._sourced(prompt.until(blocks[0].stop), request, checked)
+        if steered:
+            below = self._sourced(prompt.until(steered[0].stop), request, checked)
             plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
         return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), list(learned)
 
-    def blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
+    def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """What is to be steered in `prompt`."""
         steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
-        blocks = plan_blocks(prompt, steering, request.scope, answering=answering)
-        for block in blocks:
-            for part in block.parts:
-                part.steering.check(self._identity)
-                part.steering.warn_beyond_cliff()
-        return blocks
+        steered = plan_steered(prompt, steering, request.scope, answering=answering)
+        for added in (part.steering for region in steered for part in region.parts):
+            if added is not None:
+                added.check(self._identity)
+                added.warn_beyond_cliff()
+        return steered
 
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
         """The plan that holds `pack` behind the prefix it was compiled for, and nothing behind it."""
         prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
         sourced = self._sourced(prompt, Request())
-        blocks = self.blocks(sourced.prompt, Request(), answering=False)
-        plan = Plan(sourced.prompt, sourced.regions(blocks))
-        return replace(plan, below=replace(plan, regions=sourced.regions())) if blocks else plan
+        steered = self._steered(sourced.prompt, Request(), answering=False)
+        plan = Plan(sourced.prompt, sourced.regions(steered))
+        return replace(plan, below=replace(plan, regions=sourced.regions())) if steered else plan
 
     def wanted(
         self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()

@@ -261,9 +261,9 @@ class Session(OfEngine):
             planner = self._planner
         plan, learned = planner.plan(messages, request, limit, tokens=tokens, learn=learn)
         reading = Reading(self.template, self.tokenizer, plan.prompt, request)
-        composed, steered = (any(getattr(each, name) for each in plan.regions) for name in ("composer", "block"))
-        self._need("steer", "steering", needed=steered)
-        self._need("compose", f"composer={request.composer.key!r}", needed=composed)
+        sources = {region.source for region in plan.regions}
+        self._need("steer", "steering", needed="steered" in sources)
+        self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         if learn:
             self._doubts.say(plan, request.view, self.fingerprint.identity)

@@ -33,8 +33,8 @@ class Filled:
     computed: int
     approximate: int = 0
     """Tokens whose KV an approximate composer made."""
-    late: tuple[Region, Sequence[int], Sequence[int]] | None = None
-    """A composed region, and places and ids of its tokens that the next pass computes."""
+    late: tuple[Region, Sequence[int]] | None = None
+    """A composed region, and the places of its tokens that the next pass computes."""
     question: tuple[int, ...] = ()
     """The last tokens of the prompt, where they are left to `Filler.ask`."""
 
@@ -189,10 +189,10 @@ class Filler:
     def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool) -> Filled:
         if plan.below is None:
             raise AssertionError("a steered plan has a plain one below it")
-        first = next(region for region in plan.regions if region.block)
+        first = next(region for region in plan.regions if region.parts)
         run, kv = self._at(plan, capacity, tree, logits=logits), None
         if run.buffer.length < first.stop:
-            # The first block stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
+            # The first one stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
             # packs, and only then a forward pass.
             self.finish(run)
             below = self._plain(plan.below, capacity, tree, logits=False)
@@ -206,10 +206,10 @@ class Filler:
             if kv is not None and (done := run.buffer.length) < first.stop:
                 self._alter(run, plan, first, kv.slice(done, first.stop))
             for region in plan.regions:
-                if region.block and region.stop > run.buffer.length:
+                if region.parts and region.stop > run.buffer.length:
                     # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
                     self._compute(run, plan, region.start)
-                    self._compute_block(run, plan, region)
+                    self._compute_steered(run, plan, region)
             self._compute(run, plan, len(plan.prompt), logits=logits, asks=asks)
         except BaseException:
             self.finish(run)
@@ -266,17 +266,18 @@ class Filler:
         """As `forward`, together with what a composer left to this pass; its region is then whole."""
         if run.late is None:
             return self.forward(ids, run.buffer, logits=logits)
-        (region, places, late), run.late = run.late, None
+        (region, late), run.late = run.late, None
         stop = run.buffer.length + len(ids)
-        places = [*places, *range(run.buffer.length, stop)]
+        places = [*late, *range(run.buffer.length, stop)]
+        ids = [plan.prompt.token_ids[at] for at in places]
         with self.scheduler.prefill(len(places)):
-            found = self.model.forward_among([*late, *ids], places, run.buffer, places, logits=logits)
+            found = self.model.forward_among(ids, places, run.buffer, places, logits=logits)
         run.buffer.passed(stop)
         self._remember(run, plan, region)
         return None if found is None else found[0]
 
-    def _compute_block(self, run: Filled, plan: Plan, region: Region) -> None:
-        """Compute a block behind altered KV, then alter it."""
+    def _compute_steered(self, run: Filled, plan: Plan, region: Region) -> None:
+        """Compute a steered region behind altered KV, then alter it."""
         for start in range(region.start, region.stop, self.pass_tokens):
             ids = plan.prompt.token_ids[start : min(region.stop, start + self.pass_tokens)]
             self.forward(ids, run.buffer, logits=False)
@@ -287,13 +288,11 @@ class Filler:
         self._alter(run, plan, region, kv)
 
     def _alter(self, run: Filled, plan: Plan, region: Region, kv: KVTensors) -> None:
-        """Write plain `kv`, which ends where the block of `region` ends, with the block's own part of it altered."""
+        """Write plain `kv`, which ends where the steered `region` ends, with the region's own part of it altered."""
         before = kv.tokens - len(region)
         if before > 0:
             self._append(run, plan, kv.slice(0, before))
-        if region.block is None:
-            raise AssertionError("a steered region has a block")
-        self._keep(run, plan, region, altered(kv.slice(before, kv.tokens), region.block))
+        self._keep(run, plan, region, altered(kv.slice(before, kv.tokens), region))
 
     def _keep(self, run: Filled, plan: Plan, region: Region, kv: KVTensors) -> None:
         """Write the KV of a labelled region to the buffer, and to the tree as one node."""
@@ -304,9 +303,7 @@ class Filler:
 
     def _remember(self, run: Filled, plan: Plan, region: Region, kv: KVTensors | None = None) -> None:
         """Give a labelled region to the tree, as one node: `kv`, or what stands in the buffer."""
-        # What depends on what stands behind it is found by no other prompt.
-        is_kept = getattr(region.composer, "keeps", True)
-        if is_kept and run.path.is_open and run.path.tokens == region.start:
+        if run.path.is_open and run.path.tokens == region.start:
             kv = run.buffer.read(region.start, region.stop) if kv is None else kv
             ids = plan.prompt.token_ids[region.start : region.stop]
             owners = {owner for *_, owner in plan.prompt.owned(region.start, region.stop) if owner}

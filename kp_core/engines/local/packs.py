@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kp_core.compose import Stretch, WrappingComposer
+from kp_core.compose import WrappingComposer
 from kp_core.engines.local.computing import Computing
 from kp_core.engines.local.scheduler import Scheduler
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -40,7 +40,7 @@ class PackKV:
         """The KV that a pack or a composer brings for a region, on the device of the cache."""
         if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
             return None
-        spans, composer, packs = region.spans or (region.span,), region.composer, []
+        spans, composer, packs = region.spans, region.composer, []
         if isinstance(composer, WrappingComposer):
             found: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, plan, run) for span in spans]
         else:
@@ -70,7 +70,7 @@ class PackKV:
         """Have a store that is far away bring all packs near at once that are read behind the first `length` tokens."""
         if plan.reuse and (fetch := getattr(plan.packs, "prefetch", None)):
             regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
-            spans = [span for region in regions for span in region.spans or (region.span,) if span is not None]
+            spans = [span for region in regions for span in region.spans]
             wanted = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
             fetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
 
@@ -95,7 +95,7 @@ class PackKV:
         """A wrapped pack with its KV: from the store, else compiled now and kept there."""
         kv = plan.kept.read(span.start, span.stop) if plan.kept else None
         if kv is None:
-            kv = composer.compile(span.pack, Computing(self._model, self._scheduler, run.buffer))
+            kv = composer.compile(span.pack, Computing(self._model, self._scheduler, run.buffer, plan.prompt))
             run.computed += len(span)
             if plan.kept and find_handles(span.handle):
                 plan.kept.take(span.start, span.stop, kv.to("cpu"))
@@ -105,16 +105,16 @@ class PackKV:
         """What the composer of a region makes."""
         if region.composer is None:
             return None
-        ids = plan.prompt.token_ids
-        stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
-        forward = Computing(self._model, self._scheduler, run.buffer, may_wait=_may_wait(region, plan))
-        kv = region.composer.fill(stretch, packs, forward)
-        if forward.late is not None:
+        forward = Computing(self._model, self._scheduler, run.buffer, plan.prompt, may_wait=_may_wait(region, plan))
+        kv = region.composer.fill(region, packs, forward)
+        if forward.looked_behind:
+            run.path.close()
+        if forward.late:
             if not run.buffer.holds(kv):
                 raise KVShapeError(
                     f"The composer {region.composer.key!r} changed what `Forward.anew` gave; expected it as it is."
                 )
-            run.late = region, *forward.late
+            run.late = region, forward.late
         run.computed += min(forward.tokens, len(region))
         return kv
 

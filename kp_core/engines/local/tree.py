@@ -127,6 +127,10 @@ class Path:
         """Whether the tree had room for everything so far."""
         return self._open
 
+    def close(self) -> None:
+        """Add nothing more: what follows belongs to one prompt alone."""
+        self._open = False
+
     def pin(self) -> Node:
         """Keep the whole path in the tree until `PrefixTree.unpin` of the node given back."""
         with self._tree.lock:

@@ -15,8 +15,8 @@ from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.packs.kept import EntryKey
-from kp_core.plan import Plan
-from kp_core.steering import Block, Part, Steering
+from kp_core.plan import Plan, Region
+from kp_core.steering import Steering
 from kp_core.steering.file import steering_bytes, steering_of
 
 __all__ = ["COMPUTED", "Altered", "Below", "asked", "digest_of"]
@@ -31,7 +31,7 @@ _MOST_BYTES = 8 * 2**20  # Of all steerings of a request; one of an 8B model has
 
 @dataclass(frozen=True)
 class Altered:
-    """Blocks of one prompt that are steered, in order, as `kp_core.steering.Block` has them.
+    """Blocks of one prompt that are steered, in order, as steered regions of a plan are.
 
     A block is computed as if nothing in it were steered, and then altered; what follows sees the altered KV. A server
     computes no token twice in one pass, so it takes one request for each block: that computes up to the block's end
@@ -89,13 +89,13 @@ class Altered:
         blocks = tuple((start, stop, tuple(map(tuple, parts))) for start, stop, parts in data["blocks"])
         return cls(**{**data, "blocks": blocks, "packs": tuple(map(tuple, data["packs"]))})
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> Region:
         """One of the blocks; raises `SteeringError` for key deltas on more than one token."""
         start, stop, parts = self.blocks[number]
-        made = [Part(at, end, _steering(self.steerings[name])) for at, end, name in parts]
-        if any(part.steering.keys and part.stop - part.start > 1 for part in made):
+        made = [Region(at, end, "steered", steering=_steering(self.steerings[name])) for at, end, name in parts]
+        if any(part.steering and part.steering.keys and len(part) > 1 for part in made):
             raise SteeringError("Got key deltas for more than one position; one delta fits one position.")
-        return Block(start, stop, tuple(made))
+        return Region(start, stop, "steered", parts=tuple(made))
 
     def until(self, number: int, token_ids: Sequence[int]) -> Altered:
         """The request that computes what block `number` alters: up to its end, behind the blocks before it."""
@@ -152,14 +152,18 @@ class Below:
 
 def asked(plan: Plan) -> dict[str, Any] | None:
     """What a client sends for the steered blocks of a plan; `None` where there are none."""
-    blocks = [region.block for region in plan.regions if region.block]
-    if not blocks:
+    steered = [region for region in plan.regions if region.parts]
+    if not steered:
         return None
-    steerings = {part.steering.id: part.steering for block in blocks for part in block.parts}
+    steerings = {part.steering.id: part.steering for region in steered for part in region.parts if part.steering}
     return {
         "blocks": [
-            [block.start, block.stop, [[part.start, part.stop, part.steering.id] for part in block.parts]]
-            for block in blocks
+            [
+                region.start,
+                region.stop,
+                [[part.start, part.stop, part.steering.id] for part in region.parts if part.steering],
+            ]
+            for region in steered
         ],
         "steerings": {name: base64.b64encode(steering_bytes(each)).decode() for name, each in steerings.items()},
         "packs": [[span.handle, span.start] for span in plan.prompt.spans if find_handles(span.handle)],

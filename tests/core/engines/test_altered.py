@@ -52,8 +52,8 @@ def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
         planned(remote, conversation, view=pieces.store.view("a"), steering=formal),
     ):
         _, ids, found = named(plan)
-        local = [region.block for region in plan.regions if region.block]
-        assert [found.block(n).label for n in range(len(local))] == [block.label for block in local]
+        local = [region for region in plan.regions if region.parts]
+        assert [found.block(n).label for n in range(len(local))] == [region.label for region in local]
         last = local[-1]
         whole = next(session.engine.kv([session._planner.wanted(Prefix(), ids[: last.stop])]))
         step = found.until(len(local) - 1, ids)
@@ -175,9 +175,9 @@ def test_what_cannot_be_steered_is_said(gate, remote, formal):
     plan = SimpleNamespace(
         regions=planned(remote, "Who rings it?", steering=formal).regions, prompt=SimpleNamespace(spans=())
     )
-    block = next(region.block for region in plan.regions if region.block)
-    part = replace(block.parts[0], steering=other)
-    plan.regions = [SimpleNamespace(block=replace(block, parts=(part,)))]
+    steered = next(region for region in plan.regions if region.parts)
+    part = replace(steered.parts[0], steering=other)
+    plan.regions = [replace(steered, parts=(part,))]
     done, message = sent(gate, asked(plan), ids)
     assert (done.status_code, "weights" in message) == (400, True)
     assert not gate.seen
