@@ -2,63 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.scheduler import Scheduler
 from kp_core.kv import KVTensors
 from kp_core.prompt.prompt import Prompt
 from kp_core.rope import Rope
 
-__all__ = ["Computing", "PlacedModel"]
-
-
-class PlacedModel(Protocol):
-    """A model whose tokens may stand at any positions."""
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """Capabilities that its cache does not allow, each with the reason."""
-
-    @property
-    def rope(self) -> Rope:
-        """Moves its keys; raises `UnsupportedRequestError` where they cannot be moved."""
-
-    def forward_at(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        past: KVTensors | None,
-        past_positions: Sequence[int],
-        *,
-        layers: int | None = None,
-    ) -> KVTensors:
-        """See `Forward`."""
-
-    def forward_among(  # noqa: PLR0913
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        buffer: KVBuffer,
-        places: Sequence[int],
-        *,
-        unseen: Sequence[int] = (),
-        weights: list[Tensor] | None = None,
-        logits: bool = False,
-    ) -> Tensor | None:
-        """Write KV of `ids`, at `positions`, to the `places` of `buffer`, over all that stands there at its position.
-
-        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`. With `logits`,
-        gives those behind the last of `ids`, `(1, vocabulary)`.
-        """
-
-    def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """See `Forward.soft`."""
+__all__ = ["Computing"]
 
 
 class Computing:
@@ -70,7 +27,7 @@ class Computing:
 
     def __init__(
         self,
-        model: PlacedModel,
+        model: LocalModel,
         scheduler: Scheduler,
         buffer: KVBuffer,
         prompt: Prompt,

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.build import Builder
 from kp_core.engines.local.fill import Filled, Filler
 from kp_core.engines.local.grammar import Grammars
-from kp_core.engines.local.model import LocalModel, Sampler
+from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.pool import Cancelled
 from kp_core.engines.local.scheduler import Decoding
 from kp_core.engines.local.tree import Node
@@ -74,7 +76,7 @@ class LocalEngine:
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """See `PlacedModel.lacks`."""
+        """See `LocalModel.lacks`."""
         return self._filler.model.lacks
 
     @property
@@ -156,7 +158,7 @@ class LocalEngine:
             stream.finish = "cancelled"
             return None
 
-    def _answer(self, plan: Plan, sampler: Sampler, stream: TokenStream) -> Iterator[int]:
+    def _answer(self, plan: Plan, sampler: Callable[[Tensor, int], int], stream: TokenStream) -> Iterator[int]:
         run = self._start(plan, stream, plan.token_budget, asks=plan.token_budget > 0)
         if run is None:
             return
