@@ -162,6 +162,12 @@ class Plan:
     """Packs at another place among their neighbours than they were named at."""
     limit: Limit = field(default_factory=Limit, compare=False)
 
+    def until(self, stop: int) -> Plan:
+        """The plan for the first `stop` tokens of the prompt, to be prefilled and not answered."""
+        regions = tuple(replace(each, stop=min(each.stop, stop)) for each in self.regions if each.start < stop)
+        prompt = self.prompt.until(stop)
+        return replace(self, prompt=prompt, regions=regions, token_budget=0, grammar=None, limit=Limit())
+
     @property
     def owners(self) -> frozenset[str]:
         """Whose KV the prompt may meet in the prefix tree."""

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
-from kp_core.engines.base import Engine, TokenStream
+from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
 from kp_core.engines.building import built, stored, tokenised
 from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import Contrast
@@ -23,12 +23,10 @@ from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
 from kp_core.engines.keeping import write_kept
 from kp_core.engines.many import Asked, Key, generate_many
-from kp_core.engines.offered import OfEngine
 from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.engines.upgrading import exact_steps
 from kp_core.errors import BusyError, PromptError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -44,10 +42,11 @@ from kp_core.tools import Delta
 
 __all__ = ["Session"]
 
+_STEP_TOKENS = 512  # Of background work.
 _PACED = 256  # Of fewer tokens a pass takes longer each: what it costs to run at all.
 
 
-class Session(OfEngine):
+class Session:
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
     `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
@@ -64,7 +63,7 @@ class Session(OfEngine):
         template: ChatTemplate | None = None,
         probe: Callable[[], float] = lambda: math.nan,
     ) -> None:
-        super().__init__(engine, name or type(engine).__name__)
+        self.engine, self.name = engine, name or type(engine).__name__
         self._probe = cache(probe)
         self.template = template or ChatTemplate(engine.tokenizer)
         """The model's chat template."""
@@ -121,7 +120,7 @@ class Session(OfEngine):
         leave out: those of an interrupted run. `options` are those of `generate`, for all. An error of one ends the
         run. Leaving the loop ends what is under way.
         """
-        return generate_many(self, requests, at_once=at_once, done=done, progress=progress, **options)
+        return generate_many(self.generate, requests, at_once=at_once, done=done, progress=progress, **options)
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
@@ -148,7 +147,8 @@ class Session(OfEngine):
         """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
-        pace, state_bytes = seconds / tokens if tokens else self._probe(), getattr(self.engine, "state_bytes", 0)
+        pace = seconds / tokens if tokens else self._probe()
+        state_bytes = self.state_bytes if "cache" in self.engine.supports else 0
         is_bitwise = "bitwise" in self.engine.supports
         return explain(plan, self._found(plan), pace, state_bytes, is_bitwise=is_bitwise)
 
@@ -247,6 +247,38 @@ class Session(OfEngine):
         span = Span(start, start + len(pack.token_ids), PackRef("", pack))
         return self._cache("pin").pin(self._planner.pinned(pack, span))
 
+    def unpin(self, pinned: object) -> None:
+        """Let the prefix tree evict a pinned pack again."""
+        self._cache("unpin").unpin(pinned)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of KV in the prefix tree, which its budget bounds."""
+        return self._cache("cached_bytes").cached_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per token."""
+        return self._cache("bytes_per_token").bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
+        return self._cache("state_bytes").state_bytes
+
+    def clear_cache(self) -> None:
+        """Drop all KV that is neither pinned nor in use."""
+        self._cache("clear_cache").clear_cache()
+
+    def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
+        """Refuse what the engine does not support."""
+        if needed and capability not in self.engine.supports:
+            raise refusal(self.engine, self.name, capability, what)
+
+    def _cache(self, what: str) -> CachingEngine:
+        self._need("cache", what)
+        return cast("CachingEngine", self.engine)
+
     def _plan(
         self,
         messages: Sequence[Message] | str,
@@ -270,8 +302,15 @@ class Session(OfEngine):
             self._compile(learned, request)
             if request.upgrade == "background" and any(region.composer for region in plan.regions):
                 with suppress(BusyError):  # It will be met again.
-                    self.when_idle(exact_steps(self.engine, planner.exact(plan)))
+                    self.when_idle(partial(self._prefill_steps, planner.exact(plan)))
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
+
+    def _prefill_steps(self, plan: Plan) -> Iterator[None]:
+        """Prefill `plan` in short steps, so that a request that comes meanwhile waits for one at most."""
+        for stop in range(_STEP_TOKENS, len(plan.prompt) + _STEP_TOKENS, _STEP_TOKENS):
+            for _token in self.engine.run(plan.until(stop)):
+                pass
+            yield
 
     def _run(self, plan: Plan) -> TokenStream:
         """What is left of running `plan` to its end."""
