@@ -23,6 +23,7 @@ CAPABILITIES = {
     "compose": "KV of packs from composers other than the exact one",
     "grammar": "answers held to a grammar: tools and response schemas",
     "kv": "KV of given tokens: building packs and steerings",
+    "lazy": "packs without KV, which is computed when they are first used",
     "logits": "the logits behind a prompt",
     "losses": "the likelihood of a given answer",
     "sampling": "temperature, top_p, top_k, repetition_penalty and seed",

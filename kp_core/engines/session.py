@@ -206,7 +206,7 @@ class Session:
         goes to `on_short` and is left out; without that, its error is raised. A progress bar shows when it takes longer
         than a second.
         """
-        lazy = lazy or getattr(self.engine, "compiles_on_use", False)
+        lazy = lazy or ("lazy" in self.engine.supports and "kv" not in self.engine.supports)
         self._need("kv", "building packs", needed=not lazy)
         abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
         jobs = tokenised(self.template, abouts, compiled_for, on_short, None if lazy else self.max_positions)
