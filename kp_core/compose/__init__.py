@@ -5,7 +5,6 @@ from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
 from kp_core.compose.names import composer_of
-from kp_core.compose.order import Order
 from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.splice import SpliceComposer
 from kp_core.compose.wrapper import Wrapper, load_wrapper, save_wrapper
@@ -16,7 +15,6 @@ __all__ = [
     "ExactComposer",
     "Forward",
     "NaiveComposer",
-    "Order",
     "PacketComposer",
     "Region",
     "SpliceComposer",

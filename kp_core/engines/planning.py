@@ -19,6 +19,7 @@ from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import PackSource
 from kp_core.plan import Limit, Plan, Region, plan_regions, plan_steered
+from kp_core.prompt.conversation import placed
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
@@ -98,18 +99,18 @@ class Planner:
         readable = None
         if view is not None:
             readable = replace(checked_view(view, checked), recognise=view.recognise and request.recognise)
-        render = partial(
-            self._template.render,
-            messages,
-            view=readable,
-            packs=explicit_packs(request.packs, view, checked),
-            placement=request.placement,
-            compact=request.compact,
-            shape=request.shape,
-            thinking=request.thinking,
-        )
         prompt, reordered = self._ordering.prompt(
-            render, lambda prompt: self._missing(prompt, request, checked), is_free=request.order == "free", learn=learn
+            placed(
+                messages,
+                view=readable,
+                packs=explicit_packs(request.packs, view, checked),
+                placement=request.placement,
+                compact=request.compact,
+            ),
+            partial(self._template.render_turns, shape=request.shape, thinking=request.thinking),
+            lambda prompt: self._missing(prompt, request, checked),
+            is_free=request.order == "free",
+            learn=learn,
         )
         if request.upgrade == "background" and self._is_upgraded(prompt, request, checked):
             request = replace(request, composer=ExactComposer())

@@ -12,15 +12,15 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from kp_core.compose import Composer, ExactComposer, Order, composer_of
+from kp_core.compose import Composer, ExactComposer, composer_of
 from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackView
 from kp_core.plan import Sampling, number
+from kp_core.prompt.conversation import Placement
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.resolve import Message
-from kp_core.prompt.template import Placement
 from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
@@ -33,6 +33,7 @@ __all__ = [
     "Keep",
     "Mismatch",
     "Option",
+    "Order",
     "Prefill",
     "Request",
     "checked_options",
@@ -42,6 +43,7 @@ __all__ = [
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Mismatch: TypeAlias = Literal["error", "rebuild", "accept"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
+Order: TypeAlias = Literal["given", "free"]
 Upgrade: TypeAlias = Literal["none", "background"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from kp_core.errors import PromptError
 from kp_core.packs.edits import root_of
@@ -15,17 +15,17 @@ from kp_core.prompt.resolve import Message, split_content, tool_call
 
 __all__ = [
     "GAP",
+    "Placement",
     "Turn",
-    "compacted",
-    "lift_packs",
     "map_strings",
+    "placed",
     "schema_instruction",
     "to_turns",
     "with_errata",
     "with_instruction",
-    "with_memory",
 ]
 
+Placement: TypeAlias = Literal["in_place", "system"]
 _Call: TypeAlias = Mapping[str, Any]
 GAP = "\n\n"
 _ROLES = ("system", "user", "assistant", "tool")
@@ -73,7 +73,33 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
     return tuple(turns)
 
 
-def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
+def placed(
+    messages: Sequence[Message] | str,
+    *,
+    view: PackView | None = None,
+    packs: Sequence[PackRef] = (),
+    placement: Placement = "in_place",
+    compact: bool = False,
+) -> tuple[Turn, ...]:
+    """The turns of `messages` (a string is one user message), handles resolved through `view`, packs in their places.
+
+    `packs` go to the start of the system message. With `placement="system"` so do the packs of all messages, in order
+    of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought nothing but
+    packs shrink to the latest call (`_compacted`). Raises `PromptError` (empty conversation, malformed message),
+    `UnsupportedContentError`.
+    """
+    if placement not in get_args(Placement):
+        raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
+    turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
+    lifted, found = _lift_packs(turns) if placement == "system" else (turns, ())
+    memory = (*packs, *found)
+    if compact:
+        turns = _compacted(turns, {pack.handle for pack in memory})
+        lifted = _lift_packs(turns)[0] if found else turns
+    return _with_memory(lifted, memory) if memory else lifted
+
+
+def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
     """`turns` with each pack's handle in place of the pack, and the packs in order of first appearance."""
     brought = ((at, part) for at, turn in enumerate(turns) for part in turn.segments if _by_handle(part))
     found: dict[str, PackRef] = {}
@@ -83,7 +109,7 @@ def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, 
     return tuple(lifted), tuple(found.values())
 
 
-def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
+def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
     """`turns` with `packs`, each once, at the start of the system message, which is added where there is none."""
     memory = {reference.handle: replace(reference, memory=True) for reference in reversed(packs)}
     ordered = tuple(memory[handle] for handle in dict.fromkeys(reference.handle for reference in packs))
@@ -115,7 +141,7 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     return tuple(turn.with_segments([shortened(part) for part in turn.segments]) for turn in turns)
 
 
-def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
+def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
     """`turns` with the tool exchanges that brought nothing but packs shrunk to a constant length.
 
     Of such exchanges behind one user or system message the latest call stays, and its result is one short line that
@@ -148,7 +174,7 @@ def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[T
         for at in spans[-1][1:]:
             made[at] = turns[at].with_segments([_COMPACTED])
     kept = tuple(turn for turn in made if turn is not None)
-    return with_memory(kept, orphans) if orphans else kept
+    return _with_memory(kept, orphans) if orphans else kept
 
 
 def _exchanges(turns: Sequence[Turn]) -> list[range]:

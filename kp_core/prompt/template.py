@@ -19,15 +19,13 @@ from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.view import PackRef, PackView
 from kp_core.prompt.checking import SpanCheck, checked
 from kp_core.prompt.conversation import (
+    Placement,
     Turn,
-    compacted,
-    lift_packs,
     map_strings,
+    placed,
     schema_instruction,
-    to_turns,
     with_errata,
     with_instruction,
-    with_memory,
 )
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.prompt import Prompt, Span
@@ -37,9 +35,7 @@ from kp_core.prompt.slot import SLOT, filled
 from kp_core.prompt.spans import Marks
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
-__all__ = ["ChatTemplate", "Placement", "SpanCheck", "TokenisedPack"]
-
-Placement: TypeAlias = Literal["in_place", "system"]
+__all__ = ["ChatTemplate", "SpanCheck", "TokenisedPack"]
 
 # What may follow a pack in a prompt. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
 _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'", '"', "-", "é", "中")
@@ -110,33 +106,26 @@ class ChatTemplate:
         compact: bool = False,
         shape: AnswerShape = _FREE,
         thinking: bool | None = None,
-        arrange: Callable[[Sequence[Turn]], Sequence[Turn]] | None = None,
         add_generation_prompt: bool = True,
     ) -> Prompt:
-        """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
+        """The canonical prompt of `messages`: `placed` and then `render_turns`; raises as these."""
+        turns = placed(messages, view=view, packs=packs, placement=placement, compact=compact)
+        return self.render_turns(turns, shape=shape, thinking=thinking, add_generation_prompt=add_generation_prompt)
 
-        `packs` go to the start of the system message. With `placement="system"` so do the packs of all messages, in
-        order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought
-        nothing but packs shrink to the latest call (see `kp_core.prompt.conversation.compacted`). The tools of `shape`
-        are shown by the template where it can, else listed at the end of the system message, as is the schema of the
-        answer. `thinking` switches templates that can. `arrange` may put packs in another order. Behind an earlier
-        version of itself an edited pack is only what was corrected since (`with_errata`).
+    def render_turns(
+        self,
+        turns: Sequence[Turn],
+        *,
+        shape: AnswerShape = _FREE,
+        thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Prompt:
+        """The canonical prompt of a conversation.
 
-        Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
+        The tools of `shape` are shown by the template where it can, else listed at the end of the system message, as is
+        the schema of the answer. `thinking` switches templates that can. Behind an earlier version of itself an edited
+        pack is only what was corrected since (`with_errata`). Raises `TemplateError`.
         """
-        if placement not in ("in_place", "system"):
-            raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
-        turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-        found = lift_packs(turns)[1] if placement == "system" else ()
-        packs = (*packs, *found)
-        if compact:
-            turns = compacted(turns, {pack.handle for pack in packs})
-        if found:
-            turns, _ = lift_packs(turns)
-        if packs:
-            turns = with_memory(turns, packs)
-        if arrange is not None:
-            turns = tuple(arrange(turns))
         turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
         if shape.tools:
