@@ -1,6 +1,6 @@
 """Composers: what a pack's KV may stand for, in a prompt that holds several packs."""
 
-from kp_core.compose.base import Composer, Forward, Region, WrappingComposer, join
+from kp_core.compose.base import Composer, Forward, Region, join
 from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
@@ -19,7 +19,6 @@ __all__ = [
     "Region",
     "SpliceComposer",
     "Wrapper",
-    "WrappingComposer",
     "composer_of",
     "join",
     "laid_out",

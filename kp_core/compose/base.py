@@ -12,13 +12,12 @@ from torch import Tensor
 
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
-from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.rope import Rope
 from kp_core.steering.value import Steering
 
-__all__ = ["Composer", "Forward", "Region", "Source", "WrappingComposer", "join"]
+__all__ = ["Composer", "Forward", "Region", "Source", "join"]
 
 
 Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
@@ -158,23 +157,6 @@ class Composer(Protocol):
         `packs` are those of the region's spans, with their KV, and are not to be changed; what comes back is written to
         the cache as it is. `forward` computes with the model.
         """
-
-
-@runtime_checkable
-class WrappingComposer(Composer, Protocol):
-    """A composer that puts tokens of its own around packs, which take positions of the prompt.
-
-    It brings the KV of wrapped packs itself: `compile` is called once for each, and `fill` with what that made.
-    """
-
-    def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `WrapperMismatchError` for a model that it cannot wrap packs for."""
-
-    def wrap(self, pack: KnowledgePack, token_ids: Sequence[int]) -> KnowledgePack:
-        """The pack whose text has `token_ids`, with room for the composer's own tokens among them, and no KV."""
-
-    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
-        """KV of a wrapped pack behind its own prefix: per layer `(kv_heads, tokens, head_dim)`."""
 
 
 def join(region: Region, parts: Sequence[KVTensors], forward: Forward) -> KVTensors:

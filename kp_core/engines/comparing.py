@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer, WrappingComposer, composer_of
+from kp_core.compose import BlendComposer, Composer, ExactComposer, PacketComposer, SpliceComposer, composer_of
 from kp_core.errors import OptionError
 from kp_core.packs.pack import common_length
 from kp_core.plan import Plan
@@ -99,7 +99,7 @@ def compare_composers(
 
 
 def _wraps(composer: Composer | str) -> bool:
-    return isinstance(composer_of(composer) if isinstance(composer, str) else composer, WrappingComposer)
+    return isinstance(composer_of(composer) if isinstance(composer, str) else composer, PacketComposer)
 
 
 @dataclass(frozen=True)

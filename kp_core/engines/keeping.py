@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
-from kp_core.compose import WrappingComposer
+from kp_core.compose import PacketComposer
 from kp_core.engines.idle import Job
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import BusyError, KnowledgePackError, OptionError
@@ -149,7 +149,7 @@ class Keeper:
         """The key of each wrapped pack that is stored: the digest of its wrapper is in what stands before."""
         found = {}
         for region in plan.regions:
-            for span in region.spans if isinstance(region.composer, WrappingComposer) else ():
+            for span in region.spans if isinstance(region.composer, PacketComposer) else ():
                 if region.composer and find_handles(span.handle):
                     pack, composer = span.pack, region.composer.key
                     key = EntryKey.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, WrappingComposer, laid_out
+from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
 from kp_core.engines.keeping import Keeper
 from kp_core.engines.ordering import Ordering, missing_tokens
 from kp_core.engines.packs import CheckedSource, checked_view, explicit_packs
@@ -118,7 +118,7 @@ class Planner:
         prompt, learned = sourced.prompt, sourced.learned
         steered = self._steered(prompt, request)
         laid = prompt
-        if isinstance(composer := request.composer, WrappingComposer):
+        if isinstance(composer := request.composer, PacketComposer):
             composer.check(self._identity)
             if steered or not request.reuse:  # Steered packs are computed, and without reuse everything is.
                 request = replace(request, composer=ExactComposer())
@@ -213,7 +213,7 @@ class Planner:
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *texts))
         return _Sourced(prompt, frozenset(packs), composed, learned)
 
-    def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: WrappingComposer) -> Prompt:
+    def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: PacketComposer) -> Prompt:
         """`prompt` with the packs wrapped that `composer` makes; itself where there are none."""
         wrapped = [span for span, each in sourced.composed.items() if each == composer]
         return laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kp_core.compose import WrappingComposer
+from kp_core.compose import PacketComposer
 from kp_core.engines.local.computing import Computing
 from kp_core.engines.local.scheduler import Scheduler
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -41,7 +41,7 @@ class PackKV:
         if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
             return None
         spans, composer, packs = region.spans, region.composer, []
-        if isinstance(composer, WrappingComposer):
+        if isinstance(composer, PacketComposer):
             found: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, plan, run) for span in spans]
         else:
             found = in_threads(
@@ -91,7 +91,7 @@ class PackKV:
             return None
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
 
-    def _wrapped(self, span: Span, composer: WrappingComposer, plan: Plan, run: Filled) -> KnowledgePack:
+    def _wrapped(self, span: Span, composer: PacketComposer, plan: Plan, run: Filled) -> KnowledgePack:
         """A wrapped pack with its KV: from the store, else compiled now and kept there."""
         kv = plan.kept.read(span.start, span.stop) if plan.kept else None
         if kv is None:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from kp_core.compose import PacketComposer
 from kp_core.compose.wrapper import wrapper_bytes
 from kp_core.engines.vllm.altered import digest_of
 from kp_core.errors import PromptError
@@ -249,5 +250,7 @@ def moved_packs(plan: Plan) -> dict[str, Any] | None:
         return None
     packs = [[span.handle, span.start] for span in plan.prompt.spans if find_handles(span.handle)]
     said = {"moved": [[span.start, span.stop, span.handle] for span in spans], "packs": packs}
-    wrapper = next((each for region in plan.regions if (each := getattr(region.composer, "wrapper", None))), None)
-    return said if wrapper is None else said | {"wrapper": base64.b64encode(wrapper_bytes(wrapper)).decode()}
+    for region in plan.regions:
+        if isinstance(region.composer, PacketComposer):
+            return said | {"wrapper": base64.b64encode(wrapper_bytes(region.composer.wrapper)).decode()}
+    return said
