@@ -18,7 +18,7 @@ from kp_core.compose import BlendComposer, Composer, ExactComposer, PacketCompos
 from kp_core.errors import OptionError
 from kp_core.packs.pack import common_length
 from kp_core.plan import Plan
-from kp_core.prompt.resolve import Message
+from kp_core.prompt.conversation import Message
 
 if TYPE_CHECKING:
     from kp_core.engines.session import Session

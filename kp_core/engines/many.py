@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from kp_core.engines.request import Generation
 from kp_core.errors import OptionError
 from kp_core.progress import bar_of
-from kp_core.prompt.resolve import Message
+from kp_core.prompt.conversation import Message
 
 __all__ = ["Asked", "Key", "generate_many"]
 

@@ -19,33 +19,15 @@ from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import PackSource
 from kp_core.plan import Limit, Plan, Region, plan_regions, plan_steered
-from kp_core.prompt.conversation import placed
+from kp_core.prompt.conversation import Message, placed
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
 
-__all__ = ["Learned", "Planner"]
+__all__ = ["Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
 _REMEMBERED = 4096  # Positions of recognised texts that are counted.
-
-
-@dataclass(frozen=True)
-class Learned:
-    """A pack that is to be compiled for a prefix: met there a second time, or computed by another kind of engine."""
-
-    span: Span
-    token_ids: tuple[int, ...]
-    prefix: Prefix
-    model: ModelFingerprint
-    before: tuple[Span, ...]
-    """The packs in `prefix`, whose tokens belong to their namespaces."""
-
-    def pack(self) -> KnowledgePack:
-        """The pack as it would be compiled for this prefix, without its KV."""
-        made = self.span.pack
-        return replace(made, token_ids=self.token_ids, prefix=self.prefix, fingerprint=self.model, kv=None)
 
 
 @dataclass(frozen=True)
@@ -55,7 +37,7 @@ class _Sourced:
     prompt: Prompt
     packs: frozenset[Span]
     composed: Mapping[Span, Composer]
-    learned: Sequence[Learned]
+    learned: Sequence[tuple[KnowledgePack, Plan]]
 
     def regions(self, steered: Sequence[Region] = ()) -> tuple[Region, ...]:
         """The regions of the prompt."""
@@ -87,10 +69,11 @@ class Planner:
         *,
         tokens: int | None = None,
         learn: bool = True,
-    ) -> tuple[Plan, list[Learned]]:
+    ) -> tuple[Plan, Sequence[tuple[KnowledgePack, Plan]]]:
         """The plan of one request, whose answer may take `tokens` (by default what its sampling says).
 
-        And the packs that should be compiled for where they stand; without `learn`, what is met is not counted. Raises
+        And the packs that should be compiled for where they stand, each without its KV and with the plan for it;
+        without `learn`, what is met is not counted. Raises
         `PromptError` and its kinds, `FingerprintMismatchError` for packs, steerings and wrappers of another model,
         `SteeringError`.
         """
@@ -141,7 +124,7 @@ class Planner:
         if steered:
             below = self._sourced(prompt.until(steered[0].stop), request, checked)
             plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
-        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), list(learned)
+        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), learned
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """What is to be steered in `prompt`."""
@@ -176,7 +159,7 @@ class Planner:
         self, prompt: Prompt, request: Request, source: PackSource | None = None, *, learn: bool = False
     ) -> _Sourced:
         """Where the KV of the packs of `prompt` comes from; a recognised one that brings none becomes plain text."""
-        packs, composed, learned = set[Span](), dict[Span, Composer](), list[Learned]()
+        packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, texts = list[Span](), list[Span]()
         wanted, accepts, mine = set(request.composer.regions(prompt)), request.mismatch == "accept", self._identity
         for span in prompt.spans:
@@ -193,7 +176,7 @@ class Planner:
                     packs.add(kept)
                 elif is_plain and self._again(span, prompt, learn=learn):
                     spans.append(span)
-                    learned.append(Learned(span, ids, prompt.prefix_of(span), mine, _before(span, prompt)))
+                    learned.append(self._compiled(span, prompt))
                 else:
                     texts.append(span)
                 continue
@@ -205,13 +188,20 @@ class Planner:
                 composed[span] = NaiveComposer("accept")
             elif home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
                 # It is stored as another engine computed it: from now on also as this one does.
-                learned.append(Learned(span, ids, prompt.prefix_of(span), mine, _before(span, prompt)))
+                learned.append(self._compiled(span, prompt))
             elif entry is not None:
                 span = kept  # noqa: PLW2901 - the same place, and KV that was computed for it
                 packs.add(span)
             spans.append(span)
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *texts))
         return _Sourced(prompt, frozenset(packs), composed, learned)
+
+    def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
+        """The pack of `span` as it would be compiled for where it stands, without its KV, and the plan for that."""
+        ids, prefix = prompt.token_ids[span.start : span.stop], prompt.prefix_of(span)
+        pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self._identity, kv=None)
+        before = [each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start]
+        return pack, self.wanted(prefix, ids, pack.namespace, before)
 
     def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: PacketComposer) -> Prompt:
         """`prompt` with the packs wrapped that `composer` makes; itself where there are none."""
@@ -265,8 +255,3 @@ class Planner:
         if wanted > left:
             raise ContextOverflowError(len(prompt), wanted, self._max_positions)
         return wanted
-
-
-def _before(span: Span, prompt: Prompt) -> tuple[Span, ...]:
-    """What belongs to packs before `span`."""
-    return tuple(each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start)

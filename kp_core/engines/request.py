@@ -18,9 +18,8 @@ from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackView
 from kp_core.plan import Sampling, number
-from kp_core.prompt.conversation import Placement
+from kp_core.prompt.conversation import Message, Placement
 from kp_core.prompt.prompt import Prompt
-from kp_core.prompt.resolve import Message
 from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage

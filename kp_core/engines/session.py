@@ -18,12 +18,12 @@ from typing import Any, cast
 from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
 from kp_core.engines.building import built, stored, tokenised
 from kp_core.engines.comparing import Doubts
-from kp_core.engines.contrast import Contrast
+from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
 from kp_core.engines.keeping import write_kept
 from kp_core.engines.many import Asked, Key, generate_many
-from kp_core.engines.planning import Learned, Planner
+from kp_core.engines.planning import Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
@@ -34,8 +34,8 @@ from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 from kp_core.plan import Limit, Plan
 from kp_core.progress import bar_of
+from kp_core.prompt.conversation import Message
 from kp_core.prompt.prompt import Span
-from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
@@ -216,10 +216,10 @@ class Session:
             yield pack.compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
-        """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
+        """A steering from what `pairs` of (positive, negative) have apart; options as of `contrast.make_steering`."""
         self._need("kv", "making steerings")
         self._need("steer", "steering")
-        return Contrast(self.engine, self.template, self._planner.wanted).make(pairs, **options)
+        return make_steering(self.engine, self.template, self._planner.wanted, pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:
         """Do `job` when no request is being answered, a step at a time; raises `BusyError` when too much waits."""
@@ -329,13 +329,12 @@ class Session:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
 
-    def _compile(self, learned: Sequence[Learned], request: Request) -> None:
+    def _compile(self, learned: Sequence[tuple[KnowledgePack, Plan]], request: Request) -> None:
         """Compile recognised packs for where they stand, in the background, for the next request."""
         put: Callable[[KnowledgePack], object] | None = getattr(request.view and request.view.source, "put", None)
         if put is None or "kv" not in self.engine.supports:
             return
 
         with suppress(BusyError):  # It will be met again.
-            for each in learned:
-                wanted = self._planner.wanted(each.prefix, each.token_ids, each.span.pack.namespace, each.before)
-                self.when_idle(partial(stored, each.pack(), self.engine, wanted, put))
+            for pack, wanted in learned:
+                self.when_idle(partial(stored, pack, self.engine, wanted, put))

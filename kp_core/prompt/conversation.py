@@ -7,27 +7,36 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
-from kp_core.errors import PromptError
+from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.packs.edits import root_of
 from kp_core.packs.pack import Prefix
 from kp_core.packs.view import PackRef, PackView, Segment
-from kp_core.prompt.resolve import Message, split_content, tool_call
 
 __all__ = [
     "GAP",
+    "SLOT",
+    "Message",
     "Placement",
     "Turn",
+    "filled",
     "map_strings",
     "placed",
     "schema_instruction",
+    "slotted",
+    "text_of",
     "to_turns",
+    "tool_call",
     "with_errata",
     "with_instruction",
 ]
 
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`."""
 Placement: TypeAlias = Literal["in_place", "system"]
 _Call: TypeAlias = Mapping[str, Any]
 GAP = "\n\n"
+SLOT = "{pack}"
+"""What stands where the pack will be."""
 _ROLES = ("system", "user", "assistant", "tool")
 _COMPACTED = "(In memory, with the results of all earlier calls.)"
 
@@ -61,7 +70,8 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
         raise PromptError("Got an empty conversation; expected at least one message.")
     turns = []
     for message in messages:
-        segments = split_content(message, view)
+        text = text_of(message)
+        segments = view.split(text, str(message["role"])) if view is not None else (text,) if text else ()
         if message["role"] not in _ROLES:
             raise PromptError(f"Got the role {message['role']!r}; expected one of {', '.join(_ROLES)}.")
         given = message.get("tool_calls") or ()
@@ -244,3 +254,75 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN40
     if isinstance(value, Sequence):
         return [map_strings(item, change) for item in value]
     return value
+
+
+def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str, Any]:
+    """A call as `tool_calls` of a message hold it, with its id where it has one."""
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**call, "id": call_id} if call_id else call
+
+
+def text_of(message: Message) -> str:
+    """The text of a message.
+
+    Raises `UnsupportedContentError` for content that is neither a string nor a list of text parts.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(_text_of_part(part) for part in content)
+    raise UnsupportedContentError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
+
+
+def _text_of_part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise UnsupportedContentError(
+        f"Got a content part of type {kind!r}; a text model takes parts of the form {{'type': 'text', 'text': ...}}."
+    )
+
+
+def filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
+    """`messages` with `reference` where they say `{pack}`."""
+    turns = []
+    for turn in to_turns(messages, None):
+        segments: list[Segment] = []
+        for segment in turn.segments:
+            before, slot, after = str(segment).partition(SLOT)
+            segments += [before, reference, after] if slot else [before]
+        turns.append(turn.with_segments(segments))
+    if sum(segment is reference for turn in turns for segment in turn.segments) != 1:
+        raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will be.")
+    return tuple(turns)
+
+
+def slotted(messages: Sequence[Message], variable: str, marks: Mapping[str, str]) -> list[Message]:
+    """`messages` made of a framework's prompt, with `{pack}` where `variable` first stands and `?` for other variables.
+
+    `marks` are what stands there for each variable. Raises `PromptError` when `variable` stands nowhere, or when
+    another one stands before it, as what precedes a pack then changes from call to call.
+    """
+    texts = [text_of(message) for message in messages]
+    before, found, _ = "".join(texts).partition(marks[variable])
+    if not found:
+        others = ", ".join(name for name in marks if name != variable)
+        raise PromptError(f"Got the variable {variable!r}; the variables of the prompt are: {others}.")
+    moving = next((name for name, mark in marks.items() if mark in before), None)
+    if moving is not None:
+        raise PromptError(
+            f"{moving!r} stands before {variable!r} in the prompt, so what precedes the packs changes from call to "
+            f"call, and no KV computed beforehand can be exact there. Put {variable!r} first, e.g. in a system message."
+        )
+    first = next(at for at, text in enumerate(texts) if marks[variable] in text)
+    texts[first] = texts[first].replace(marks[variable], SLOT, 1)
+    for mark in marks.values():
+        texts = [text.replace(mark, "?") for text in texts]
+    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]

@@ -17,21 +17,21 @@ from kp_core.errors import ContextOverflowError, PromptError, ShortTextError, Te
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.view import PackRef, PackView
-from kp_core.prompt.checking import SpanCheck, checked
 from kp_core.prompt.conversation import (
+    SLOT,
+    Message,
     Placement,
     Turn,
+    filled,
     map_strings,
     placed,
     schema_instruction,
     with_errata,
     with_instruction,
 )
-from kp_core.prompt.encoding import PromptEncoder
+from kp_core.prompt.encoding import Encoded, PromptEncoder
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.prompt.resolve import Message
 from kp_core.prompt.shaping import TurnShaper
-from kp_core.prompt.slot import SLOT, filled
 from kp_core.prompt.spans import Marks
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
@@ -55,6 +55,18 @@ class TokenisedPack:
     text: str
     token_ids: tuple[int, ...]
     prompt: Prompt
+
+
+@dataclass(frozen=True)
+class SpanCheck:
+    """What `ChatTemplate.verify` found about one pack: how much of its text its tokens deliver."""
+
+    handle: str
+    tokens: int
+    delivered: str
+    """Characters delivered as KV."""
+    as_text: str
+    """Characters at the edges that share a token with what is around the pack, and are prefilled with it."""
 
 
 class ChatTemplate:
@@ -199,7 +211,13 @@ class ChatTemplate:
 
         Raises `TemplateError` at the first token that differs.
         """
-        return checked(prompt, self._encoder.encode(prompt.rendered))
+        encoded = self._encoder.encode(prompt.rendered)
+        got, expected = prompt.token_ids, encoded.ids
+        if (at := common_length(got, expected)) < min(len(got), len(expected)):
+            raise TemplateError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
+        if len(got) != len(expected):
+            raise TemplateError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
+        return tuple(_checked(span, encoded) for span in prompt.spans)
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
@@ -310,3 +328,11 @@ class ChatTemplate:
 def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
     messages, options = map_strings(inputs, lambda text: text.replace(old, new))
     return messages, options
+
+
+def _checked(span: Span, encoded: Encoded) -> SpanCheck:
+    delivered = encoded.text_of(span.start, span.stop)
+    before, found, after = span.reference.text.partition(delivered)
+    if not found:
+        raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
+    return SpanCheck(span.handle, len(span), delivered, before + after)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kp_core.errors import SteeringError, SteeringMismatchError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.prompt.resolve import Message
+from kp_core.prompt.conversation import Message
 
 __all__ = [
     "AskedSteering",
