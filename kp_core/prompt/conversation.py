@@ -50,6 +50,11 @@ class Turn:
     tool_calls: tuple[_Call, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def content(self) -> str:
+        """Its content, packs as their text."""
+        return "".join(each.text if isinstance(each, PackRef) else each for each in self.segments)
+
     def with_segments(self, segments: Sequence[Segment]) -> Turn:
         """The same turn with other content."""
         return replace(self, segments=tuple(segment for segment in segments if segment != ""))

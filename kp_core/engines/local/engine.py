@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
-from kp_core.engines.local.build import Builder
+from kp_core.engines.local.build import build
 from kp_core.engines.local.fill import Filled, Filler
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import LocalModel
@@ -49,7 +49,6 @@ class LocalEngine:
     ) -> None:
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self._filler = Filler(model, cache_bytes, pass_tokens)
-        self._builder = Builder(self._filler)
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
         self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
@@ -114,7 +113,7 @@ class LocalEngine:
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """See `Engine.kv`."""
         self._check()
-        return self._builder.build(plans)
+        return build(self._filler, plans)
 
     def found(self, plan: Plan) -> int:
         """See `CachingEngine.found`."""
