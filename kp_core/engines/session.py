@@ -7,6 +7,7 @@ import itertools
 import math
 import platform
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
@@ -16,7 +17,6 @@ from statistics import fmean
 from typing import Any, cast
 
 from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
-from kp_core.engines.building import built, stored, tokenised
 from kp_core.engines.comparing import Doubts
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
@@ -27,7 +27,7 @@ from kp_core.engines.planning import Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.errors import BusyError, PromptError
+from kp_core.errors import BusyError, ContextOverflowError, PromptError, ShortTextError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
@@ -209,11 +209,28 @@ class Session:
         lazy = lazy or ("lazy" in self.engine.supports and "kv" not in self.engine.supports)
         self._need("kv", "building packs", needed=not lazy)
         abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
-        jobs = tokenised(self.template, abouts, compiled_for, on_short, None if lazy else self.max_positions)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
-        found = built(jobs, self.engine, self._planner.wanted, namespace, made, lazy=lazy)
-        for pack in bar_of("Building packs", len(texts), "pack", found, shown=progress):
-            yield pack.compressed(compress)
+        most = None if lazy else self.max_positions
+        waiting: deque[KnowledgePack] = deque()
+
+        def plans() -> Iterator[Plan]:
+            """The plans for the KV of all packs, which wait without it until it comes."""
+            for text, about in abouts:
+                try:
+                    job = self.template.tokenise_pack(text, compiled_for, most=most)
+                except (ShortTextError, ContextOverflowError) as error:
+                    if on_short is None:
+                        raise
+                    on_short(text, error)
+                    continue
+                prefix = job.prompt.prefix_of(job.prompt.spans[0])
+                identity, said = self.engine.identity, {**made, **about}
+                waiting.append(KnowledgePack(text, namespace, job.token_ids, prefix, identity, provenance=said))
+                yield self._planner.wanted(prefix, job.token_ids, namespace)
+
+        found = (None for _ in plans()) if lazy else self.engine.kv(plans())
+        for kv in bar_of("Building packs", len(texts), "pack", found, shown=progress):
+            yield replace(waiting.popleft(), kv=kv).compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
         """A steering from what `pairs` of (positive, negative) have apart; options as of `contrast.make_steering`."""
@@ -335,6 +352,11 @@ class Session:
         if put is None or "kv" not in self.engine.supports:
             return
 
+        def stored(pack: KnowledgePack, wanted: Plan) -> Iterator[None]:
+            for kv in self.engine.kv([wanted]):
+                put(replace(pack, kv=kv))
+                yield
+
         with suppress(BusyError):  # It will be met again.
             for pack, wanted in learned:
-                self.when_idle(partial(stored, pack, self.engine, wanted, put))
+                self.when_idle(partial(stored, pack, wanted))
