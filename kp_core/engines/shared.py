@@ -52,7 +52,7 @@ def session_of(engine: object) -> Session:
     if not isinstance(engine, Engine):
         raise ModelError(
             f"Got a {type(engine).__name__} as engine; expected what `kp_core.load_engine(...)` gives, or an object "
-            "with `identity`, `tokenizer`, `max_positions`, `supports`, `run` and `kv`."
+            "with `identity`, `tokenizer`, `max_positions`, `supports`, `lacks`, `run` and `kv`."
         )
     return Session(engine)
 
