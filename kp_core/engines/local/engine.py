@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.build import build
-from kp_core.engines.local.fill import Filled, Filler
+from kp_core.engines.local.fill import Filler, Run
 from kp_core.engines.local.grammar import Grammars
 from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.pool import Cancelled
@@ -149,7 +149,7 @@ class LocalEngine:
             )
         self._renew()
 
-    def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Filled | None:
+    def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
         """The prompt, prefilled; `None` when the request was cancelled meanwhile."""
         try:
             return self._filler.start(plan, len(plan.prompt) + room, asks=asks)
@@ -163,11 +163,11 @@ class LocalEngine:
             return
         tokens: list[int] = []
         # Answers that began alike are decoded over the same keys.
-        run.buffer.note(run.path.runs)
+        run.buffer.note(run.path.held)
         decoding = Decoding(run.buffer)
         try:
             if run.question:
-                self._filler.ask(run, plan, decoding)
+                self._filler.ask(run, decoding)
                 if plan.limit.is_set():
                     stream.finish = "cancelled"
                     return
@@ -189,7 +189,7 @@ class LocalEngine:
                     run.logits = self._filler.scheduler.step(decoding, tokens[-1])
         finally:
             self._filler.scheduler.leave(decoding)
-            self._finish(run, plan, tokens)
+            self._finish(run, tokens)
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
         run = self._start(plan, stream, len(plan.forced))
@@ -202,9 +202,9 @@ class LocalEngine:
         finally:
             self._filler.finish(run)
 
-    def _finish(self, run: Filled, plan: Plan, tokens: Sequence[int]) -> None:
+    def _finish(self, run: Run, tokens: Sequence[int]) -> None:
         """Let the next turn find what was decoded, and give the memory back."""
-        prompt = len(plan.prompt)
+        prompt = len(run.plan.prompt)
         decoded = run.buffer.length - prompt
         if decoded > 0 and run.path.is_open and run.path.tokens == prompt:
             kv = run.buffer.read(prompt, run.buffer.length)
@@ -212,8 +212,8 @@ class LocalEngine:
         self._filler.finish(run)
 
 
-def _tell(stream: TokenStream, run: Filled) -> None:
+def _tell(stream: TokenStream, run: Run) -> None:
     """What bringing the prompt in took."""
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
     stream.first_logits = run.logits
-    stream.state_bytes = sum(each.kv.state_bytes for each in run.path.runs)
+    stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)

@@ -11,20 +11,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import common_length
 
-__all__ = ["Node", "Path", "PrefixTree", "Run", "common_tokens"]
+__all__ = ["Name", "Node", "Path", "PrefixTree", "common_tokens"]
 
 _serials = itertools.count(1)
 _UNLABELLED: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
-RunName: TypeAlias = tuple[int, int, int]
-"""Serial of KV, first token of it, number of tokens."""
+Name: TypeAlias = tuple[int, int, int]
+"""Which tokens of which KV: its serial, the first token, the number of tokens."""
 
 
 class Node:
@@ -70,21 +70,8 @@ def _key(ids: tuple[int, ...], label: int) -> object:
     return (label, ids) if label else ids[0]
 
 
-class Run(NamedTuple):
-    """KV of one node as it was when a path stepped onto it; another prompt may split the node later."""
-
-    serial: int
-    begin: int
-    kv: KVTensors
-
-    @property
-    def name(self) -> RunName:
-        """Which tokens of which KV these are."""
-        return self.serial, self.begin, self.kv.tokens
-
-
-def common_tokens(left: Sequence[RunName], right: Sequence[RunName]) -> int:
-    """How many tokens, from the first on, are the same KV in both, however it is divided into runs."""
+def common_tokens(left: Sequence[Name], right: Sequence[Name]) -> int:
+    """How many tokens, from the first on, are the same KV in both, however it is divided."""
     total, mine, theirs = 0, list(reversed(left)), list(reversed(right))
     while mine and theirs:
         (serial, begin, count), (other, other_begin, other_count) = mine.pop(), theirs.pop()
@@ -105,7 +92,8 @@ class Path:
     def __init__(self, tree: PrefixTree, root: Node) -> None:
         self._tree, self._open = tree, True
         self.last = root
-        self.runs: list[Run] = []
+        self.held: list[tuple[Name, KVTensors]] = []
+        """The KV of each node as it was when the path stepped onto it; another prompt may split the node later."""
         self.tokens = 0
         root.users += 1
 
@@ -147,7 +135,7 @@ class Path:
         node.users += 1
         self.last = node
         if node.kv is not None:
-            self.runs.append(Run(node.serial, node.begin, node.kv))
+            self.held.append(((node.serial, node.begin, node.kv.tokens), node.kv))
             self.tokens += node.kv.tokens
 
 
