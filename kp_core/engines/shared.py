@@ -64,7 +64,7 @@ def shared_engine(
     base_url: str | None = None,
     api_key: str | None = None,
 ) -> Session:
-    """The session this process keeps for what it is asked for with, made when it is first asked for."""
+    """The session of this process for these settings, created on first use."""
     key = (model, dtype, device, base_url, api_key)
     with _loading:
         if key not in _sessions:
@@ -74,5 +74,5 @@ def shared_engine(
 
 
 def loaded_engine(*asked: str | None) -> Session | None:
-    """As `shared_engine` of the same five, but `None` where that would have to load; never waits."""
+    """The session that `shared_engine` has for these settings; `None` where it would have to load. Never waits."""
     return _sessions.get(asked)

@@ -75,7 +75,7 @@ class LocalEngine:
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """See `LocalModel.lacks`."""
+        """See `Engine.lacks`."""
         return self._filler.model.lacks
 
     @property

@@ -108,7 +108,7 @@ class PackKV:
         forward = Computing(self._model, self._scheduler, run.buffer, run.plan.prompt, may_wait=_may_wait(region, run))
         kv = region.composer.fill(region, packs, forward)
         if forward.looked_behind:
-            run.path.close()
+            run.path.is_open = False  # What follows belongs to this prompt alone.
         if forward.late:
             if not run.buffer.holds(kv):
                 raise KVShapeError(
