@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -58,7 +57,12 @@ def overwrite(
                 kv=pack.kv.slice(since, since + count),
             )
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
-    kv = pack.kv if ids == pack.token_ids else computed(engine, _plan(pack, ids, spans), "compose")
+    # What stands before the field and behind it is moved; the field itself is computed between them.
+    before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
+    whole = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
+    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
+    plan = Plan(prompt, (*plan_regions(before), whole), wanted=(start, stop))
+    kv = pack.kv if ids == pack.token_ids else computed(engine, plan, "compose")
     history = (*pack.history, Edit("overwrite", old, new))
     # Two packs that say the same now, and were made of different ones, are not the same.
     made_of = blake2b(f"{pack.fingerprint.dtype}\0{pack.text}\0{old}".encode(), digest_size=4).hexdigest()
@@ -71,12 +75,3 @@ def overwrite(
         provenance=Edits(history=history).written(pack.provenance),
         stored_bytes=0,
     )
-
-
-def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span]) -> Plan:
-    before = Prompt(pack.prefix.token_ids, owner=pack.namespace)
-    start, stop = len(before), len(before) + len(ids)
-    # What stands before the field and behind it is moved; the field itself is computed between them.
-    made = Region(start, stop, "composed", tuple(spans), SpliceComposer(), tuple(ids))
-    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
-    return Plan(prompt, (*plan_regions(before), made), wanted=(start, stop))

@@ -74,9 +74,10 @@ def compare_composers(
 
     def answer(composer: Composer | str) -> Any:  # noqa: ANN401
         session.clear_cache()
-        asked = options | {"composer": composer, "max_tokens": max_tokens}
+        made = composer_of(composer) if isinstance(composer, str) else composer
+        asked = options | {"composer": made, "max_tokens": max_tokens}
         # Wrapped packs are compiled once, like packs, and kept like them.
-        return session.generate(messages, **asked if _wraps(composer) else asked | {"keep": "never"})
+        return session.generate(messages, **asked if isinstance(made, PacketComposer) else asked | {"keep": "never"})
 
     exact = answer(ExactComposer())
     found = []
@@ -96,10 +97,6 @@ def compare_composers(
         )
     session.clear_cache()
     return tuple(found)
-
-
-def _wraps(composer: Composer | str) -> bool:
-    return isinstance(composer_of(composer) if isinstance(composer, str) else composer, PacketComposer)
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ class Planner:
             if steered or not request.reuse:  # Steered packs are computed, and without reuse everything is.
                 request = replace(request, composer=ExactComposer())
             else:
-                laid = self._laid_out(prompt, sourced, composer)
+                wrapped = [span for span, each in sourced.composed.items() if each == composer]
+                laid = laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
             sourced = self._sourced(laid, request, checked)
             steered = self._steered(sourced.prompt, request)
         plan = Plan(
@@ -202,11 +203,6 @@ class Planner:
         pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self._identity, kv=None)
         before = [each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start]
         return pack, self.wanted(prefix, ids, pack.namespace, before)
-
-    def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: PacketComposer) -> Prompt:
-        """`prompt` with the packs wrapped that `composer` makes; itself where there are none."""
-        wrapped = [span for span, each in sourced.composed.items() if each == composer]
-        return laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
 
     def _entry(self, span: Span, prompt: Prompt, source: PackSource | None) -> KnowledgePack | None:
         """The entry of a pack for what stands before it in `prompt`, where its source has one."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
@@ -122,10 +122,10 @@ _ABOUT: Mapping[str, str] = {
     "cancel": "Set it from any thread to end the generation after the token in progress.",
 }
 _CHOICES = {
-    "mismatch": ("error", "rebuild", "accept"),
-    "keep": ("used_twice", "always", "never"),
-    "upgrade": ("none", "background"),
-    "order": ("given", "free"),
+    "mismatch": get_args(Mismatch),
+    "keep": get_args(Keep),
+    "upgrade": get_args(Upgrade),
+    "order": get_args(Order),
 }
 _PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse")
 _OF_THE_CORE = ("view", "cancel")

@@ -47,6 +47,12 @@ class LocalEngine:
         pass_tokens: int,
         renew: Callable[[], None] = lambda: None,
     ) -> None:
+        self.model = model
+        """What runs the forward passes."""
+        self.max_positions = model.max_positions
+        """See `Engine.max_positions`."""
+        self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
+        """See `CachingEngine`."""
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self._filler = Filler(model, cache_bytes, pass_tokens)
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -54,19 +60,9 @@ class LocalEngine:
         self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
 
     @property
-    def model(self) -> LocalModel:
-        """What runs the forward passes."""
-        return self._filler.model
-
-    @property
     def identity(self) -> ModelFingerprint:
         """See `Engine.identity`."""
         return self._identity()
-
-    @property
-    def max_positions(self) -> int:
-        """See `Engine.max_positions`."""
-        return self._filler.model.max_positions
 
     @property
     def supports(self) -> frozenset[str]:
@@ -76,22 +72,12 @@ class LocalEngine:
     @property
     def lacks(self) -> Mapping[str, str]:
         """See `Engine.lacks`."""
-        return self._filler.model.lacks
+        return self.model.lacks
 
     @property
     def cached_bytes(self) -> int:
         """See `CachingEngine.cached_bytes`."""
         return self._filler.tree.nbytes
-
-    @property
-    def bytes_per_token(self) -> int:
-        """See `CachingEngine.bytes_per_token`."""
-        return self._filler.model.shape.bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        """See `CachingEngine.state_bytes`."""
-        return self._filler.model.shape.state_bytes
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.
@@ -107,7 +93,7 @@ class LocalEngine:
         # A prompt that is prefilled and not answered is held to nothing.
         if plan.grammar is not None and plan.token_budget:
             constraint = self._grammars.constraint(plan.grammar, plan.token_budget, opened=plan.opened)
-        sampler = self._filler.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
+        sampler = self.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
         return TokenStream(partial(self._answer, plan, sampler))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
