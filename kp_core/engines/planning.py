@@ -73,9 +73,8 @@ class Planner:
         """The plan of one request, whose answer may take `tokens` (by default what its sampling says).
 
         And the packs that should be compiled for where they stand, each without its KV and with the plan for it;
-        without `learn`, what is met is not counted. Raises
-        `PromptError` and its kinds, `FingerprintMismatchError` for packs, steerings and wrappers of another model,
-        `SteeringError`.
+        without `learn`, what is met is not counted. Raises `PromptError` and its kinds, `FingerprintMismatchError` for
+        packs, steerings and wrappers of another model, `SteeringError`.
         """
         view = request.view
         checked = CheckedSource(view.source if view else None, self._identity, request.mismatch)
