@@ -372,7 +372,7 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, float 
         "sizes": _sizes(arguments, engines, rows),
         "model": engine.name,
         "bitwise": "bitwise" in engine.engine.supports,
-        "why_not_bitwise": getattr(engine.engine, "lacks", {}).get("bitwise"),
+        "why_not_bitwise": engine.engine.lacks.get("bitwise"),
     }, scored(common.exact_match)
 
 

@@ -30,9 +30,9 @@ from kp_cli.shared import (
     tell,
 )
 from kp_core import Generation, Message, PackStore
-from kp_core.compose import Order, composer_of
+from kp_core.compose import composer_of
 from kp_core.delivery import KV, Delivery, Found, Unit
-from kp_core.engines.request import Mismatch
+from kp_core.engines.request import Mismatch, Order
 from kp_core.errors import ContextOverflowError
 from kp_core.steering import load_steering
 

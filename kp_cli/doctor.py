@@ -107,7 +107,7 @@ def _measured(session: Session) -> dict[str, Any]:
         "positions": session.max_positions,
         "offers": ", ".join(sorted(can)) or "nothing but greedy answers",
     }
-    if lacks := getattr(session.engine, "lacks", None):
+    if lacks := session.engine.lacks:
         about["lacks"] = "; ".join(f"{capability}, as {why}" for capability, why in sorted(lacks.items()))
     about["bits"] = (
         "of a pack are those of its text" if "bitwise" in can else "of a pack may round differently from text"

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from kp_core.packs.store import PackStore
     from kp_core.packs.view import Packs, PackView
     from kp_core.plan import Plan, Region, Sampling
+    from kp_core.prompt.conversation import Message
     from kp_core.prompt.prompt import Prompt, Span
-    from kp_core.prompt.resolve import Message
     from kp_core.prompt.template import ChatTemplate
     from kp_core.steering import Steering
     from kp_core.tools import Delta, Tool, ToolCall, ToolCallDelta
@@ -122,7 +122,7 @@ _PLACES = {
     "packs.view": "Packs PackView",
     "plan": "Plan Region Sampling",
     "prompt.prompt": "Prompt Span",
-    "prompt.resolve": "Message",
+    "prompt.conversation": "Message",
     "prompt.template": "ChatTemplate",
     "steering": "Steering",
     "tools": "Delta Tool ToolCall ToolCallDelta",

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from numbers import Integral, Real
-from typing import Literal, TypeAlias
+from typing import get_args
 
-from kp_core.compose import Composer
-from kp_core.errors import SamplingError
+from kp_core.compose import Composer, Region
+from kp_core.errors import SamplingError, SteeringError
 from kp_core.packs.kept import KeptKV
 from kp_core.packs.view import PackView
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.steering import Block
+from kp_core.steering import Scope, Steering
 
-__all__ = ["Limit", "Plan", "Region", "Sampling", "Source", "number", "plan_regions"]
+__all__ = ["Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
 
 _GAP_TOKENS = 64
-"""Text between two packs of one stretch; longer text is computed by itself."""
-
-Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
-"""Where the KV of a region comes from when the prefix tree lacks it."""
+"""Text between two packs of one composed region; longer text is computed by itself."""
 
 
 @dataclass(frozen=True)
@@ -114,29 +111,6 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Region:
-    """The tokens `start:stop` of a prompt, whose KV has one source.
-
-    `span` is the pack that stands in it. A region whose KV is not what the model computes for its text has a negative
-    `label`, no token id, which names what was done: neither it nor anything behind it is found in the prefix tree
-    without the label.
-    """
-
-    start: int
-    stop: int
-    source: Source
-    span: Span | None = None
-    composer: Composer | None = None
-    block: Block | None = None
-    label: int = 0
-    spans: tuple[Span, ...] = ()
-    """The packs of a composed region, the first of which is `span`."""
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything an engine needs to answer one request; made once, and printable (`Session.explain`)."""
 
@@ -155,7 +129,7 @@ class Plan:
     kept: KeptKV | None = field(default=None, compare=False)
     """Where the KV of chunks with packs is read that was computed before, and kept for later."""
     below: Plan | None = None
-    """For a steered prompt: the plain one up to the end of its first block, as that stands behind plain KV."""
+    """For a steered prompt: the plain one up to the end of its first steered region, which stands behind plain KV."""
     wanted: tuple[int, int] = (0, 0)
     """The tokens whose KV `Engine.kv` gives: from the regions as far as these go, the rest is computed behind them."""
     reuse: bool = True
@@ -164,6 +138,12 @@ class Plan:
     reordered: int = 0
     """Packs at another place among their neighbours than they were named at."""
     limit: Limit = field(default_factory=Limit, compare=False)
+
+    def until(self, stop: int) -> Plan:
+        """The plan for the first `stop` tokens of the prompt, to be prefilled and not answered."""
+        regions = tuple(replace(each, stop=min(each.stop, stop)) for each in self.regions if each.start < stop)
+        prompt = self.prompt.until(stop)
+        return replace(self, prompt=prompt, regions=regions, token_budget=0, grammar=None, limit=Limit())
 
     @property
     def owners(self) -> frozenset[str]:
@@ -188,21 +168,18 @@ def plan_regions(
     prompt: Prompt,
     packs: Collection[Span] = (),
     composed: Mapping[Span, Composer] | None = None,
-    blocks: Sequence[Block] = (),
+    steered: Sequence[Region] = (),
 ) -> tuple[Region, ...]:
     """The regions of a prompt, in order: the spans of `packs` from their own KV, others `composed`.
 
-    With steered `blocks` all packs are computed: in them and behind them KV was made behind altered KV, and before them
-    a plan without blocks brings it (`Plan.below`).
+    With `steered` ones all packs are computed: in them and behind them KV was made behind altered KV, and before them a
+    plan without steering brings it (`Plan.below`).
     """
-    if blocks:
-        made = [Region(each.start, each.stop, "steered", block=each, label=each.label) for each in blocks]
-    else:
-        made = [
-            Region(span.start, span.stop, "composed" if composer else "pack", span, composer)
-            for span in prompt.spans
-            if (composer := (composed or {}).get(span)) or span in packs
-        ]
+    made = steered or [
+        Region(span.start, span.stop, "composed" if composer else "pack", (span,), composer)
+        for span in prompt.spans
+        if (composer := (composed or {}).get(span)) or span in packs
+    ]
     regions: list[Region] = []
     done = 0
     for region in [*made, Region(len(prompt), len(prompt), "computed")]:
@@ -211,16 +188,16 @@ def plan_regions(
         if len(region):
             regions.append(region)
         done = region.stop
-    return _composed(regions)
+    return _composed(regions, prompt)
 
 
-def _composed(regions: Sequence[Region]) -> tuple[Region, ...]:
+def _composed(regions: Sequence[Region], prompt: Prompt) -> tuple[Region, ...]:
     """`regions` with what one composer makes, and the few tokens between, as one: it is filled in one go."""
     made: list[Region] = []
     for region in regions:
         new = region
-        if region.composer is not None and region.span is not None:
-            spans: tuple[Span, ...] = (region.span,)
+        if region.composer is not None:
+            spans = region.spans
             gap = made[-1] if made and made[-1].source == "computed" and len(made[-1]) <= _GAP_TOKENS else None
             before = made[-1 if gap is None else -2] if len(made) > (gap is not None) else None
             first = region
@@ -229,18 +206,86 @@ def _composed(regions: Sequence[Region]) -> tuple[Region, ...]:
                 del made[-1 if gap is None else -2 :]
             elif gap is not None and before is not None and before.source == "pack":
                 first = made.pop()  # What stands between a pack and this one joins it.
-            new = replace(region, start=first.start, span=spans[0], spans=spans)
+            ids = prompt.token_ids[first.start : region.stop]
+            new = replace(region, start=first.start, spans=spans, token_ids=ids)
         made.append(new)
-    return tuple(
-        region
-        if region.composer is None
-        else replace(region, label=_label(region.composer, region.spans, region.start))
-        for region in made
-    )
+    return tuple(made)
 
 
-def _label(composer: Composer, spans: Sequence[Span], start: int) -> int:
-    """A negative number for what `composer` makes of the packs, whose own prefix and numerics matter to it."""
-    packs = [(span.start - start, span.pack.fingerprint.id, span.pack.prefix, span.pack.token_ids) for span in spans]
-    about = f"{composer.key}\0{packs}"
-    return -1 - int.from_bytes(blake2b(about.encode(), digest_size=16).digest(), "little")
+def plan_steered(
+    prompt: Prompt,
+    steering: Steering | None,
+    scope: Scope | None,
+    *,
+    answering: bool = True,
+) -> tuple[Region, ...]:
+    """The steered regions of `prompt`, in order: for its steered packs, and for what `steering` and `scope` ask.
+
+    Without `scope` the system head is steered, packs in it included; the packs alone where some stand elsewhere or are
+    steered themselves. Parts of one message form one region: all are computed, then all are altered. When `answering`,
+    the last token of the prompt belongs to none: it is computed behind the altered KV, which is how the first token
+    of the answer comes to see it.
+
+    Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
+    key deltas on more than one position.
+    """
+    if scope not in (None, *get_args(Scope)):
+        raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
+    parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
+    for part in parts:
+        if part.steering and part.steering.keys and len(part) > 1:
+            raise SteeringError(
+                f"Got key deltas for {len(part)} positions. RoPE rotates keys by their positions, so one "
+                "delta fits one position: use scope='last_token', or `steering.scaled(c_k=0)`."
+            )
+    groups: dict[int, list[Region]] = {}
+    for part in parts:
+        groups.setdefault(bisect.bisect_right(prompt.breaks, part.start), []).append(part)
+    return tuple(Region(group[0].start, group[-1].stop, "steered", parts=tuple(group)) for group in groups.values())
+
+
+def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: int) -> list[Region]:
+    if steering is not None and scope is None:
+        scope = "system" if _heads(prompt) else "pack"
+    if steering is not None and scope == "pack" and not prompt.spans:
+        raise SteeringError(
+            "Got scope='pack' for a prompt without packs. Leave the scope out to steer the system head."
+        )
+    own = []
+    for span in prompt.spans:
+        total = _total(span.pack.steering, steering if scope == "pack" else None)
+        if total is not None and not total.is_zero and span.start < end:
+            own.append(Region(span.start, min(span.stop, end), "steered", steering=total))
+    if steering is None or scope == "pack":
+        return own
+    wanted = Region(*_range(prompt, scope, end), "steered", steering=steering)
+    if wanted.start < 0 or wanted.stop <= wanted.start:
+        raise SteeringError(f"The prompt of {len(prompt)} tokens has nothing to steer for scope={scope!r}.")
+    for part in own:
+        if part.start < wanted.stop and wanted.start < part.stop:
+            raise SteeringError(
+                f"Got scope={scope!r} over the tokens {part.start}:{part.stop} of a pack that is steered itself. Use "
+                "scope='pack', which adds up, or the plain pack."
+            )
+    return sorted((wanted, *own), key=lambda part: part.start)
+
+
+def _heads(prompt: Prompt) -> bool:
+    """Whether all packs stand, plain, in the head of the prompt; steering all of it does more than packs alone."""
+    stop = prompt.breaks[0] if prompt.breaks else len(prompt)
+    return all(span.stop <= stop and span.pack.steering is None for span in prompt.spans)
+
+
+def _range(prompt: Prompt, scope: Scope | None, end: int) -> tuple[int, int]:
+    if scope == "last_token":
+        return end - 1, end
+    return 0, min(prompt.breaks[0], end) if scope == "system" and prompt.breaks else end
+
+
+def _total(own: object, steering: Steering | None) -> Steering | None:
+    """What is added to a pack that has a steering of its own."""
+    if own is None:
+        return steering
+    if not isinstance(own, Steering):
+        raise SteeringError(f"Got a pack steered by {type(own).__name__}; expected a Steering.")
+    return own if steering is None else own + steering

@@ -10,8 +10,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMe
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
 from kp_core.errors import PromptError, UnsupportedContentError
-from kp_core.prompt.resolve import Message, tool_call
-from kp_core.prompt.slot import slotted
+from kp_core.prompt.conversation import Message, slotted, tool_call
 from kp_core.settings import core_role
 
 __all__ = ["pack_place", "to_messages"]

@@ -18,7 +18,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from kp_core.errors import PromptError, UnsupportedContentError
-from kp_core.prompt.resolve import tool_call
+from kp_core.prompt.conversation import tool_call
 from kp_core.settings import core_role
 
 __all__ = ["MEMORY", "to_messages"]

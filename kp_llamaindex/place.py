@@ -7,7 +7,7 @@ from llama_index.core.llms import LLM
 from llama_index.core.prompts import BasePromptTemplate
 
 from kp_core import Message
-from kp_core.prompt.slot import slotted
+from kp_core.prompt.conversation import slotted
 from kp_llamaindex.messages import to_messages
 
 __all__ = ["pack_place"]

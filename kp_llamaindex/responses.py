@@ -20,7 +20,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from kp_core import Delta, Generation, ToolCallDelta
-from kp_core.prompt.resolve import tool_call
+from kp_core.prompt.conversation import tool_call
 
 __all__ = ["Answer", "to_completion"]
 

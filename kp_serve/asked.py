@@ -16,8 +16,8 @@ from kp_core.compose.wrapper import wrapper_bytes
 from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
-from kp_core.plan import Plan
-from kp_core.steering import Block, Part, Steering
+from kp_core.plan import Plan, Region
+from kp_core.steering import Steering
 from kp_core.steering.file import steering_bytes, steering_of
 
 __all__ = ["COMPUTED", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of", "moved_packs", "steered"]
@@ -37,7 +37,7 @@ _MOST_BYTES = 8 * 2**20  # Of a steering; one of an 8B model has some 50 kB.
 def asked(plan: Plan) -> dict[str, Any] | None:
     """The field `kp` of a request for this plan; `None` for one that needs none."""
     packs = [[span.handle, span.start] for span in plan.prompt.spans if find_handles(span.handle)]
-    if blocks := [region.block for region in plan.regions if region.block]:
+    if blocks := [region for region in plan.regions if region.parts]:
         return {**blocks_as_json(blocks), "packs": packs}
     if not plan.reuse:
         return {"reuse": False}
@@ -50,14 +50,14 @@ def asked(plan: Plan) -> dict[str, Any] | None:
     return {"moved": moved, "packs": packs, **wrapper}
 
 
-def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Block], Placed]:
+def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Region], Placed]:
     """The blocks to be steered and the packs in the prompt; raises `PromptError` and `SteeringError`."""
     ids, given = _checked(said, token_ids, {"blocks", "steerings", "packs"})
     with _refused():
         blocks, packs = blocks_of(given), _packs(given)
-    parts = [part for block in blocks for part in block.parts]
-    for part in parts:
-        part.steering.check(model)
+    parts = [(part, part.steering) for block in blocks for part in block.parts if part.steering]
+    for _, steering in parts:
+        steering.check(model)
     places = [(block.start, block.stop) for block in blocks]
     inside = all(
         _is_ascending([block.start, *(edge for part in block.parts for edge in (part.start, part.stop)), block.stop])
@@ -68,7 +68,7 @@ def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[l
             f"Got steered blocks at {places} of {len(ids)} tokens; expected 1 to {_MOST_BLOCKS} in order, with their "
             "parts inside, and the last token behind them."
         )
-    if any(part.steering.keys and part.stop - part.start > 1 for part in parts):
+    if any(steering.keys and len(part) > 1 for part, steering in parts):
         raise SteeringError("Got key deltas for more than one position; one delta fits one position.")
     return blocks, packs
 
@@ -88,24 +88,25 @@ def moved_packs(said: object, token_ids: object) -> tuple[Moved, Placed]:
     return moved, packs
 
 
-def blocks_as_json(blocks: Iterable[Block]) -> dict[str, Any]:
+def blocks_as_json(blocks: Iterable[Region]) -> dict[str, Any]:
     """What `blocks_of` reads: blocks with the ids of their steerings, and these as files in base64."""
     blocks = list(blocks)
-    steerings = {part.steering.id: part.steering for block in blocks for part in block.parts}
-    rows = [[[part.start, part.stop, part.steering.id] for part in block.parts] for block in blocks]
+    steerings = {part.steering.id: part.steering for block in blocks for part in block.parts if part.steering}
+    rows = [[[part.start, part.stop, part.steering.id] for part in block.parts if part.steering] for block in blocks]
     return {
         "blocks": [[block.start, block.stop, parts] for block, parts in zip(blocks, rows, strict=True)],
         "steerings": {name: base64.b64encode(steering_bytes(each)).decode() for name, each in steerings.items()},
     }
 
 
-def blocks_of(said: Mapping[str, Any]) -> list[Block]:
+def blocks_of(said: Mapping[str, Any]) -> list[Region]:
     """What `blocks_as_json` gave; for anything else what Python raises, or `SteeringError`."""
     steerings = {name: _steering(data) for name, data in said["steerings"].items()}
-    return [
-        Block(int(start), int(stop), tuple(Part(int(at), int(end), steerings[name]) for at, end, name in parts))
-        for start, stop, parts in said["blocks"]
-    ]
+    blocks = []
+    for start, stop, parts in said["blocks"]:
+        inside = [Region(int(at), int(end), "steered", steering=steerings[name]) for at, end, name in parts]
+        blocks.append(Region(int(start), int(stop), "steered", parts=tuple(inside)))
+    return blocks
 
 
 def digest_of(token_ids: Sequence[int]) -> str:

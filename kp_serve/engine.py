@@ -37,8 +37,6 @@ class VLLMEngine:
     template is not that of the served model.
     """
 
-    compiles_on_use = True
-    """Packs are built without KV: the server computes it."""
     lacks: Mapping[str, str] = {
         "kv": "the server keeps the KV of packs itself, and packs are compiled there when they are first used",
     }
@@ -103,7 +101,7 @@ class VLLMEngine:
     @property
     def supports(self) -> frozenset[str]:
         """See `Engine.supports`."""
-        return frozenset({"sampling", "grammar", "steer", "compose"})
+        return frozenset({"sampling", "grammar", "lazy", "steer", "compose"})
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`. What was reused is known at the end: a cancelled answer counts its prompt as computed.

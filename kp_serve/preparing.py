@@ -19,7 +19,7 @@ from kp_core.compose.wrapper import wrapper_of
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
-from kp_core.steering import Block
+from kp_core.plan import Region
 from kp_serve.access import Access
 from kp_serve.asked import Placed, blocks_as_json, digest_of, moved_packs, steered
 from kp_serve.desk import Desk
@@ -61,7 +61,7 @@ async def prepared(desk: Desk, visit: Visit, body: dict[str, Any]) -> tuple[Righ
 
 
 def steered_steps(
-    names: tuple[str, ...], key: bytes, ids: list[int], blocks: Sequence[Block], packs: Placed
+    names: tuple[str, ...], key: bytes, ids: list[int], blocks: Sequence[Region], packs: Placed
 ) -> list[_Step]:
     """The requests for a prompt with steered blocks: one for each block, then that of the client.
 
@@ -106,7 +106,7 @@ def _step(
     return ids, Rights(names, salt, tokens=digest_of(ids), begins=tuple(begins), keeps=keeps)
 
 
-def _label(blocks: Sequence[Block], packs: Placed) -> str:
+def _label(blocks: Sequence[Region], packs: Placed) -> str:
     """What is steered in a prompt, and where: of two requests with one label, equal ids have equal KV."""
     names = [f"{block.start}:{block.stop}:{block.label}" for block in blocks]
     return "\0".join([*names, *sorted(handle for handle, start in packs if blocks and start < blocks[-1].stop)])

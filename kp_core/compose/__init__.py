@@ -1,15 +1,18 @@
 """Composers: what a pack's KV may stand for, in a prompt that holds several packs."""
 
-from kp_core.compose.base import Composer, Forward, Stretch, WrappingComposer
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kp_core.compose.base import Composer, Forward, Region, join
 from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
-from kp_core.compose.names import composer_of
-from kp_core.compose.order import Order
 from kp_core.compose.packet import PacketComposer, laid_out
 from kp_core.compose.splice import SpliceComposer
-from kp_core.compose.stretch import join, recompute
 from kp_core.compose.wrapper import Wrapper, load_wrapper, save_wrapper
+from kp_core.errors import OptionError
 
 __all__ = [
     "BlendComposer",
@@ -17,16 +20,44 @@ __all__ = [
     "ExactComposer",
     "Forward",
     "NaiveComposer",
-    "Order",
     "PacketComposer",
+    "Region",
     "SpliceComposer",
-    "Stretch",
     "Wrapper",
-    "WrappingComposer",
     "composer_of",
     "join",
     "laid_out",
     "load_wrapper",
-    "recompute",
     "save_wrapper",
 ]
+
+_NAMED: Mapping[str, Callable[..., Composer]] = {
+    "blend": BlendComposer,
+    "exact": ExactComposer,
+    "naive": NaiveComposer,
+    "packet": PacketComposer.load,
+    "splice": SpliceComposer,
+}
+
+
+def composer_of(name: str) -> Composer:
+    """The composer that settings name: `"splice"`, `"blend:r=0.3,rule=deviation"`, `"packet:wrapper=FILE"`.
+
+    Raises `OptionError` for an unknown name or parameter, `WrapperError` for a wrapper that cannot be read.
+    """
+    method, _, rest = name.partition(":")
+    parameters: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            parameters[key] = float(value)
+        except ValueError:
+            parameters[key] = value
+    try:
+        return _NAMED[method](**parameters)
+    except (KeyError, TypeError) as error:
+        raise OptionError(
+            f"Got composer={name!r}; expected one of {', '.join(_NAMED)}, `blend` with parameters as in "
+            "'blend:r=0.3,rule=deviation', 'packet:wrapper=FILE', or a composer of your own with `exact`, `key`, "
+            "`regions` and `fill`."
+        ) from error

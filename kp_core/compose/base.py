@@ -4,34 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import cached_property
+from hashlib import blake2b
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
 
+from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
-from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.rope import Rope
+from kp_core.steering.value import Steering
 
-__all__ = ["Composer", "Forward", "Stretch", "WrappingComposer"]
+__all__ = ["Composer", "Forward", "Region", "Source", "join"]
+
+
+Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
+"""Where the KV of a region comes from when the prefix tree lacks it."""
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """The tokens `start:stop` of a prompt that a composer makes KV for: packs, and the few tokens between them.
+class Region:
+    """The tokens `start:stop` of a prompt, whose KV has one source.
 
-    `token_ids` are those of the stretch, `behind` those of the prompt from `stop` on, which end with the question.
+    A pack stands in a region alone; a composed one has packs and the few tokens between them, whose ids are
+    `token_ids`. A steered one is computed as if nothing in it were steered, and then each of its `parts` is altered by
+    its `steering`; what is behind it sees the altered KV.
     """
 
     start: int
     stop: int
-    spans: tuple[Span, ...]
-    token_ids: tuple[int, ...]
-    behind: tuple[int, ...] = ()
+    source: Source
+    spans: tuple[Span, ...] = ()
+    composer: Composer | None = None
+    token_ids: tuple[int, ...] = ()
+    parts: tuple[Region, ...] = ()
+    steering: Steering | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def span(self) -> Span | None:
+        """Its first pack."""
+        return self.spans[0] if self.spans else None
 
     @property
     def between(self) -> tuple[int, ...]:
@@ -39,9 +56,31 @@ class Stretch:
         inside = {at for span in self.spans for at in range(span.start, span.stop)}
         return tuple(at - self.start for at in range(self.start, self.stop) if at not in inside)
 
+    @cached_property
+    def label(self) -> int:
+        """A negative number, no token id, for KV that is not what the model computes for the text, else 0.
+
+        It names what was done: neither the region nor anything behind it is found in the prefix tree without it.
+        """
+        if self.composer is not None:
+            # Their own prefixes and numerics matter to what a composer makes of packs.
+            packs = [
+                (span.start - self.start, span.pack.fingerprint.id, span.pack.prefix, span.pack.token_ids)
+                for span in self.spans
+            ]
+            about = f"{self.composer.key}\0{packs}"
+        elif self.parts:
+            about = "\0".join(
+                f"{part.start - self.start}:{part.stop - self.start}:{part.steering.id if part.steering else ''}"
+                for part in self.parts
+            )
+        else:
+            return 0
+        return -1 - int.from_bytes(blake2b(about.encode(), digest_size=16).digest(), "little")
+
 
 class Forward(Protocol):
-    """What a composer computes with: the model, and what stands before the stretch.
+    """What a composer computes with: the model, and what stands before the region.
 
     Attention masks by position: a token at position `p` sees what stands at positions up to `p`, in whatever order the
     keys come. So queries need not be the tail of the keys.
@@ -49,7 +88,7 @@ class Forward(Protocol):
 
     @property
     def before(self) -> KVTensors | None:
-        """KV of all tokens before the stretch, not to be changed; `None` at the beginning of the prompt."""
+        """KV of all tokens before the region, not to be changed; `None` at the beginning of the prompt."""
 
     @property
     def rope(self) -> Rope:
@@ -69,20 +108,21 @@ class Forward(Protocol):
         """
 
     def room(self, tokens: int) -> KVTensors:
-        """Where the KV of the stretch will stand, right behind `before`, to be written in place; it holds anything."""
+        """Where the KV of the region will stand, right behind `before`, to be written in place; it holds anything."""
 
-    def anew(self, kv: KVTensors, places: Sequence[int], ids: Sequence[int]) -> KVTensors:
-        """`kv`, the stretch, with `ids` at `places` of it computed anew, over all that stands before each, in one pass.
+    def anew(self, kv: KVTensors, places: Sequence[int]) -> KVTensors:
+        """`kv` of the region with the tokens at `places`, counted from its start, computed anew in one pass.
 
-        What `room` gave is written in place; anything else is copied there first. It is the last thing that `fill`
-        does, which gives back what this gave: that pass may be the one of what stands behind the stretch.
+        Each sees all that stands before it. What `room` gave is written in place; anything else is copied there first.
+        It is the last thing that `fill` does, which gives back what this gave: that pass may be the one of what stands
+        behind the region.
         """
 
-    def attention(self, ids: Sequence[int], positions: Sequence[int], kv: KVTensors, blank: Sequence[int]) -> Tensor:
-        """How much `ids` look at each token of `kv`, the stretch, but those at the places `blank`, which nobody sees.
+    def attention(self, tokens: int, kv: KVTensors, blank: Sequence[int]) -> Tensor:
+        """How much the last `tokens` of the prompt look at each token of `kv`, the region; those at `blank` are hidden.
 
-        Weights summed over queries, heads and layers, `(tokens,)`. Raises `UnsupportedRequestError` where the model's
-        attention does not tell.
+        Weights summed over queries, heads and layers, `(tokens,)`. The prefix tree does not keep what is composed with
+        it, as that depends on the question. Raises `UnsupportedRequestError` where the model's attention does not tell.
         """
 
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
@@ -97,8 +137,7 @@ class Composer(Protocol):
     """Makes the KV of packs that do not stand where they were compiled.
 
     Packs behind the very prefix they were compiled for are exact and shared by all composers; a composer is asked about
-    the others. What it makes may depend on what stands before a stretch and in it; where it depends on what stands
-    behind as well, its class says `keeps = False`, and the prefix tree does not keep it.
+    the others. What it makes depends on what stands before a region and in it, and on what `Forward` says of the rest.
     """
 
     @property
@@ -112,26 +151,25 @@ class Composer(Protocol):
     def regions(self, prompt: Prompt) -> Sequence[Span]:
         """The spans of `prompt` whose KV it makes; the other ones are computed."""
 
-    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """KV for the tokens of `region`: per layer `(kv_heads, tokens, head_dim)`.
 
         `packs` are those of the region's spans, with their KV, and are not to be changed; what comes back is written to
-        the cache as it is. `forward` computes with the model; `kp_core.compose.stretch` has what most methods need.
+        the cache as it is. `forward` computes with the model.
         """
 
 
-@runtime_checkable
-class WrappingComposer(Composer, Protocol):
-    """A composer that puts tokens of its own around packs, which take positions of the prompt.
-
-    It brings the KV of wrapped packs itself: `compile` is called once for each, and `fill` with what that made.
-    """
-
-    def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `WrapperMismatchError` for a model that it cannot wrap packs for."""
-
-    def wrap(self, pack: KnowledgePack, token_ids: Sequence[int]) -> KnowledgePack:
-        """The pack whose text has `token_ids`, with room for the composer's own tokens among them, and no KV."""
-
-    def compile(self, pack: KnowledgePack, forward: Forward) -> KVTensors:
-        """KV of a wrapped pack behind its own prefix: per layer `(kv_heads, tokens, head_dim)`."""
+def join(region: Region, parts: Sequence[KVTensors], forward: Forward) -> KVTensors:
+    """The KV of `region`: `parts` for its packs, as they are; what stands between packs is computed in one pass."""
+    if [part.tokens for part in parts] != list(map(len, region.spans)):
+        raise KVShapeError(
+            f"Got KV of {[part.tokens for part in parts]} tokens for packs of {list(map(len, region.spans))}."
+        )
+    if len(parts) == 1 and len(region) == parts[0].tokens:
+        return parts[0]
+    room = forward.room(len(region))
+    for span, part in zip(region.spans, parts, strict=True):
+        place = room.slice(span.start - region.start, span.stop - region.start)
+        for tensor, target in zip((*part.keys, *part.values), (*place.keys, *place.values), strict=True):
+            target.copy_(tensor)
+    return forward.anew(room, region.between)

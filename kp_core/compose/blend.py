@@ -10,9 +10,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from kp_core.compose.base import Forward, Stretch
+from kp_core.compose.base import Forward, Region
 from kp_core.compose.splice import laid, movable
-from kp_core.compose.stretch import recompute
 from kp_core.errors import OptionError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
@@ -57,11 +56,6 @@ class BlendComposer:
         """Method, share and rule."""
         return f"blend:r={self.r:g},rule={self.rule}"
 
-    @property
-    def keeps(self) -> bool:
-        """Whether what it makes depends on nothing behind it."""
-        return self.rule != "attention"
-
     def regions(self, prompt: Prompt) -> tuple[Span, ...]:
         """All packs, or none where all tokens are to be computed: in such a loop they would round otherwise.
 
@@ -69,7 +63,7 @@ class BlendComposer:
         """
         return () if self.exact else movable(prompt)
 
-    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The packs' KV, moved, with the chosen tokens computed anew, in the pass that computes what is between."""
         kv = laid(region, packs, forward)
         chosen = {*region.between}
@@ -79,15 +73,15 @@ class BlendComposer:
                 start = span.start - region.start
                 best = scores[start : start + len(span)].topk(math.ceil(self.r * len(span))).indices
                 chosen.update(start + int(at) for at in best)
-        return recompute(region, kv, sorted(chosen), forward)
+        return forward.anew(kv, sorted(chosen))
 
 
-def _first(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:  # noqa: ARG001
+def _first(region: Region, kv: KVTensors, forward: Forward) -> Tensor:  # noqa: ARG001
     """The earlier in its pack, the higher."""
     return -torch.arange(len(region), device=kv.device)
 
 
-def _deviation(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
+def _deviation(region: Region, kv: KVTensors, forward: Forward) -> Tensor:
     """How far the values of the second layer are from those of the text behind what stands before it."""
     layer = min(1, kv.layers - 1)
     positions = range(region.start, region.stop)
@@ -97,14 +91,12 @@ def _deviation(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
     return score
 
 
-def _attention(region: Stretch, kv: KVTensors, forward: Forward) -> Tensor:
+def _attention(region: Region, kv: KVTensors, forward: Forward) -> Tensor:
     """How much the end of the prompt looks at each token."""
-    question = region.behind[-_QUESTION:]
-    end = region.stop + len(region.behind)
-    return forward.attention(question, range(end - len(question), end), kv, region.between)
+    return forward.attention(_QUESTION, kv, region.between)
 
 
-_RULES: Mapping[Rule, Callable[[Stretch, KVTensors, Forward], Tensor]] = {
+_RULES: Mapping[Rule, Callable[[Region, KVTensors, Forward], Tensor]] = {
     "first": _first,
     "deviation": _deviation,
     "attention": _attention,

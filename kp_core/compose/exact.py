@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose.base import Forward, Stretch
+from kp_core.compose.base import Forward, Region
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
@@ -29,6 +29,6 @@ class ExactComposer:
         """None."""
         return ()
 
-    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:  # noqa: ARG002
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:  # noqa: ARG002
         """Never asked for."""
         raise KVShapeError(f"Got the region {region.start}:{region.stop} to compose; exact composition makes none.")

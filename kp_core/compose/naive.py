@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose.base import Forward, Stretch
-from kp_core.compose.stretch import join
+from kp_core.compose.base import Forward, Region, join
 from kp_core.errors import KVShapeError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
@@ -29,7 +28,7 @@ class NaiveComposer:
         """All packs."""
         return prompt.spans
 
-    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The packs' KV as it is."""
         parts = [pack.kv for pack in packs if pack.kv is not None]
         if len(parts) < len(packs):

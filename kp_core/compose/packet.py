@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kp_core.compose.base import Forward, Stretch, WrappingComposer
+from kp_core.compose.base import Forward, Region
 from kp_core.compose.splice import spliced
 from kp_core.compose.wrapper import SHIPPED, Wrapper, load_wrapper
 from kp_core.kv import KVTensors
@@ -62,12 +62,12 @@ class PacketComposer:
         """KV of a wrapped pack behind its own prefix, soft tokens included."""
         return forward.soft(pack.prefix.token_ids, self.wrapper.header, self.unwrapped(pack), self.wrapper.trailer)
 
-    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The wrapped packs' KV, moved."""
         return spliced(region, packs, forward)
 
 
-def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: WrappingComposer) -> Prompt:
+def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: PacketComposer) -> Prompt:
     """`prompt` with the `wanted` spans wrapped; what stands behind moves on.
 
     `ends` says for each span where its text ends, with the blank tokens behind it (`ChatTemplate.ends`): they belong to

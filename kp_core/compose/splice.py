@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kp_core.compose.base import Forward, Stretch
-from kp_core.compose.stretch import recompute
+from kp_core.compose.base import Forward, Region
 from kp_core.errors import KVShapeError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
@@ -32,7 +31,7 @@ class SpliceComposer:
         """All packs; raises as `movable`."""
         return movable(prompt)
 
-    def fill(self, region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+    def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The packs' KV, moved."""
         return spliced(region, packs, forward)
 
@@ -59,12 +58,12 @@ def movable(prompt: Prompt) -> tuple[Span, ...]:
     return prompt.spans
 
 
-def spliced(region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+def spliced(region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
     """The packs of a region at their positions there, and what stands between; raises as `laid`."""
-    return recompute(region, laid(region, packs, forward), region.between, forward)
+    return forward.anew(laid(region, packs, forward), region.between)
 
 
-def laid(region: Stretch, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
+def laid(region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
     """The room of a region with its packs moved there; what stands between is still to be computed.
 
     Raises `KVShapeError` for a pack without KV.

@@ -16,7 +16,7 @@ from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
 from kp_core.errors import PackError
 from kp_core.packs.edits import Correction, Edit, Edits, root_of
-from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.pack import KnowledgePack, common_length
 
 __all__ = ["amend", "current_text", "squash"]
 
@@ -51,8 +51,9 @@ def amend(  # noqa: PLR0913 - what an edit takes
     lines = [each.line for each in corrections]
     text = base + "".join(f"\n{line}" for line in lines) if not base.endswith("\n") else base + "\n".join(lines)
     made = tokenised(pack, text, engine, compiled_for)
-    kept_starts = (at for at in edits.starts if at < made.reused)
-    starts = (*kept_starts, made.reused) if made.reused and corrections else ()
+    reused = common_length(pack.token_ids, made.token_ids)
+    kept_starts = (at for at in edits.starts if at < reused)
+    starts = (*kept_starts, reused) if reused and corrections else ()
     now = Edits(
         edits.root or root_of(pack.text),
         edits.said,

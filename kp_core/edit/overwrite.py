@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
 
 from kp_core.compose import SpliceComposer
@@ -22,14 +21,6 @@ from kp_core.prompt.prompt import Prompt, Span
 __all__ = ["overwrite"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _Overwritten(SpliceComposer):
-    """What stands before the field and behind it, moved; the field itself is computed between them."""
-
-    key = "overwrite"
-    keeps = False
 
 
 def overwrite(
@@ -66,7 +57,12 @@ def overwrite(
                 kv=pack.kv.slice(since, since + count),
             )
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
-    kv = pack.kv if ids == pack.token_ids else computed(engine, _plan(pack, ids, spans), "compose")
+    # What stands before the field and behind it is moved; the field itself is computed between them.
+    before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
+    whole = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
+    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
+    plan = Plan(prompt, (*plan_regions(before), whole), wanted=(start, stop))
+    kv = pack.kv if ids == pack.token_ids else computed(engine, plan, "compose")
     history = (*pack.history, Edit("overwrite", old, new))
     # Two packs that say the same now, and were made of different ones, are not the same.
     made_of = blake2b(f"{pack.fingerprint.dtype}\0{pack.text}\0{old}".encode(), digest_size=4).hexdigest()
@@ -79,17 +75,3 @@ def overwrite(
         provenance=Edits(history=history).written(pack.provenance),
         stored_bytes=0,
     )
-
-
-def _plan(pack: KnowledgePack, ids: Sequence[int], spans: Sequence[Span]) -> Plan:
-    before = Prompt(pack.prefix.token_ids, owner=pack.namespace)
-    start, stop = len(before), len(before) + len(ids)
-    made = Region(
-        *(start, stop, "composed"),
-        span=spans[0],
-        composer=_Overwritten(),
-        label=-1,
-        spans=tuple(spans),
-    )
-    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
-    return Plan(prompt, (*plan_regions(before), made), wanted=(start, stop))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kp_core.edit.statement import difference
 from kp_core.engines.request import CompiledFor
@@ -14,17 +14,9 @@ from kp_core.packs.pack import KnowledgePack, common_length
 from kp_core.packs.view import PackRef
 from kp_core.plan import Plan, plan_regions
 from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.template import TokenisedPack
 
-__all__ = ["Text", "compiled", "computed", "rebuild", "tokenised"]
-
-
-@dataclass(frozen=True)
-class Text:
-    """A text for the place of a pack: its tokens there, and how many of them, from the first on, the pack has."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    reused: int
+__all__ = ["compiled", "computed", "rebuild", "tokenised"]
 
 
 def rebuild(
@@ -41,8 +33,8 @@ def rebuild(
     return compiled(pack, made, engine, Edits(history=history))
 
 
-def tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> Text:
-    """`text` as it stands where `pack` was compiled for, and how many tokens it shares; raises as `rebuild`."""
+def tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> TokenisedPack:
+    """`text` as it stands where `pack` was compiled for; raises as `rebuild`."""
     if pack.steering is not None:
         raise PackError(f"The pack {pack.text[:40]!r} is steered. Edit the pack it was made from, then steer it again.")
     if pack.is_lazy:
@@ -55,19 +47,19 @@ def tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: Com
     for place in places:
         job = engine.template.tokenise_pack(text, place)
         if job.prompt.prefix_of(job.prompt.spans[0]) == pack.prefix:
-            return Text(text, job.token_ids, common_length(pack.token_ids, job.token_ids))
+            return job
     raise PackError(
         f"The pack {pack.text[:40]!r} was compiled for another place than {' or '.join(map(repr, places))}. "
         "Give the `compiled_for` that it was built with."
     )
 
 
-def compiled(pack: KnowledgePack, made: Text, engine: Session, edits: Edits) -> KnowledgePack:
+def compiled(pack: KnowledgePack, made: TokenisedPack, engine: Session, edits: Edits) -> KnowledgePack:
     """The pack of a text at the place of `pack`, whose KV serves as far as they share it."""
     before, packs = Prompt(pack.prefix.token_ids, owner=pack.namespace), set[Span]()
+    reused = common_length(pack.token_ids, made.token_ids)
     # The states of recurrent layers are known at the end of a pack alone.
-    reused = 0 if pack.kv is None or (pack.kv.states and made.reused < len(pack.token_ids)) else made.reused
-    if reused and pack.kv is not None:
+    if reused and pack.kv is not None and (not pack.kv.states or reused == len(pack.token_ids)):
         start, stop = len(before), len(before) + reused
         shared = replace(pack, token_ids=made.token_ids[:reused], kv=pack.kv.slice(0, reused))
         span = Span(start, stop, PackRef("", shared))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from torch import Tensor
@@ -23,6 +23,7 @@ CAPABILITIES = {
     "compose": "KV of packs from composers other than the exact one",
     "grammar": "answers held to a grammar: tools and response schemas",
     "kv": "KV of given tokens: building packs and steerings",
+    "lazy": "packs without KV, which is computed when they are first used",
     "logits": "the logits behind a prompt",
     "losses": "the likelihood of a given answer",
     "sampling": "temperature, top_p, top_k, repetition_penalty and seed",
@@ -86,6 +87,10 @@ class Engine(Protocol):
     def supports(self) -> frozenset[str]:
         """What it can do beyond greedy answers, in words of `CAPABILITIES`."""
 
+    @property
+    def lacks(self) -> Mapping[str, str]:
+        """Why it does not offer some of the others, by capability; may be empty."""
+
     def run(self, plan: Plan) -> TokenStream:
         """The answer to a plan; refuses at the call what cannot be, prefills at the first token."""
 
@@ -125,8 +130,8 @@ class CachingEngine(Engine, Protocol):
 
 
 def refusal(engine: Engine, name: str, capability: str, what: str) -> UnsupportedRequestError:
-    """That `engine`, called `name`, does not offer `what`: why, where it says so in `lacks`, and what does."""
-    if why := getattr(engine, "lacks", {}).get(capability):
+    """That `engine`, called `name`, does not offer `what`: why, where it says so, and what does."""
+    if why := engine.lacks.get(capability):
         return UnsupportedRequestError(f"{name} does not offer {what}: {why}.")
     return UnsupportedRequestError(
         f"{name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which runs the "

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kp_core.compose import BlendComposer, Composer, ExactComposer, SpliceComposer, WrappingComposer, composer_of
+from kp_core.compose import BlendComposer, Composer, ExactComposer, PacketComposer, SpliceComposer, composer_of
 from kp_core.errors import OptionError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.pack import common_length
 from kp_core.packs.view import PackView
 from kp_core.plan import Plan
-from kp_core.prompt.resolve import Message
+from kp_core.prompt.conversation import Message
 
 if TYPE_CHECKING:
     from kp_core.engines.session import Session
@@ -76,9 +76,10 @@ def compare_composers(
 
     def answer(composer: Composer | str) -> Any:  # noqa: ANN401
         session.clear_cache()
-        asked = options | {"composer": composer, "max_tokens": max_tokens}
+        made = composer_of(composer) if isinstance(composer, str) else composer
+        asked = options | {"composer": made, "max_tokens": max_tokens}
         # Wrapped packs are compiled once, like packs, and kept like them.
-        return session.generate(messages, **asked if _wraps(composer) else asked | {"keep": "never"})
+        return session.generate(messages, **asked if isinstance(made, PacketComposer) else asked | {"keep": "never"})
 
     exact = answer(ExactComposer())
     found = []
@@ -98,10 +99,6 @@ def compare_composers(
         )
     session.clear_cache()
     return tuple(found)
-
-
-def _wraps(composer: Composer | str) -> bool:
-    return isinstance(composer_of(composer) if isinstance(composer, str) else composer, WrappingComposer)
 
 
 @dataclass(frozen=True)

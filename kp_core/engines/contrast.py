@@ -20,7 +20,7 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import LayerRange, Method, Pair, Steering, resolve_layers
 from kp_core.steering.value import check_method
 
-__all__ = ["Contrast"]
+__all__ = ["make_steering"]
 
 _ADVICE = "expected pairs of (positive, negative), each a text or a list of messages."
 
@@ -33,85 +33,83 @@ class _Means(NamedTuple):
     norms: list[float]
 
 
-class Contrast:
-    """Reads pairs of conversations and keeps what their KV have apart."""
+def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
+    engine: Engine,
+    template: ChatTemplate,
+    wanted: Callable[[Prefix, Sequence[int]], Plan],
+    pairs: Sequence[Pair],
+    *,
+    method: Method = "mean",
+    layers: LayerRange | None = None,
+    c_v: float = 1.0,
+    c_k: float | None = None,
+    progress: bool = True,
+) -> Steering:
+    """The steering towards the positive sides of `pairs` and away from the negative ones.
 
-    def __init__(self, engine: Engine, template: ChatTemplate, wanted: Callable[[Prefix, Sequence[int]], Plan]) -> None:
-        self._engine, self._template, self._wanted = engine, template, wanted
+    `"mean"` (arXiv 2604.03270, section 2.6): the mean over pairs of the mean over positions of V(positive) minus
+    that of V(negative). Positions count from the first message that differs; a text is one user message.
+    `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference of K and of V at the last token but one
+    of the prompt, its generation prompt included, which is the last token in the cache when the model is about to
+    answer; times `c_k` (default 1) and `c_v`. Keys are taken as cached, rotated for where they stood.
 
-    def make(  # noqa: PLR0913 - as the engine's method
-        self,
-        pairs: Sequence[Pair],
-        *,
-        method: Method = "mean",
-        layers: LayerRange | None = None,
-        c_v: float = 1.0,
-        c_k: float | None = None,
-        progress: bool = True,
-    ) -> Steering:
-        """The steering towards the positive sides of `pairs` and away from the negative ones.
-
-        `"mean"` (arXiv 2604.03270, section 2.6): the mean over pairs of the mean over positions of V(positive) minus
-        that of V(negative). Positions count from the first message that differs; a text is one user message.
-        `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference of K and of V at the last token but one
-        of the prompt, its generation prompt included, which is the last token in the cache when the model is about to
-        answer; times `c_k` (default 1) and `c_v`. Keys are taken as cached, rotated for where they stood.
-
-        `layers` is by default the middle third. Raises `SteeringError` for pairs that are empty, one-sided or alike
-        once rendered, for layers the model lacks, for a method that does not exist, and for `c_k` with `"mean"`.
-        """
-        if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
-            raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
-        check_method(method, keys=c_k is not None)
-        prompts = [self._prompts(pair, index, method) for index, pair in enumerate(pairs)]
-        plans = [plan for pair in prompts for plan in self._plans(*pair)]
-        means: list[_Means] = []
-        bar = bar_of("Reading pairs", len(plans), "side", self._engine.kv(plans), shown=progress)
-        chosen: tuple[int, ...] = ()
-        for kv in bar:
-            chosen = chosen or resolve_layers(layers, kv.layers)
-            means.append(_means(kv, method))
-        sums = list(zip(means[::2], means[1::2], strict=True))
-        deltas = {
-            name: {
-                layer: torch.stack([getattr(a, name)[layer] - getattr(b, name)[layer] for a, b in sums]).mean(dim=0)
-                for layer in chosen
-            }
-            for name in ("keys", "values")
+    `layers` is by default the middle third. Raises `SteeringError` for pairs that are empty, one-sided or alike
+    once rendered, for layers the model lacks, for a method that does not exist, and for `c_k` with `"mean"`.
+    """
+    if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
+        raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
+    check_method(method, keys=c_k is not None)
+    prompts = [_prompts(template, pair, index, method) for index, pair in enumerate(pairs)]
+    plans = [plan for pair in prompts for plan in _plans(wanted, *pair)]
+    means: list[_Means] = []
+    bar = bar_of("Reading pairs", len(plans), "side", engine.kv(plans), shown=progress)
+    chosen: tuple[int, ...] = ()
+    for kv in bar:
+        chosen = chosen or resolve_layers(layers, kv.layers)
+        means.append(_means(kv, method))
+    sums = list(zip(means[::2], means[1::2], strict=True))
+    deltas = {
+        name: {
+            layer: torch.stack([getattr(a, name)[layer] - getattr(b, name)[layer] for a, b in sums]).mean(dim=0)
+            for layer in chosen
         }
-        scales = {layer: sum(a.norms[layer] + b.norms[layer] for a, b in sums) / (2 * len(sums)) for layer in chosen}
-        made = Steering(
-            deltas["values"],
-            self._engine.identity,
-            method,
-            deltas["keys"] if method == "last_token" else {},
-            scales,
-            provenance={
-                "made": f"{method} of {len(pairs)} pairs",
-                "torch": torch.__version__,
-                "transformers": importlib.metadata.version("transformers"),
-            },
-        )
-        return made.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
+        for name in ("keys", "values")
+    }
+    scales = {layer: sum(a.norms[layer] + b.norms[layer] for a, b in sums) / (2 * len(sums)) for layer in chosen}
+    made = Steering(
+        deltas["values"],
+        engine.identity,
+        method,
+        deltas["keys"] if method == "last_token" else {},
+        scales,
+        provenance={
+            "made": f"{method} of {len(pairs)} pairs",
+            "torch": torch.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+        },
+    )
+    return made.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
 
-    def _prompts(self, pair: Pair, index: int, method: Method) -> tuple[Prompt, Prompt]:
-        sides = () if isinstance(pair, str) or not isinstance(pair, Sequence) else pair
-        if len(sides) != 2 or not all(isinstance(side, Sequence) for side in sides):
-            raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
-        if any(not side or (isinstance(side, str) and not side.strip()) for side in pair):
-            raise SteeringError(f"Pair {index} has an empty side; {_ADVICE}")
-        answering = method == "last_token"
-        positive, negative = (self._template.render(side, add_generation_prompt=answering) for side in pair)
-        if positive.token_ids == negative.token_ids:
-            raise SteeringError(f"Both sides of pair {index} are the same prompt once rendered; {_ADVICE}")
-        return positive, negative
 
-    def _plans(self, positive: Prompt, negative: Prompt) -> tuple[Plan, Plan]:
-        """The KV of both sides from the first message on that differs; only what is before is looked up."""
-        shared = common_length(positive.token_ids, negative.token_ids)
-        start = max((at for at in positive.breaks if at <= shared), default=0)
-        before = Prefix(positive.token_ids[:start])
-        return self._wanted(before, positive.token_ids[start:]), self._wanted(before, negative.token_ids[start:])
+def _prompts(template: ChatTemplate, pair: Pair, index: int, method: Method) -> tuple[Prompt, Prompt]:
+    sides = () if isinstance(pair, str) or not isinstance(pair, Sequence) else pair
+    if len(sides) != 2 or not all(isinstance(side, Sequence) for side in sides):
+        raise SteeringError(f"Got {pair!r} for pair {index}; {_ADVICE}")
+    if any(not side or (isinstance(side, str) and not side.strip()) for side in pair):
+        raise SteeringError(f"Pair {index} has an empty side; {_ADVICE}")
+    answering = method == "last_token"
+    positive, negative = (template.render(side, add_generation_prompt=answering) for side in pair)
+    if positive.token_ids == negative.token_ids:
+        raise SteeringError(f"Both sides of pair {index} are the same prompt once rendered; {_ADVICE}")
+    return positive, negative
+
+
+def _plans(wanted: Callable[[Prefix, Sequence[int]], Plan], positive: Prompt, negative: Prompt) -> tuple[Plan, Plan]:
+    """The KV of both sides from the first message on that differs; only what is before is looked up."""
+    shared = common_length(positive.token_ids, negative.token_ids)
+    start = max((at for at in positive.breaks if at <= shared), default=0)
+    before = Prefix(positive.token_ids[:start])
+    return wanted(before, positive.token_ids[start:]), wanted(before, negative.token_ids[start:])
 
 
 def _means(kv: KVTensors, method: Method) -> _Means:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kp_core.compose import WrappingComposer
+from kp_core.compose import PacketComposer
 from kp_core.plan import Plan, Region
 
 __all__ = ["Explanation", "Row", "explain"]
@@ -119,7 +119,7 @@ def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, s
 def _source(region: Region) -> str:
     """Where the KV would come from; a pack without KV is computed from its text."""
     pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
-    brings = isinstance(region.composer, WrappingComposer)
+    brings = isinstance(region.composer, PacketComposer)
     if pack is not None and pack.kv is None and not pack.stored_bytes and not brings:
         return "computed"
     return region.source

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
 
-from kp_core.compose import WrappingComposer
+from kp_core.compose import PacketComposer
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -98,7 +98,7 @@ class Keeper:
         """The key of each wrapped pack that is stored: the digest of its wrapper is in what stands before."""
         found = {}
         for region in plan.regions:
-            for span in region.spans if isinstance(region.composer, WrappingComposer) else ():
+            for span in region.spans if isinstance(region.composer, PacketComposer) else ():
                 if region.composer and find_handles(span.handle):
                     pack, composer = span.pack, region.composer.key
                     key = KeptEntry.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)

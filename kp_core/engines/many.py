@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from kp_core.engines.request import Generation
 from kp_core.errors import OptionError
 from kp_core.progress import bar_of
-from kp_core.prompt.resolve import Message
+from kp_core.prompt.conversation import Message
 
 __all__ = ["Asked", "Key", "generate_many"]
 
@@ -19,12 +19,8 @@ Asked = Sequence[Message] | str | Mapping[str, Any]
 Key = TypeVar("Key", bound=Hashable)
 
 
-class _Answers(Protocol):
-    def generate(self, messages: Any, **options: Any) -> Generation: ...  # noqa: ANN401
-
-
 def generate_many(
-    engine: _Answers,
+    generate: Callable[..., Generation],
     requests: Mapping[Key, Asked] | Iterable[tuple[Key, Asked]],
     *,
     at_once: int = 8,
@@ -43,11 +39,16 @@ def generate_many(
         raise OptionError(f"The request {wrong[0]!r} has no messages; {what}.")
     # What begins alike finds the KV of those before it, and is decoded over the same keys.
     todo = sorted((pair for pair in pairs if pair[0] not in done), key=lambda pair: _beginning(pair[1]))
-    return _run(engine, todo, at_once, progress=progress, options=options)
+    return _run(generate, todo, at_once, progress=progress, options=options)
 
 
 def _run(
-    engine: _Answers, todo: list[tuple[Key, Asked]], at_once: int, *, progress: bool, options: dict[str, Any]
+    generate: Callable[..., Generation],
+    todo: list[tuple[Key, Asked]],
+    at_once: int,
+    *,
+    progress: bool,
+    options: dict[str, Any],
 ) -> Generator[tuple[Key, Generation], None, None]:
     cancel, left = threading.Event(), iter(todo)
     running: dict[Future[Generation], Key] = {}
@@ -57,7 +58,7 @@ def _run(
             while True:
                 for key, asked in left:
                     own = asked if isinstance(asked, Mapping) else {"messages": asked}
-                    running[pool.submit(engine.generate, **{**options, **own, "cancel": cancel})] = key
+                    running[pool.submit(generate, **{**options, **own, "cancel": cancel})] = key
                     if len(running) >= at_once:
                         break
                 if not running:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
 
-from kp_core.compose import Composer, ExactComposer, NaiveComposer, WrappingComposer, laid_out
+from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
 from kp_core.engines.keeping import Keeper
 from kp_core.engines.ordering import Ordering, missing_tokens
 from kp_core.engines.request import Request
@@ -17,33 +17,16 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import PackView, explicit_packs
-from kp_core.plan import Limit, Plan, Region, plan_regions
+from kp_core.plan import Limit, Plan, Region, plan_regions, plan_steered
+from kp_core.prompt.conversation import Message, placed
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
-from kp_core.steering import Block, as_steering, plan_blocks
+from kp_core.steering import as_steering
 
-__all__ = ["Learned", "Planner"]
+__all__ = ["Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
 _REMEMBERED = 4096  # Positions of recognised texts that are counted.
-
-
-@dataclass(frozen=True)
-class Learned:
-    """A pack that is to be compiled for a prefix: met there a second time, or computed by another kind of engine."""
-
-    span: Span
-    token_ids: tuple[int, ...]
-    prefix: Prefix
-    model: ModelFingerprint
-    before: tuple[Span, ...]
-    """The packs in `prefix`, whose tokens belong to their namespaces."""
-
-    def pack(self) -> KnowledgePack:
-        """The pack as it would be compiled for this prefix, without its KV."""
-        made = self.span.pack
-        return replace(made, token_ids=self.token_ids, prefix=self.prefix, fingerprint=self.model, kv=None)
 
 
 @dataclass(frozen=True)
@@ -53,11 +36,11 @@ class _Sourced:
     prompt: Prompt
     packs: frozenset[Span]
     composed: Mapping[Span, Composer]
-    learned: Sequence[Learned]
+    learned: Sequence[tuple[KnowledgePack, Plan]]
 
-    def regions(self, blocks: Sequence[Block] = ()) -> tuple[Region, ...]:
+    def regions(self, steered: Sequence[Region] = ()) -> tuple[Region, ...]:
         """The regions of the prompt."""
-        return plan_regions(self.prompt, self.packs, self.composed, blocks)
+        return plan_regions(self.prompt, self.packs, self.composed, steered)
 
 
 class Planner:
@@ -85,47 +68,48 @@ class Planner:
         *,
         tokens: int | None = None,
         learn: bool = True,
-    ) -> tuple[Plan, list[Learned]]:
+    ) -> tuple[Plan, Sequence[tuple[KnowledgePack, Plan]]]:
         """The plan of one request, whose answer may take `tokens` (by default what its sampling says).
 
-        And the packs that should be compiled for where they stand; without `learn`, what is met is not counted. Raises
-        `PromptError` and its kinds, `FingerprintMismatchError` for packs, steerings and wrappers of another model,
-        `SteeringError`.
+        And the packs that should be compiled for where they stand, each without its KV and with the plan for it;
+        without `learn`, what is met is not counted. Raises `PromptError` and its kinds, `FingerprintMismatchError` for
+        packs, steerings and wrappers of another model, `SteeringError`.
         """
         view = request.view
         if view is not None:
             recognise = view.recognise and request.recognise
             view = replace(view, recognise=recognise, model=self._identity, mismatch=request.mismatch)
-        render = partial(
-            self._template.render,
-            messages,
-            view=view,
-            packs=explicit_packs(request.packs, view, self._identity, request.mismatch),
-            placement=request.placement,
-            compact=request.compact,
-            shape=request.shape,
-            thinking=request.thinking,
-        )
         prompt, reordered = self._ordering.prompt(
-            render, lambda prompt: self._missing(prompt, request, view), is_free=request.order == "free", learn=learn
+            placed(
+                messages,
+                view=view,
+                packs=explicit_packs(request.packs, view, self._identity, request.mismatch),
+                placement=request.placement,
+                compact=request.compact,
+            ),
+            partial(self._template.render_turns, shape=request.shape, thinking=request.thinking),
+            lambda prompt: self._missing(prompt, request, view),
+            is_free=request.order == "free",
+            learn=learn,
         )
         if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
             request = replace(request, composer=ExactComposer())
         sourced = self._sourced(prompt, request, view, learn=learn)
         prompt, learned = sourced.prompt, sourced.learned
-        blocks = self.blocks(prompt, request)
+        steered = self._steered(prompt, request)
         laid = prompt
-        if isinstance(composer := request.composer, WrappingComposer):
+        if isinstance(composer := request.composer, PacketComposer):
             composer.check(self._identity)
-            if blocks or not request.reuse:  # Steered packs are computed, and without reuse everything is.
+            if steered or not request.reuse:  # Steered packs are computed, and without reuse everything is.
                 request = replace(request, composer=ExactComposer())
             else:
-                laid = self._laid_out(prompt, sourced, composer)
+                wrapped = [span for span, each in sourced.composed.items() if each == composer]
+                laid = laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
             sourced = self._sourced(laid, request, view)
-            blocks = self.blocks(sourced.prompt, request)
+            steered = self._steered(sourced.prompt, request)
         plan = Plan(
             sourced.prompt,
-            sourced.regions(blocks),
+            sourced.regions(steered),
             request,
             self._budget(sourced.prompt, request, tokens),
             packs=view,
@@ -134,28 +118,28 @@ class Planner:
             reordered=reordered,
             limit=limit,
         )
-        if blocks:
-            below = self._sourced(prompt.until(blocks[0].stop), request, view)
+        if steered:
+            below = self._sourced(prompt.until(steered[0].stop), request, view)
             plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
-        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), list(learned)
+        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), learned
 
-    def blocks(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Block, ...]:
+    def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """What is to be steered in `prompt`."""
         steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
-        blocks = plan_blocks(prompt, steering, request.scope, answering=answering)
-        for block in blocks:
-            for part in block.parts:
-                part.steering.check(self._identity)
-                part.steering.warn_beyond_cliff()
-        return blocks
+        steered = plan_steered(prompt, steering, request.scope, answering=answering)
+        for added in (part.steering for region in steered for part in region.parts):
+            if added is not None:
+                added.check(self._identity)
+                added.warn_beyond_cliff()
+        return steered
 
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
         """The plan that holds `pack` behind the prefix it was compiled for, and nothing behind it."""
         prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
         sourced = self._sourced(prompt, Request())
-        blocks = self.blocks(sourced.prompt, Request(), answering=False)
-        plan = Plan(sourced.prompt, sourced.regions(blocks))
-        return replace(plan, below=replace(plan, regions=sourced.regions())) if blocks else plan
+        steered = self._steered(sourced.prompt, Request(), answering=False)
+        plan = Plan(sourced.prompt, sourced.regions(steered))
+        return replace(plan, below=replace(plan, regions=sourced.regions())) if steered else plan
 
     def wanted(
         self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()
@@ -172,7 +156,7 @@ class Planner:
         self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
     ) -> _Sourced:
         """Where the KV of the packs of `prompt` comes from; a recognised one that brings none becomes plain text."""
-        packs, composed, learned = set[Span](), dict[Span, Composer](), list[Learned]()
+        packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, texts = list[Span](), list[Span]()
         wanted, accepts, mine = set(request.composer.regions(prompt)), request.mismatch == "accept", self._identity
         for span in prompt.spans:
@@ -189,7 +173,7 @@ class Planner:
                     packs.add(kept)
                 elif is_plain and self._again(span, prompt, learn=learn):
                     spans.append(span)
-                    learned.append(Learned(span, ids, prompt.prefix_of(span), mine, _before(span, prompt)))
+                    learned.append(self._compiled(span, prompt))
                 else:
                     texts.append(span)
                 continue
@@ -201,7 +185,7 @@ class Planner:
                 composed[span] = NaiveComposer("accept")
             elif home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
                 # It is stored as another engine computed it: from now on also as this one does.
-                learned.append(Learned(span, ids, prompt.prefix_of(span), mine, _before(span, prompt)))
+                learned.append(self._compiled(span, prompt))
             elif entry is not None:
                 span = kept  # noqa: PLW2901 - the same place, and KV that was computed for it
                 packs.add(span)
@@ -209,10 +193,12 @@ class Planner:
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *texts))
         return _Sourced(prompt, frozenset(packs), composed, learned)
 
-    def _laid_out(self, prompt: Prompt, sourced: _Sourced, composer: WrappingComposer) -> Prompt:
-        """`prompt` with the packs wrapped that `composer` makes; itself where there are none."""
-        wrapped = [span for span, each in sourced.composed.items() if each == composer]
-        return laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
+    def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
+        """The pack of `span` as it would be compiled for where it stands, without its KV, and the plan for that."""
+        ids, prefix = prompt.token_ids[span.start : span.stop], prompt.prefix_of(span)
+        pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self._identity, kv=None)
+        before = [each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start]
+        return pack, self.wanted(prefix, ids, pack.namespace, before)
 
     def _entry(self, span: Span, prompt: Prompt, source: PackView | None) -> KnowledgePack | None:
         """The entry of a pack for what stands before it in `prompt`, where its source has one."""
@@ -261,8 +247,3 @@ class Planner:
         if wanted > left:
             raise ContextOverflowError(len(prompt), wanted, self._max_positions)
         return wanted
-
-
-def _before(span: Span, prompt: Prompt) -> tuple[Span, ...]:
-    """What belongs to packs before `span`."""
-    return tuple(each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start)

@@ -8,19 +8,18 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 
-from kp_core.compose import Composer, ExactComposer, Order, composer_of
+from kp_core.compose import Composer, ExactComposer, composer_of
 from kp_core.engines.base import FinishReason
 from kp_core.errors import OptionError, SamplingError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import Mismatch, PackView
 from kp_core.plan import Sampling, number
+from kp_core.prompt.conversation import Message, Placement
 from kp_core.prompt.prompt import Prompt
-from kp_core.prompt.resolve import Message
-from kp_core.prompt.template import Placement
 from kp_core.steering import AskedSteering, Scope
 from kp_core.tools import AnswerShape, Tool, ToolCall, ToolChoice
 from kp_core.usage import Usage
@@ -33,6 +32,7 @@ __all__ = [
     "Keep",
     "Mismatch",
     "Option",
+    "Order",
     "Prefill",
     "Request",
     "checked_options",
@@ -41,6 +41,7 @@ __all__ = [
 
 CompiledFor: TypeAlias = Sequence[Message] | Literal["user", "system"]
 Keep: TypeAlias = Literal["used_twice", "always", "never"]
+Order: TypeAlias = Literal["given", "free"]
 Upgrade: TypeAlias = Literal["none", "background"]
 _Where: TypeAlias = Literal["model", "call", "core"]
 
@@ -120,10 +121,10 @@ _ABOUT: Mapping[str, str] = {
     "cancel": "Set it from any thread to end the generation after the token in progress.",
 }
 _CHOICES = {
-    "mismatch": ("error", "rebuild", "accept"),
-    "keep": ("used_twice", "always", "never"),
-    "upgrade": ("none", "background"),
-    "order": ("given", "free"),
+    "mismatch": get_args(Mismatch),
+    "keep": get_args(Keep),
+    "upgrade": get_args(Upgrade),
+    "order": get_args(Order),
 }
 _PER_CALL = ("tools", "tool_choice", "parallel_tool_calls", "response_schema", "reuse")
 _OF_THE_CORE = ("view", "cancel")

@@ -7,46 +7,45 @@ import itertools
 import math
 import platform
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
-from kp_core.engines.base import Engine, TokenStream
-from kp_core.engines.building import built, stored, tokenised
+from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
 from kp_core.engines.comparing import Doubts
-from kp_core.engines.contrast import Contrast
+from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
 from kp_core.engines.many import Asked, Key, generate_many
-from kp_core.engines.offered import OfEngine
-from kp_core.engines.planning import Learned, Planner
+from kp_core.engines.planning import Planner
 from kp_core.engines.reading import Reading, check_time, usage_of
 from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
 from kp_core.engines.streams import AsyncStream, Stream, in_thread
-from kp_core.engines.upgrading import exact_steps
-from kp_core.errors import BusyError, PromptError
+from kp_core.errors import BusyError, ContextOverflowError, PromptError, ShortTextError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack
 from kp_core.packs.view import PackRef
 from kp_core.plan import Limit, Plan
 from kp_core.progress import bar_of
+from kp_core.prompt.conversation import Message
 from kp_core.prompt.prompt import Span
-from kp_core.prompt.resolve import Message
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import Pair, Steering
 from kp_core.tools import Delta
 
 __all__ = ["Session"]
 
+_STEP_TOKENS = 512  # Of background work.
 _PACED = 256  # Of fewer tokens a pass takes longer each: what it costs to run at all.
 
 
-class Session(OfEngine):
+class Session:
     """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
 
     `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
@@ -63,7 +62,7 @@ class Session(OfEngine):
         template: ChatTemplate | None = None,
         probe: Callable[[], float] = lambda: math.nan,
     ) -> None:
-        super().__init__(engine, name or type(engine).__name__)
+        self.engine, self.name = engine, name or type(engine).__name__
         self._probe = cache(probe)
         self.template = template or ChatTemplate(engine.tokenizer)
         """The model's chat template."""
@@ -120,7 +119,7 @@ class Session(OfEngine):
         leave out: those of an interrupted run. `options` are those of `generate`, for all. An error of one ends the
         run. Leaving the loop ends what is under way.
         """
-        return generate_many(self, requests, at_once=at_once, done=done, progress=progress, **options)
+        return generate_many(self.generate, requests, at_once=at_once, done=done, progress=progress, **options)
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
         """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
@@ -148,7 +147,8 @@ class Session(OfEngine):
         """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
-        pace, state_bytes = seconds / tokens if tokens else self._probe(), getattr(self.engine, "state_bytes", 0)
+        pace = seconds / tokens if tokens else self._probe()
+        state_bytes = self.state_bytes if "cache" in self.engine.supports else 0
         is_bitwise = "bitwise" in self.engine.supports
         return explain(plan, self._found(plan), pace, state_bytes, is_bitwise=is_bitwise)
 
@@ -206,20 +206,37 @@ class Session(OfEngine):
         goes to `on_short` and is left out; without that, its error is raised. A progress bar shows when it takes longer
         than a second.
         """
-        lazy = lazy or getattr(self.engine, "compiles_on_use", False)
+        lazy = lazy or ("lazy" in self.engine.supports and "kv" not in self.engine.supports)
         self._need("kv", "building packs", needed=not lazy)
         abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
-        jobs = tokenised(self.template, abouts, compiled_for, on_short, None if lazy else self.max_positions)
         made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
-        found = built(jobs, self.engine, self._planner.wanted, namespace, made, lazy=lazy)
-        for pack in bar_of("Building packs", len(texts), "pack", found, shown=progress):
-            yield pack.compressed(compress)
+        most = None if lazy else self.max_positions
+        waiting: deque[KnowledgePack] = deque()
+
+        def plans() -> Iterator[Plan]:
+            """The plans for the KV of all packs, which wait without it until it comes."""
+            for text, about in abouts:
+                try:
+                    job = self.template.tokenise_pack(text, compiled_for, most=most)
+                except (ShortTextError, ContextOverflowError) as error:
+                    if on_short is None:
+                        raise
+                    on_short(text, error)
+                    continue
+                prefix = job.prompt.prefix_of(job.prompt.spans[0])
+                identity, said = self.engine.identity, {**made, **about}
+                waiting.append(KnowledgePack(text, namespace, job.token_ids, prefix, identity, provenance=said))
+                yield self._planner.wanted(prefix, job.token_ids, namespace)
+
+        found = (None for _ in plans()) if lazy else self.engine.kv(plans())
+        for kv in bar_of("Building packs", len(texts), "pack", found, shown=progress):
+            yield replace(waiting.popleft(), kv=kv).compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
-        """A steering from what `pairs` of (positive, negative) have apart; options are those of `Contrast.make`."""
+        """A steering from what `pairs` of (positive, negative) have apart; options as of `contrast.make_steering`."""
         self._need("kv", "making steerings")
         self._need("steer", "steering")
-        return Contrast(self.engine, self.template, self._planner.wanted).make(pairs, **options)
+        return make_steering(self.engine, self.template, self._planner.wanted, pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:
         """Do `job` when no request is being answered, a step at a time; raises `BusyError` when too much waits."""
@@ -247,6 +264,38 @@ class Session(OfEngine):
         span = Span(start, start + len(pack.token_ids), PackRef("", pack))
         return self._cache("pin").pin(self._planner.pinned(pack, span))
 
+    def unpin(self, pinned: object) -> None:
+        """Let the prefix tree evict a pinned pack again."""
+        self._cache("unpin").unpin(pinned)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of KV in the prefix tree, which its budget bounds."""
+        return self._cache("cached_bytes").cached_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV per token."""
+        return self._cache("bytes_per_token").bytes_per_token
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
+        return self._cache("state_bytes").state_bytes
+
+    def clear_cache(self) -> None:
+        """Drop all KV that is neither pinned nor in use."""
+        self._cache("clear_cache").clear_cache()
+
+    def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
+        """Refuse what the engine does not support."""
+        if needed and capability not in self.engine.supports:
+            raise refusal(self.engine, self.name, capability, what)
+
+    def _cache(self, what: str) -> CachingEngine:
+        self._need("cache", what)
+        return cast("CachingEngine", self.engine)
+
     def _plan(
         self,
         messages: Sequence[Message] | str,
@@ -261,17 +310,24 @@ class Session(OfEngine):
             planner = self._planner
         plan, learned = planner.plan(messages, request, limit, tokens=tokens, learn=learn)
         reading = Reading(self.template, self.tokenizer, plan.prompt, request)
-        composed, steered = (any(getattr(each, name) for each in plan.regions) for name in ("composer", "block"))
-        self._need("steer", "steering", needed=steered)
-        self._need("compose", f"composer={request.composer.key!r}", needed=composed)
+        sources = {region.source for region in plan.regions}
+        self._need("steer", "steering", needed="steered" in sources)
+        self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         if learn:
             self._doubts.say(plan, request.view, self.fingerprint.identity)
             self._compile(learned, request)
             if request.upgrade == "background" and any(region.composer for region in plan.regions):
                 with suppress(BusyError):  # It will be met again.
-                    self.when_idle(exact_steps(self.engine, planner.exact(plan)))
+                    self.when_idle(partial(self._prefill_steps, planner.exact(plan)))
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
+
+    def _prefill_steps(self, plan: Plan) -> Iterator[None]:
+        """Prefill `plan` in short steps, so that a request that comes meanwhile waits for one at most."""
+        for stop in range(_STEP_TOKENS, len(plan.prompt) + _STEP_TOKENS, _STEP_TOKENS):
+            for _token in self.engine.run(plan.until(stop)):
+                pass
+            yield
 
     def _run(self, plan: Plan) -> TokenStream:
         """What is left of running `plan` to its end."""
@@ -291,12 +347,17 @@ class Session(OfEngine):
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
 
-    def _compile(self, learned: Sequence[Learned], request: Request) -> None:
+    def _compile(self, learned: Sequence[tuple[KnowledgePack, Plan]], request: Request) -> None:
         """Compile recognised packs for where they stand, in the background, for the next request."""
         if request.view is None or "kv" not in self.engine.supports:
             return
         put = request.view.source.put
+
+        def stored(pack: KnowledgePack, wanted: Plan) -> Iterator[None]:
+            for kv in self.engine.kv([wanted]):
+                put(replace(pack, kv=kv))
+                yield
+
         with suppress(BusyError):  # It will be met again.
-            for each in learned:
-                wanted = self._planner.wanted(each.prefix, each.token_ids, each.span.pack.namespace, each.before)
-                self.when_idle(partial(stored, each.pack(), self.engine, wanted, put))
+            for pack, wanted in learned:
+                self.when_idle(partial(stored, pack, wanted))

@@ -54,7 +54,7 @@ def session_of(engine: object) -> Session:
     if not isinstance(engine, Engine):
         raise ModelError(
             f"Got a {type(engine).__name__} as engine; expected what `kp_core.load_engine(...)` gives, or an object "
-            "with `identity`, `tokenizer`, `max_positions`, `supports`, `run` and `kv`."
+            "with `identity`, `tokenizer`, `max_positions`, `supports`, `lacks`, `run` and `kv`."
         )
     return Session(engine)
 
@@ -66,7 +66,7 @@ def shared_engine(
     base_url: str | None = None,
     api_key: str | None = None,
 ) -> Session:
-    """The session this process keeps for what it is asked for with, made when it is first asked for."""
+    """The session of this process for these settings, created on first use."""
     key = (model, dtype, device, base_url, api_key)
     with _loading:
         if key not in _sessions:
@@ -76,5 +76,5 @@ def shared_engine(
 
 
 def loaded_engine(*asked: str | None) -> Session | None:
-    """As `shared_engine` of the same five, but `None` where that would have to load; never waits."""
+    """The session that `shared_engine` has for these settings; `None` where it would have to load. Never waits."""
     return _sessions.get(asked)

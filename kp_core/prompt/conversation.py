@@ -5,29 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
-from kp_core.errors import PromptError
+from kp_core.errors import PromptError, UnsupportedContentError
 from kp_core.packs.edits import root_of
 from kp_core.packs.pack import Prefix
 from kp_core.packs.view import PackRef, PackView, Segment
-from kp_core.prompt.resolve import Message, split_content, tool_call
 
 __all__ = [
     "GAP",
+    "SLOT",
+    "Message",
+    "Placement",
     "Turn",
-    "compacted",
-    "lift_packs",
+    "filled",
     "map_strings",
+    "placed",
     "schema_instruction",
+    "slotted",
+    "text_of",
     "to_turns",
+    "tool_call",
     "with_errata",
     "with_instruction",
-    "with_memory",
 ]
 
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message as chat templates take it: `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`."""
+Placement: TypeAlias = Literal["in_place", "system"]
 _Call: TypeAlias = Mapping[str, Any]
 GAP = "\n\n"
+SLOT = "{pack}"
+"""What stands where the pack will be."""
 _ROLES = ("system", "user", "assistant", "tool")
 _COMPACTED = "(In memory, with the results of all earlier calls.)"
 
@@ -40,6 +49,11 @@ class Turn:
     segments: tuple[Segment, ...] = ()
     tool_calls: tuple[_Call, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def content(self) -> str:
+        """Its content, packs as their text."""
+        return "".join(each.text if isinstance(each, PackRef) else each for each in self.segments)
 
     def with_segments(self, segments: Sequence[Segment]) -> Turn:
         """The same turn with other content."""
@@ -61,7 +75,8 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
         raise PromptError("Got an empty conversation; expected at least one message.")
     turns = []
     for message in messages:
-        segments = split_content(message, view)
+        text = text_of(message)
+        segments = view.split(text, str(message["role"])) if view is not None else (text,) if text else ()
         if message["role"] not in _ROLES:
             raise PromptError(f"Got the role {message['role']!r}; expected one of {', '.join(_ROLES)}.")
         given = message.get("tool_calls") or ()
@@ -73,7 +88,33 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
     return tuple(turns)
 
 
-def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
+def placed(
+    messages: Sequence[Message] | str,
+    *,
+    view: PackView | None = None,
+    packs: Sequence[PackRef] = (),
+    placement: Placement = "in_place",
+    compact: bool = False,
+) -> tuple[Turn, ...]:
+    """The turns of `messages` (a string is one user message), handles resolved through `view`, packs in their places.
+
+    `packs` go to the start of the system message. With `placement="system"` so do the packs of all messages, in order
+    of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought nothing but
+    packs shrink to the latest call (`_compacted`). Raises `PromptError` (empty conversation, malformed message),
+    `UnsupportedContentError`.
+    """
+    if placement not in get_args(Placement):
+        raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
+    turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
+    lifted, found = _lift_packs(turns) if placement == "system" else (turns, ())
+    memory = (*packs, *found)
+    if compact:
+        turns = _compacted(turns, {pack.handle for pack in memory})
+        lifted = _lift_packs(turns)[0] if found else turns
+    return _with_memory(lifted, memory) if memory else lifted
+
+
+def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
     """`turns` with each pack's handle in place of the pack, and the packs in order of first appearance."""
     brought = ((at, part) for at, turn in enumerate(turns) for part in turn.segments if _by_handle(part))
     found: dict[str, PackRef] = {}
@@ -83,7 +124,7 @@ def lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, 
     return tuple(lifted), tuple(found.values())
 
 
-def with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
+def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
     """`turns` with `packs`, each once, at the start of the system message, which is added where there is none."""
     memory = {reference.handle: replace(reference, memory=True) for reference in reversed(packs)}
     ordered = tuple(memory[handle] for handle in dict.fromkeys(reference.handle for reference in packs))
@@ -115,7 +156,7 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     return tuple(turn.with_segments([shortened(part) for part in turn.segments]) for turn in turns)
 
 
-def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
+def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
     """`turns` with the tool exchanges that brought nothing but packs shrunk to a constant length.
 
     Of such exchanges behind one user or system message the latest call stays, and its result is one short line that
@@ -148,7 +189,7 @@ def compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[T
         for at in spans[-1][1:]:
             made[at] = turns[at].with_segments([_COMPACTED])
     kept = tuple(turn for turn in made if turn is not None)
-    return with_memory(kept, orphans) if orphans else kept
+    return _with_memory(kept, orphans) if orphans else kept
 
 
 def _exchanges(turns: Sequence[Turn]) -> list[range]:
@@ -218,3 +259,75 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN40
     if isinstance(value, Sequence):
         return [map_strings(item, change) for item in value]
     return value
+
+
+def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str, Any]:
+    """A call as `tool_calls` of a message hold it, with its id where it has one."""
+    call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {**call, "id": call_id} if call_id else call
+
+
+def text_of(message: Message) -> str:
+    """The text of a message.
+
+    Raises `UnsupportedContentError` for content that is neither a string nor a list of text parts.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise PromptError(f"Got the message {message!r}; expected a mapping with a string under 'role'.")
+    content = message.get("content")
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(_text_of_part(part) for part in content)
+    raise UnsupportedContentError(f"Got content of type {type(content).__name__}; expected a string or text parts.")
+
+
+def _text_of_part(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise UnsupportedContentError(
+        f"Got a content part of type {kind!r}; a text model takes parts of the form {{'type': 'text', 'text': ...}}."
+    )
+
+
+def filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
+    """`messages` with `reference` where they say `{pack}`."""
+    turns = []
+    for turn in to_turns(messages, None):
+        segments: list[Segment] = []
+        for segment in turn.segments:
+            before, slot, after = str(segment).partition(SLOT)
+            segments += [before, reference, after] if slot else [before]
+        turns.append(turn.with_segments(segments))
+    if sum(segment is reference for turn in turns for segment in turn.segments) != 1:
+        raise PromptError("Expected messages that hold '{pack}' exactly once, where the pack will be.")
+    return tuple(turns)
+
+
+def slotted(messages: Sequence[Message], variable: str, marks: Mapping[str, str]) -> list[Message]:
+    """`messages` made of a framework's prompt, with `{pack}` where `variable` first stands and `?` for other variables.
+
+    `marks` are what stands there for each variable. Raises `PromptError` when `variable` stands nowhere, or when
+    another one stands before it, as what precedes a pack then changes from call to call.
+    """
+    texts = [text_of(message) for message in messages]
+    before, found, _ = "".join(texts).partition(marks[variable])
+    if not found:
+        others = ", ".join(name for name in marks if name != variable)
+        raise PromptError(f"Got the variable {variable!r}; the variables of the prompt are: {others}.")
+    moving = next((name for name, mark in marks.items() if mark in before), None)
+    if moving is not None:
+        raise PromptError(
+            f"{moving!r} stands before {variable!r} in the prompt, so what precedes the packs changes from call to "
+            f"call, and no KV computed beforehand can be exact there. Put {variable!r} first, e.g. in a system message."
+        )
+    first = next(at for at, text in enumerate(texts) if marks[variable] in text)
+    texts[first] = texts[first].replace(marks[variable], SLOT, 1)
+    for mark in marks.values():
+        texts = [text.replace(mark, "?") for text in texts]
+    return [{**message, "content": text} for message, text in zip(messages, texts, strict=True)]

@@ -21,8 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from kp_core.packs.view import PackRef
-from kp_core.prompt.conversation import GAP, Turn, with_instruction
-from kp_core.prompt.resolve import tool_call
+from kp_core.prompt.conversation import GAP, Turn, tool_call, with_instruction
 from kp_core.tools import Tool, ToolFormat
 
 __all__ = ["TurnShaper"]

@@ -8,6 +8,8 @@ is what goes wrong elsewhere: a second call repeats the default system message, 
 from __future__ import annotations
 
 import logging
+import secrets
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,29 +19,24 @@ from kp_core.errors import ContextOverflowError, PromptError, ShortTextError, Te
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.view import PackRef, PackView
-from kp_core.prompt.checking import SpanCheck, checked
 from kp_core.prompt.conversation import (
+    SLOT,
+    Message,
+    Placement,
     Turn,
-    compacted,
-    lift_packs,
+    filled,
     map_strings,
+    placed,
     schema_instruction,
-    to_turns,
     with_errata,
     with_instruction,
-    with_memory,
 )
-from kp_core.prompt.encoding import PromptEncoder
+from kp_core.prompt.encoding import Encoded, PromptEncoder, insert
 from kp_core.prompt.prompt import Prompt, Span
-from kp_core.prompt.resolve import Message
 from kp_core.prompt.shaping import TurnShaper
-from kp_core.prompt.slot import SLOT, filled
-from kp_core.prompt.spans import Marks
 from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
-__all__ = ["ChatTemplate", "Placement", "SpanCheck", "TokenisedPack"]
-
-Placement: TypeAlias = Literal["in_place", "system"]
+__all__ = ["ChatTemplate", "SpanCheck", "TokenisedPack"]
 
 # What may follow a pack in a prompt. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
 _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'", '"', "-", "é", "中")
@@ -59,6 +56,18 @@ class TokenisedPack:
     text: str
     token_ids: tuple[int, ...]
     prompt: Prompt
+
+
+@dataclass(frozen=True)
+class SpanCheck:
+    """What `ChatTemplate.verify` found about one pack: how much of its text its tokens deliver."""
+
+    handle: str
+    tokens: int
+    delivered: str
+    """Characters delivered as KV."""
+    as_text: str
+    """Characters at the edges that share a token with what is around the pack, and are prefilled with it."""
 
 
 class ChatTemplate:
@@ -110,33 +119,26 @@ class ChatTemplate:
         compact: bool = False,
         shape: AnswerShape = _FREE,
         thinking: bool | None = None,
-        arrange: Callable[[Sequence[Turn]], Sequence[Turn]] | None = None,
         add_generation_prompt: bool = True,
     ) -> Prompt:
-        """The canonical prompt of `messages` (a string is one user message), handles resolved through `view`.
+        """The canonical prompt of `messages`: `placed` and then `render_turns`; raises as these."""
+        turns = placed(messages, view=view, packs=packs, placement=placement, compact=compact)
+        return self.render_turns(turns, shape=shape, thinking=thinking, add_generation_prompt=add_generation_prompt)
 
-        `packs` go to the start of the system message. With `placement="system"` so do the packs of all messages, in
-        order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought
-        nothing but packs shrink to the latest call (see `kp_core.prompt.conversation.compacted`). The tools of `shape`
-        are shown by the template where it can, else listed at the end of the system message, as is the schema of the
-        answer. `thinking` switches templates that can. `arrange` may put packs in another order. Behind an earlier
-        version of itself an edited pack is only what was corrected since (`with_errata`).
+    def render_turns(
+        self,
+        turns: Sequence[Turn],
+        *,
+        shape: AnswerShape = _FREE,
+        thinking: bool | None = None,
+        add_generation_prompt: bool = True,
+    ) -> Prompt:
+        """The canonical prompt of a conversation.
 
-        Raises `PromptError` (empty conversation, malformed message), `UnsupportedContentError`, `TemplateError`.
+        The tools of `shape` are shown by the template where it can, else listed at the end of the system message, as is
+        the schema of the answer. `thinking` switches templates that can. Behind an earlier version of itself an edited
+        pack is only what was corrected since (`with_errata`). Raises `TemplateError`.
         """
-        if placement not in ("in_place", "system"):
-            raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
-        turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-        found = lift_packs(turns)[1] if placement == "system" else ()
-        packs = (*packs, *found)
-        if compact:
-            turns = compacted(turns, {pack.handle for pack in packs})
-        if found:
-            turns, _ = lift_packs(turns)
-        if packs:
-            turns = with_memory(turns, packs)
-        if arrange is not None:
-            turns = tuple(arrange(turns))
         turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
         if shape.tools:
@@ -210,7 +212,13 @@ class ChatTemplate:
 
         Raises `TemplateError` at the first token that differs.
         """
-        return checked(prompt, self._encoder.encode(prompt.rendered))
+        encoded = self._encoder.encode(prompt.rendered)
+        got, expected = prompt.token_ids, encoded.ids
+        if (at := common_length(got, expected)) < min(len(got), len(expected)):
+            raise TemplateError(f"Token {at} of the prompt is {got[at]}; the single pass gives {expected[at]}.")
+        if len(got) != len(expected):
+            raise TemplateError(f"The prompt has {len(got)} tokens; the single pass gives {len(expected)}.")
+        return tuple(_checked(span, encoded) for span in prompt.spans)
 
     def _switches(self, *, thinking: bool | None) -> dict[str, Any]:
         if thinking is None:
@@ -223,19 +231,22 @@ class ChatTemplate:
 
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
-        marks = Marks(self._encoder)
-        text, change = self._guarded([marks.plain(turn) for turn in turns], options)
-        marked = [marks.marked(turn, index) for index, turn in enumerate(turns)]
-        stripped, found = marks.find(self._render(*change((marked, options))))
+        text, change = self._guarded([self._message(turn) for turn in turns], options)
+        references = [each for turn in turns for each in turn.segments if isinstance(each, PackRef)]
+        # Letters of both cases show a template that changes case.
+        sign = f"<{secrets.token_hex(8)}Mm:"
+        signs = [[(at, f"{sign}{mark}>") for at, mark in marks] for marks in _marks(turns)]
+        marked = [self._message(turn, inside) for turn, inside in zip(turns, signs, strict=True)]
+        stripped, found = _unmarked(self._render(*change((marked, options))), sign)
         # A template that treats marked text otherwise than plain text hides where packs are; they then go as text.
-        packs, break_chars = marks.positions(text, found) if stripped == text else ([], [])
-        if marks.references and stripped != text:
+        packs, break_chars = _places(references, text, found) if stripped == text else ([], [])
+        if references and stripped != text:
             self._doubt("packs cannot be found in its prompts, and go as text")
         encoded = self._encoder.encode(text)
         spans = []
         # What goes as text belongs to its namespace too. Where packs cannot be found, all of the prompt does: nothing
         # is found but through its first tokens.
-        texts = [] if stripped == text else [Span(at, at + 1, each) for at, each in enumerate(marks.references)]
+        texts = [] if stripped == text else [Span(at, at + 1, each) for at, each in enumerate(references)]
         for start, stop, reference in packs:
             begin, first, last = encoded.token_until(start), encoded.token_at(start), encoded.token_until(stop)
             if begin < first:  # It shares a token with what stands before it.
@@ -253,6 +264,16 @@ class ChatTemplate:
                 spans.append(Span(first, last, reference, (start, stop), reference.recognised))
         breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
         return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts))
+
+    def _message(self, turn: Turn, signs: Sequence[tuple[int, str]] = ()) -> dict[str, Any]:
+        """The message of `turn`, packs as their text, with signs at their places.
+
+        What was joined is escaped, as segments may make a special token together.
+        """
+        # Guards come before signs, so that a pack's own blanks are found right behind its last one.
+        own = turn.role == "assistant"
+        guards = [(at, self._encoder.guard) for at in self._encoder.guards(turn.content, own=own)]
+        return turn.to_message(insert(turn.content, (*guards, *signs)), self._encoder.escape)
 
     def _guarded(
         self, messages: list[dict[str, Any]], options: Mapping[str, Any]
@@ -321,3 +342,65 @@ class ChatTemplate:
 def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
     messages, options = map_strings(inputs, lambda text: text.replace(old, new))
     return messages, options
+
+
+def _checked(span: Span, encoded: Encoded) -> SpanCheck:
+    delivered = encoded.text_of(span.start, span.stop)
+    before, found, after = span.reference.text.partition(delivered)
+    if not found:
+        raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
+    return SpanCheck(span.handle, len(span), delivered, before + after)
+
+
+def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
+    """For each turn, the marks that show where packs (`b0`, `e0`, …) and messages (`m`) begin and end, in its content.
+
+    A mark is inside the outermost blanks of what it marks, so that templates which trim see the same blanks.
+    """
+    found: list[list[tuple[int, str]]] = []
+    number = 0
+    for index, turn in enumerate(turns):
+        marks, at = [], 0
+        if (index or turn.role != "system") and turn.content.strip():
+            marks.append((_leading(turn.content), "m"))
+        for segment in turn.segments:
+            if isinstance(segment, PackRef):
+                text = segment.text
+                marks += [(at + _leading(text), f"b{number}"), (at + len(text.rstrip()), f"e{number}")]
+                number += 1
+            at += len(segment.text if isinstance(segment, PackRef) else segment)
+        found.append(marks)
+    return found
+
+
+def _unmarked(marked: str, sign: str) -> tuple[str, dict[str, list[int]]]:
+    """The text without marks, and the positions of each mark in that text."""
+    text, *pieces = marked.split(sign)
+    found = defaultdict[str, list[int]](list)
+    for piece in pieces:
+        mark, _, plain = piece.partition(">")
+        found[mark].append(len(text))
+        text += plain
+    return text, found
+
+
+def _places(
+    references: Sequence[PackRef], text: str, found: Mapping[str, list[int]]
+) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
+    """Where packs are, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
+    packs = []
+    for number, reference in enumerate(references):
+        begins, ends = found.get(f"b{number}"), found.get(f"e{number}")
+        if begins and ends:
+            own, start, stop = reference.text, begins[-1], ends[-1]
+            lead, trail = own[: _leading(own)], own[len(own.rstrip()) :]
+            # The pack's own outer blanks count when the template left them.
+            start -= len(lead) if text[:start].endswith(lead) else 0
+            stop += len(trail) if text.startswith(trail, stop) else 0
+            packs.append((start, stop, reference))
+    return packs, found.get("m", [])
+
+
+def _leading(text: str) -> int:
+    """How many blanks `text` begins with."""
+    return len(text) - len(text.lstrip())

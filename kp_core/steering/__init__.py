@@ -3,28 +3,27 @@
 from kp_core.steering.calibrate import Calibrated, Calibration, CalibrationRow, Task, calibrate, repetition
 from kp_core.steering.file import load_steering, save_steering
 from kp_core.steering.pairs import likeness, preset, preset_about, preset_names
-from kp_core.steering.plan import (
+from kp_core.steering.value import (
     AskedSteering,
-    Block,
     LayerRange,
-    Part,
+    Method,
+    Pair,
     Scope,
+    Side,
+    Steering,
+    SteeringWarning,
     as_steering,
-    plan_blocks,
     resolve_layers,
 )
-from kp_core.steering.value import Method, Pair, Side, Steering, SteeringWarning
 
 __all__ = [
     "AskedSteering",
-    "Block",
     "Calibrated",
     "Calibration",
     "CalibrationRow",
     "LayerRange",
     "Method",
     "Pair",
-    "Part",
     "Scope",
     "Side",
     "Steering",
@@ -34,7 +33,6 @@ __all__ = [
     "calibrate",
     "likeness",
     "load_steering",
-    "plan_blocks",
     "preset",
     "preset_about",
     "preset_names",

@@ -14,9 +14,8 @@ from kp_core.bundled import needing
 from kp_core.errors import SteeringError
 from kp_core.packs.pack import KnowledgePack
 from kp_core.progress import bar_of
-from kp_core.prompt.resolve import Message
-from kp_core.steering.plan import Scope
-from kp_core.steering.value import Steering
+from kp_core.prompt.conversation import Message
+from kp_core.steering.value import Scope, Steering
 
 __all__ = ["Calibrated", "Calibration", "CalibrationRow", "Task", "calibrate", "repetition"]
 

@@ -18,9 +18,21 @@ from torch import Tensor
 
 from kp_core.errors import SteeringError, SteeringMismatchError
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.prompt.resolve import Message
+from kp_core.prompt.conversation import Message
 
-__all__ = ["Method", "Pair", "Side", "Steering", "SteeringWarning", "check_method"]
+__all__ = [
+    "AskedSteering",
+    "LayerRange",
+    "Method",
+    "Pair",
+    "Scope",
+    "Side",
+    "Steering",
+    "SteeringWarning",
+    "as_steering",
+    "check_method",
+    "resolve_layers",
+]
 
 Method: TypeAlias = Literal["mean", "last_token"]
 Side: TypeAlias = str | Sequence[Message]
@@ -28,6 +40,13 @@ Side: TypeAlias = str | Sequence[Message]
 
 Pair: TypeAlias = tuple[Side, Side]
 """What the model is to be steered to, and what away from."""
+
+LayerRange: TypeAlias = tuple[float, float] | range | Sequence[int]
+"""Layers as fractions of the depth `(1/3, 2/3)`, as a `range`, or as indices `[10, 11, 12]`."""
+
+Scope: TypeAlias = Literal["pack", "system", "prompt", "last_token"]
+"""What is steered: the packs; the head of the prompt (all before the first message that is not the system's); the whole
+prompt; or the last token of it that the first token of the answer can see in the cache."""
 
 Deltas: TypeAlias = Mapping[int, Tensor]
 
@@ -266,6 +285,49 @@ class Steering:
 
     def __repr__(self) -> str:
         return f"Steering({self.method}, layers {self.layers[0]}-{self.layers[-1]}, id {self.id})"
+
+
+AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
+"""A steering as it is, or with its alpha; with `None`, at the default strength (`Steering.default_alpha`)."""
+
+
+def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
+    """The layers of a model of `count` that a range names: by default the middle third (arXiv 2604.03270, section 4.5).
+
+    A pair of floats is read as fractions of the depth; everything else as indices. Raises `SteeringError` for what
+    names no layer of the model.
+    """
+    advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
+    if not isinstance(layers, Sequence | None):
+        raise SteeringError(f"Got the layers {layers!r}; {advice}")
+    chosen: Sequence[float] = (1 / 3, 2 / 3) if layers is None else tuple(layers)
+    if len(chosen) == 2 and any(isinstance(bound, float) for bound in chosen):
+        start, stop = chosen
+        if not 0 <= start < stop <= 1:
+            raise SteeringError(f"Got the layers {layers!r}; {advice}")
+        first = min(round(start * count), count - 1)
+        return tuple(range(first, max(round(stop * count), first + 1)))
+    indices = {index for index in chosen if type(index) is int and 0 <= index < count}
+    if not chosen or len(indices) != len(chosen):
+        raise SteeringError(f"Got the layers {layers!r} of a model of {count} layers; {advice}")
+    return tuple(sorted(indices))
+
+
+def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False) -> Steering | None:
+    """The steering a request asks for, scaled; `None` for none and for one that changes nothing.
+
+    An alpha of `None` is the default one, with or without knowledge. Raises `SteeringError` for what is no steering.
+    """
+    if isinstance(steering, tuple):
+        if len(steering) != 2 or not isinstance(steering[0], Steering):
+            raise SteeringError(f"Got the steering {steering!r}; expected a Steering, or (Steering, alpha).")
+        steering = steering[0].at_alpha(steering[1], with_knowledge=with_knowledge)
+    if steering is not None and not isinstance(steering, Steering):
+        raise SteeringError(
+            f"Got a steering of type {type(steering).__name__}; expected a Steering, or (Steering, alpha). Make one "
+            "with `engine.make_steering(preset('formal'))`."
+        )
+    return None if steering is None or steering.is_zero else steering
 
 
 @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from kp_core import Plan, Session, TokenStream
 from tests.conftest import tiny_engine
@@ -19,9 +19,10 @@ def own(model: str | None = None) -> Session:
 
 
 class Bare:
-    """The six members and not one capability: the same short answer to everything."""
+    """The members of the seam and not one capability: the same short answer to everything."""
 
     supports = frozenset[str]()
+    lacks: ClassVar[dict[str, str]] = {}
     max_positions = 2048
 
     def __init__(self) -> None:

@@ -130,7 +130,7 @@ def in_tree(engine, ids, view):
     """The KV of the longest beginning of `ids` that is in memory for whom may read all packs."""
     path = engine.engine._filler.tree.match(tuple(ids), owners=view.namespaces, logits=False)
     path.release()
-    return KVTensors.concat([run.kv for run in path.runs])
+    return KVTensors.concat([kv for _, kv in path.held])
 
 
 def compiled(engine, store, talk):

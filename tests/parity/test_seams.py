@@ -25,7 +25,7 @@ class FixedEngine:
     answer, max_positions = "Forty-two.", 512
 
     def __init__(self, supports=(), like=None):
-        self.supports = frozenset(supports)
+        self.supports, self.lacks = frozenset(supports), {}
         self.tokenizer = like.tokenizer if like else tiny_tokenizer()
         self.identity = like.fingerprint if like else replace(ModelFingerprint.unknown(), weights="fixed")
         self.plans = []

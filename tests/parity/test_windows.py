@@ -35,10 +35,10 @@ def test_rows_are_what_each_is_alone(kind):
     starts = [(book, 3, 7), (book, 90, 7), (book[:20], 2, 8), (book[: WINDOW - 5], 1, 9), (book, 17, 7)]
     starts = [(prefix, [draw.randrange(256) for _ in range(own)], run) for prefix, own, run in starts]
     together, alone = ([behind(model, *each) for each in starts] for _ in range(2))
-    rows = model.rows(together)
+    step_rows = model.rows(together)
     for step in range(70):  # More than a tail has room for at first.
         tokens = [draw.randrange(256) for _ in starts]
-        found = rows.step(tokens)
+        found = step_rows(tokens)
         expected = [model.forward(torch.tensor([[token]]), buffer) for token, buffer in zip(tokens, alone, strict=True)]
         torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4, msg=f"step {step}")
 

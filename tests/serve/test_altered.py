@@ -56,8 +56,8 @@ def test_what_is_read_is_what_the_local_engine_alters(tmp_path, remote, formal):
         planned(remote, conversation, view=stored.store.view("a"), steering=formal),
     ):
         ids, rights = plan.prompt.token_ids, rights_of(plan)
-        local = [region.block for region in plan.regions if region.block]
-        assert [block.label for block in blocks_of(plan)[0]] == [block.label for block in local]
+        local = [region for region in plan.regions if region.parts]
+        assert [block.label for block in blocks_of(plan)[0]] == [region.label for region in local]
         last = local[-1]
         whole = next(session.engine.kv([session._planner.wanted(Prefix(), ids[: last.stop])]))
         assert [each.tokens for each in rights] == [digest_of(ids[: block.stop]) for block in local] + [digest_of(ids)]
@@ -174,7 +174,7 @@ def test_what_cannot_be_steered_is_said(gate, remote, formal):
         done, message = sent(gate, wrong, prompt)
         assert (done.status_code, expected in message) == (400, True), message
     other = tiny_engine("qwen3").make_steering(preset("formal")[:1], progress=False)
-    block = next(region.block for region in plan.regions if region.block)
+    block = next(region for region in plan.regions if region.parts)
     part = replace(block.parts[0], steering=other)
     done, message = sent(gate, blocks_as_json([replace(block, parts=(part,))]), ids)
     assert (done.status_code, "weights" in message) == (400, True)

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from kp_core.engines.hf.attention import attend
 from kp_core.engines.hf.packed import PackedLinear, rows_agree, rows_needed
-from kp_core.engines.local.buffer import TILE, CacheShape, KVBuffer
-from kp_core.engines.local.scheduler import DecodedRows
+from kp_core.engines.local.buffer import TILE, KVBuffer
+
+if TYPE_CHECKING:
+    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["why_not_bitwise"]
 
@@ -35,35 +36,8 @@ _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
 
-class _Model(Protocol):
-    """What is tried of a `CausalModel`."""
-
-    shape: CacheShape
-
-    @property
-    def network(self) -> PreTrainedModel:
-        """The model itself."""
-
-    @property
-    def batches(self) -> bool:
-        """See `LocalModel.batches`."""
-
-    @property
-    def attends(self) -> bool:
-        """Whether its attention is tiled."""
-
-    def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """See `LocalModel.forward_all`."""
-
-    def rows(self, buffers: Sequence[KVBuffer]) -> DecodedRows:
-        """See `LocalModel.rows`."""
-
-    def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """See `LocalModel.ragged`."""
-
-
 def why_not_bitwise(  # noqa: PLR0911 - one reason after the other
-    model: _Model, packed: Sequence[PackedLinear]
+    model: CausalModel, packed: Sequence[PackedLinear]
 ) -> str:
     """Why bits depend on how a prompt is cut into passes, as a clause; blank where they were seen not to."""
     shape = model.shape
@@ -97,7 +71,7 @@ def _others_agree(network: nn.Module, linear: Sequence[nn.Linear]) -> bool:
     return True
 
 
-def _activations_agree(model: _Model) -> bool:
+def _activations_agree(model: CausalModel) -> bool:
     """Whether activation functions give each row the same bits.
 
     The library divides their numbers among threads, and computes the last few of each part in another way.
@@ -126,7 +100,7 @@ def _of_half(module: nn.Module, width: int, rows: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def _attention_agrees(model: _Model) -> bool:
+def _attention_agrees(model: CausalModel) -> bool:
     """Tried over more than two tiles, on the heads of the first layer of each kind."""
     chance = torch.Generator().manual_seed(0)
     config = model.network.config.get_text_config(decoder=True)
@@ -146,7 +120,7 @@ def _attention_agrees(model: _Model) -> bool:
 
 
 @torch.inference_mode()
-def _passes_agree(model: _Model) -> bool:
+def _passes_agree(model: CausalModel) -> bool:
     """Whether passes over a few tokens agree, one by one, in parts, and of two sequences at a time."""
     vocabulary = model.network.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
@@ -163,7 +137,7 @@ def _passes_agree(model: _Model) -> bool:
     return expected is None or not model.batches or all(_together(model, ids, expected))
 
 
-def _together(model: _Model, ids: Tensor, expected: tuple[Tensor, KVBuffer]) -> Iterator[bool]:
+def _together(model: CausalModel, ids: Tensor, expected: tuple[Tensor, KVBuffer]) -> Iterator[bool]:
     """Whether two sequences that begin alike have these bits, as several tokens of each and as one."""
     tokens = ids[0].tolist()
     logits, whole = expected
@@ -173,7 +147,7 @@ def _together(model: _Model, ids: Tensor, expected: tuple[Tensor, KVBuffer]) -> 
             buffer.append(whole.read(0, 10))
         parts = [tokens[10 : 10 + count] for count in counts]
         is_step = max(counts) == 1
-        found = model.rows(buffers).step([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
+        found = model.rows(buffers)([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
         for row, (buffer, count) in enumerate(zip(buffers, counts, strict=True)):
             yield torch.equal(found[row], logits[9 + count])
             yield buffer.read(0, 10 + count).equal(whole.read(0, 10 + count))

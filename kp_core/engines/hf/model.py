@@ -6,7 +6,7 @@ import inspect
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -87,7 +87,7 @@ class CausalModel:
         if self.kind.is_recurrent:
             self._check_states()
         self.lacks = self._found_lacks()
-        """See `PlacedModel.lacks`."""
+        """See `LocalModel.lacks`."""
         let_go()  # Requests may come in other threads.
 
     def renew(self) -> None:
@@ -205,7 +205,7 @@ class CausalModel:
         token = int(self._probe_ids()[0, -1])
         tokens = [[token], [token, token]]
         try:
-            steps = [self.rows(buffers).step([token, token]), self.ragged(buffers, tokens)]
+            steps = [self.rows(buffers)([token, token]), self.ragged(buffers, tokens)]
         except (ValueError, TypeError, RuntimeError, AttributeError) as error:
             logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
             return False
@@ -217,10 +217,10 @@ class CausalModel:
             expected += [self.forward(torch.tensor([each], device=self.device), buffer) for each, buffer in pairs]
         return self._agree(torch.cat(steps).float(), torch.cat([each for each in expected if each is not None]).float())
 
-    def rows(self, buffers: Sequence[KVBuffer]) -> Rows:
-        """One token of each of these sequences at a time."""
+    def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
+        """A step of one token of each of these sequences."""
         options = {"logits_to_keep": 1} if self.keeps_logits else {}
-        return Rows(self._model, buffers, self.sees, **options)
+        return Rows(self._model, buffers, self.sees, **options).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """So many tokens behind each of these sequences, in one pass; the logits behind the last of each."""
@@ -257,7 +257,7 @@ class CausalModel:
         )
 
     @torch.inference_mode()
-    def forward_among(  # noqa: PLR0913 - as `PlacedModel` has it
+    def forward_among(  # noqa: PLR0913 - as `LocalModel` has it
         self,
         ids: Sequence[int],
         positions: Sequence[int],

@@ -68,7 +68,7 @@ def forward_among(  # noqa: PLR0913
     goes_on: bool = False,
     **options: int,
 ) -> Any:  # noqa: ANN401 - as transformers
-    """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `PlacedModel.forward_among`.
+    """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `LocalModel.forward_among`.
 
     `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone. Where
     all stands at its position, tokens attend as `attention` says. Gives what the model gives if the pass `goes_on`

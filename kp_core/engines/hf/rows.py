@@ -21,7 +21,7 @@ _SHORT = 2 * TILE
 
 
 class Rows:
-    """Decodes one token of each of `buffers` in one forward pass; implements `local.scheduler.DecodedRows`.
+    """Decodes one token of each of `buffers` in one forward pass.
 
     Rows whose buffers begin with the same tiles of KV attend to these together: their queries are rows of one matrix,
     and the keys are read once. What each has of its own is attended to beside it, and joined as in `attention`, so

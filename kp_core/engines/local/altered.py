@@ -1,4 +1,4 @@
-"""Altering KV as a block of a plan says."""
+"""Altering KV as a steered region of a plan says."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from torch import Tensor
 
 from kp_core.errors import SteeringError
 from kp_core.kv import KVTensors
-from kp_core.steering import Block
+from kp_core.plan import Region
 
 __all__ = ["altered"]
 
 
 @torch.inference_mode()
-def altered(kv: KVTensors, block: Block) -> KVTensors:
-    """A copy of the plain KV of `block` with its deltas added, rounded once to the dtype of the cache.
+def altered(kv: KVTensors, region: Region) -> KVTensors:
+    """A copy of the plain KV of a steered `region` with its deltas added, rounded once to the dtype of the cache.
 
     Raises `SteeringError` when a delta does not fit the cache.
     """
     found = kv.clone()
-    for part in block.parts:
-        span = slice(part.start - block.start, part.stop - block.start)
-        for name, tensors, deltas in (
-            ("value", found.values, part.steering.values),
-            ("key", found.keys, part.steering.keys),
-        ):
-            _add(name, tensors, deltas, span)
+    for part in region.parts:
+        span = slice(part.start - region.start, part.stop - region.start)
+        if part.steering is not None:
+            _add("value", found.values, part.steering.values, span)
+            _add("key", found.keys, part.steering.keys, span)
     return found
 
 

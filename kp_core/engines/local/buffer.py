@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from kp_core.engines.local.tree import Run, common_tokens
+from kp_core.engines.local.tree import Name, common_tokens
 from kp_core.kv import KVTensors
 
 __all__ = ["TILE", "BufferLayer", "CacheShape", "KVBuffer", "StateShape"]
@@ -120,7 +120,7 @@ class KVBuffer:
         self.view: object = None
         """The buffer as the library that runs the model wants it; made by that library's side, once."""
         self.nbytes = self.bytes_for(shape, capacity)
-        self.runs: list[tuple[int, int, int]] = []
+        self.runs: list[Name] = []
         self.shape = shape
         self.states = tuple(
             torch.empty(1, *state.shape, dtype=state.dtype, device=shape.device) for state in shape.states
@@ -210,22 +210,22 @@ class KVBuffer:
             tuple(layer.values[0, :, start:stop] for layer in self.layers),
         )
 
-    def shared(self, runs: Sequence[Run]) -> int:
-        """How many tokens of `runs` this buffer holds already, from the first on."""
-        return common_tokens(self.runs, [run.name for run in runs])
+    def shared(self, held: Sequence[tuple[Name, KVTensors]]) -> int:
+        """How many tokens of `held` this buffer holds already, from the first on."""
+        return common_tokens(self.runs, [name for name, _ in held])
 
-    def load(self, runs: Sequence[Run]) -> None:
-        """Make the buffer hold `runs` and nothing else, copying only what it does not hold yet."""
-        held = self.shared(runs)
-        self.truncate(held)
-        for run in runs:
-            if held < run.kv.tokens:
-                self.append(run.kv.slice(held, run.kv.tokens))
-            held = max(0, held - run.kv.tokens)
-        if self.states and runs:  # Those that were here belong to what was behind these runs.
-            self._restore(runs[-1].kv.states)
-        self.note(runs)
+    def load(self, held: Sequence[tuple[Name, KVTensors]]) -> None:
+        """Make the buffer hold what a path `held` and nothing else, copying only what it does not hold yet."""
+        done = self.shared(held)
+        self.truncate(done)
+        for _, kv in held:
+            if done < kv.tokens:
+                self.append(kv.slice(done, kv.tokens))
+            done = max(0, done - kv.tokens)
+        if self.states and held:  # Those that were here belong to what was behind this.
+            self._restore(held[-1][1].states)
+        self.note(held)
 
-    def note(self, runs: Sequence[Run]) -> None:
-        """Record that the buffer holds `runs` from position 0 on."""
-        self.runs = [run.name for run in runs]
+    def note(self, held: Sequence[tuple[Name, KVTensors]]) -> None:
+        """Record that the buffer holds what a path `held` from position 0 on."""
+        self.runs = [name for name, _ in held]

@@ -10,7 +10,7 @@ from kp_core.engines.local.fill import Filler
 from kp_core.kv import KVTensors
 from kp_core.plan import Plan
 
-__all__ = ["Builder"]
+__all__ = ["build"]
 
 _WINDOW = 256
 """Plans looked at together: enough to find some with one prefix, few enough to hold in memory."""
@@ -18,72 +18,68 @@ _MOST_TEXTS, _MOST_TOKENS = 16, 512
 """Of one pass."""
 
 
-class Builder:
-    """Computes the KV that plans want, behind the prefixes they share; texts behind one prefix share passes."""
+def build(filler: Filler, plans: Iterable[Plan]) -> Iterator[KVTensors]:
+    """The KV of `plan.wanted` for each plan, in order; texts behind one prefix share passes."""
+    source = iter(plans)
+    while window := list(itertools.islice(source, _WINDOW)):
+        # In order of their first plan, so that the first results come soon.
+        done: dict[int, KVTensors] = {}
+        upcoming = 0
+        for batch in sorted(_batches(filler, window), key=min):
+            found = _together(filler, [window[index] for index in batch]) if len(batch) > 1 else []
+            found = found or [_alone(filler, window[index]) for index in batch]
+            done.update(zip(batch, found, strict=True))
+            while upcoming in done:
+                yield done.pop(upcoming)
+                upcoming += 1
 
-    def __init__(self, filler: Filler) -> None:
-        self._filler = filler
 
-    def build(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
-        """The KV of `plan.wanted` for each plan, in order."""
-        source = iter(plans)
-        while window := list(itertools.islice(source, _WINDOW)):
-            # In order of their first plan, so that the first results come soon.
-            done: dict[int, KVTensors] = {}
-            upcoming = 0
-            for batch in sorted(self._batches(window), key=min):
-                found = self._together([window[index] for index in batch]) if len(batch) > 1 else []
-                found = found or [self._alone(window[index]) for index in batch]
-                done.update(zip(batch, found, strict=True))
-                while upcoming in done:
-                    yield done.pop(upcoming)
-                    upcoming += 1
+def _batches(filler: Filler, plans: list[Plan]) -> list[list[int]]:
+    """Indices of plans that are computed in one pass: texts behind one prefix of plain tokens."""
+    batches: list[list[int]] = []
+    latest: dict[tuple[int, ...], list[int]] = {}
+    for index, plan in enumerate(plans):
+        start, stop = plan.wanted
+        is_plain = all(region.source == "computed" and region.stop <= start for region in plan.regions)
+        batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and filler.model.batches else []
+        tokens = sum(plans[each].wanted[1] - start for each in batch)
+        if not batch or len(batch) == _MOST_TEXTS or tokens + stop - start > _MOST_TOKENS:
+            batch = []
+            batches.append(batch)
+            if is_plain:
+                latest[plan.prompt.token_ids[:start]] = batch
+        batch.append(index)
+    return batches
 
-    def _batches(self, plans: list[Plan]) -> list[list[int]]:
-        """Indices of plans that are computed in one pass: texts behind one prefix of plain tokens."""
-        batches: list[list[int]] = []
-        latest: dict[tuple[int, ...], list[int]] = {}
-        for index, plan in enumerate(plans):
-            start, stop = plan.wanted
-            is_plain = all(region.source == "computed" and region.stop <= start for region in plan.regions)
-            batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and self._filler.model.batches else []
-            tokens = sum(plans[each].wanted[1] - start for each in batch)
-            if not batch or len(batch) == _MOST_TEXTS or tokens + stop - start > _MOST_TOKENS:
-                batch = []
-                batches.append(batch)
-                if is_plain:
-                    latest[plan.prompt.token_ids[:start]] = batch
-            batch.append(index)
-        return batches
 
-    def _alone(self, plan: Plan) -> KVTensors:
-        filler, (start, stop) = self._filler, plan.wanted
-        run = filler.start(plan, stop, logits=False)
-        try:
-            for at in range(run.buffer.length, stop, filler.pass_tokens):
-                ids = plan.prompt.token_ids[at : min(stop, at + filler.pass_tokens)]
-                filler.forward(ids, run.buffer, logits=False)
-            return run.buffer.read(start, stop)
-        finally:
-            filler.finish(run)
+def _alone(filler: Filler, plan: Plan) -> KVTensors:
+    start, stop = plan.wanted
+    run = filler.start(plan, stop, logits=False)
+    try:
+        for at in range(run.buffer.length, stop, filler.pass_tokens):
+            ids = plan.prompt.token_ids[at : min(stop, at + filler.pass_tokens)]
+            filler.forward(ids, run.buffer, logits=False)
+        return run.buffer.read(start, stop)
+    finally:
+        filler.finish(run)
 
-    def _together(self, plans: list[Plan]) -> list[KVTensors]:
-        """The KV of several plans in one go, or nothing where there is no room for that now."""
-        filler, start = self._filler, plans[0].wanted[0]
-        shape, stops = filler.model.shape, [plan.wanted[1] for plan in plans]
-        run, reserved = filler.start(plans[0], start, logits=False), 0
-        try:
-            size = sum(KVBuffer.bytes_for(shape, stop) for stop in stops)
-            if not filler.pool.reserve(size):
-                return []
-            reserved = size
-            buffers = [KVBuffer(shape, stop) for stop in stops]
-            done = min(run.buffer.length, start)
-            for buffer in buffers:
-                buffer.append(run.buffer.view_of(0, done))
-            ids = [plan.prompt.token_ids[done:stop] for plan, stop in zip(plans, stops, strict=True)]
-            filler.forward_several(buffers, ids)
-            return [buffer.read(start, stop) for buffer, stop in zip(buffers, stops, strict=True)]
-        finally:
-            filler.pool.free(reserved)
-            filler.finish(run)
+
+def _together(filler: Filler, plans: list[Plan]) -> list[KVTensors]:
+    """The KV of several plans in one go, or nothing where there is no room for that now."""
+    start, shape, stops = plans[0].wanted[0], filler.model.shape, [plan.wanted[1] for plan in plans]
+    run, reserved = filler.start(plans[0], start, logits=False), 0
+    try:
+        size = sum(KVBuffer.bytes_for(shape, stop) for stop in stops)
+        if not filler.pool.reserve(size):
+            return []
+        reserved = size
+        buffers = [KVBuffer(shape, stop) for stop in stops]
+        done = min(run.buffer.length, start)
+        for buffer in buffers:
+            buffer.append(run.buffer.view_of(0, done))
+        ids = [plan.prompt.token_ids[done:stop] for plan, stop in zip(plans, stops, strict=True)]
+        filler.forward_several(buffers, ids)
+        return [buffer.read(start, stop) for buffer, stop in zip(buffers, stops, strict=True)]
+    finally:
+        filler.pool.free(reserved)
+        filler.finish(run)

@@ -2,75 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.scheduler import Scheduler
 from kp_core.kv import KVTensors
+from kp_core.prompt.prompt import Prompt
 from kp_core.rope import Rope
 
-__all__ = ["Computing", "PlacedModel"]
-
-
-class PlacedModel(Protocol):
-    """A model whose tokens may stand at any positions."""
-
-    @property
-    def lacks(self) -> Mapping[str, str]:
-        """Capabilities that its cache does not allow, each with the reason."""
-
-    @property
-    def rope(self) -> Rope:
-        """Moves its keys; raises `UnsupportedRequestError` where they cannot be moved."""
-
-    def forward_at(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        past: KVTensors | None,
-        past_positions: Sequence[int],
-        *,
-        layers: int | None = None,
-    ) -> KVTensors:
-        """See `Forward`."""
-
-    def forward_among(  # noqa: PLR0913
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        buffer: KVBuffer,
-        places: Sequence[int],
-        *,
-        unseen: Sequence[int] = (),
-        weights: list[Tensor] | None = None,
-        logits: bool = False,
-    ) -> Tensor | None:
-        """Write KV of `ids`, at `positions`, to the `places` of `buffer`, over all that stands there at its position.
-
-        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`. With `logits`,
-        gives those behind the last of `ids`, `(1, vocabulary)`.
-        """
-
-    def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """See `Forward.soft`."""
+__all__ = ["Computing"]
 
 
 class Computing:
-    """A `Forward` behind what a buffer holds.
+    """A `Forward` behind what a buffer holds of a prompt.
 
-    Where it `may_wait`, what `anew` is asked for is `late`: places in the buffer, and the tokens that a pass to come is
-    to compute there.
+    Where it `may_wait`, what `anew` is asked for is `late`: places in the buffer, whose tokens a pass to come is to
+    compute.
     """
 
-    def __init__(self, model: PlacedModel, scheduler: Scheduler, buffer: KVBuffer, *, may_wait: bool = False) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        scheduler: Scheduler,
+        buffer: KVBuffer,
+        prompt: Prompt,
+        *,
+        may_wait: bool = False,
+    ) -> None:
         self._model, self._scheduler, self._buffer, self._start = model, scheduler, buffer, buffer.length
-        self._may_wait = may_wait
-        self.late: tuple[Sequence[int], Sequence[int]] | None = None
+        self._ids, self._may_wait = prompt.token_ids, may_wait
+        self.late: Sequence[int] = ()
+        self.looked_behind = False
+        """Whether what is composed depends on what stands behind it."""
         self.before = buffer.view_of(0, buffer.length) if buffer.length else None
         self.tokens = 0
         """Tokens that were computed in all layers."""
@@ -102,22 +70,26 @@ class Computing:
         """See `Forward.room`."""
         return self._buffer.view_of(self._start, self._start + tokens)
 
-    def anew(self, kv: KVTensors, places: Sequence[int], ids: Sequence[int]) -> KVTensors:
+    def anew(self, kv: KVTensors, places: Sequence[int]) -> KVTensors:
         """See `Forward.anew`."""
+        if not places:
+            return kv
         places = [self._start + place for place in places]
-        with self._holding(kv, len(ids)):
+        with self._holding(kv, len(places)):
             if self._may_wait:
-                self.late = places, ids
+                self.late = places
             else:
-                self._model.forward_among(ids, places, self._buffer, places)
-        self.tokens += len(ids)
+                self._model.forward_among([self._ids[at] for at in places], places, self._buffer, places)
+        self.tokens += len(places)
         return self._buffer.view_of(self._start, self._start + kv.tokens)
 
-    def attention(self, ids: Sequence[int], positions: Sequence[int], kv: KVTensors, blank: Sequence[int]) -> Tensor:
+    def attention(self, tokens: int, kv: KVTensors, blank: Sequence[int]) -> Tensor:
         """See `Forward.attention`."""
+        self.looked_behind = True
         weights: list[Tensor] = []
         stop, unseen = self._start + kv.tokens, [self._start + place for place in blank]
-        places = range(stop, stop + len(ids))
+        positions = range(max(stop, len(self._ids) - tokens), len(self._ids))
+        ids, places = self._ids[positions.start :], range(stop, stop + len(positions))
         with self._holding(kv, len(ids)):
             self._model.forward_among(ids, positions, self._buffer, places, unseen=unseen, weights=weights)
         self.tokens += len(ids)

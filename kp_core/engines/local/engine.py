@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from kp_core.engines.base import CAPABILITIES, TokenStream
-from kp_core.engines.local.build import Builder
-from kp_core.engines.local.fill import Filled, Filler
+from kp_core.engines.local.build import build
+from kp_core.engines.local.fill import Filler, Run
 from kp_core.engines.local.grammar import Grammars
-from kp_core.engines.local.model import LocalModel, Sampler
+from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.pool import Cancelled
 from kp_core.engines.local.scheduler import Decoding
 from kp_core.engines.local.tree import Node
@@ -45,27 +47,22 @@ class LocalEngine:
         pass_tokens: int,
         renew: Callable[[], None] = lambda: None,
     ) -> None:
+        self.model = model
+        """What runs the forward passes."""
+        self.max_positions = model.max_positions
+        """See `Engine.max_positions`."""
+        self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
+        """See `CachingEngine`."""
         self.tokenizer, self._identity, self._check, self._renew = tokenizer, identity, check, renew
         self._filler = Filler(model, cache_bytes, pass_tokens)
-        self._builder = Builder(self._filler)
         eos = getattr(tokenizer, "eos_token_id", None)
         self._end_tokens = frozenset(model.end_tokens | ({eos} if isinstance(eos, int) else set()))
         self._grammars = Grammars(tokenizer, model.vocabulary, self._end_tokens)
 
     @property
-    def model(self) -> LocalModel:
-        """What runs the forward passes."""
-        return self._filler.model
-
-    @property
     def identity(self) -> ModelFingerprint:
         """See `Engine.identity`."""
         return self._identity()
-
-    @property
-    def max_positions(self) -> int:
-        """See `Engine.max_positions`."""
-        return self._filler.model.max_positions
 
     @property
     def supports(self) -> frozenset[str]:
@@ -74,23 +71,13 @@ class LocalEngine:
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """See `PlacedModel.lacks`."""
-        return self._filler.model.lacks
+        """See `Engine.lacks`."""
+        return self.model.lacks
 
     @property
     def cached_bytes(self) -> int:
         """See `CachingEngine.cached_bytes`."""
         return self._filler.tree.nbytes
-
-    @property
-    def bytes_per_token(self) -> int:
-        """See `CachingEngine.bytes_per_token`."""
-        return self._filler.model.shape.bytes_per_token
-
-    @property
-    def state_bytes(self) -> int:
-        """See `CachingEngine.state_bytes`."""
-        return self._filler.model.shape.state_bytes
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.
@@ -106,13 +93,13 @@ class LocalEngine:
         # A prompt that is prefilled and not answered is held to nothing.
         if plan.grammar is not None and plan.token_budget:
             constraint = self._grammars.constraint(plan.grammar, plan.token_budget, opened=plan.opened)
-        sampler = self._filler.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
+        sampler = self.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
         return TokenStream(partial(self._answer, plan, sampler))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """See `Engine.kv`."""
         self._check()
-        return self._builder.build(plans)
+        return build(self._filler, plans)
 
     def found(self, plan: Plan) -> int:
         """See `CachingEngine.found`."""
@@ -148,7 +135,7 @@ class LocalEngine:
             )
         self._renew()
 
-    def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Filled | None:
+    def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
         """The prompt, prefilled; `None` when the request was cancelled meanwhile."""
         try:
             return self._filler.start(plan, len(plan.prompt) + room, asks=asks)
@@ -156,17 +143,17 @@ class LocalEngine:
             stream.finish = "cancelled"
             return None
 
-    def _answer(self, plan: Plan, sampler: Sampler, stream: TokenStream) -> Iterator[int]:
+    def _answer(self, plan: Plan, sampler: Callable[[Tensor, int], int], stream: TokenStream) -> Iterator[int]:
         run = self._start(plan, stream, plan.token_budget, asks=plan.token_budget > 0)
         if run is None:
             return
         tokens: list[int] = []
         # Answers that began alike are decoded over the same keys.
-        run.buffer.note(run.path.runs)
+        run.buffer.note(run.path.held)
         decoding = Decoding(run.buffer)
         try:
             if run.question:
-                self._filler.ask(run, plan, decoding)
+                self._filler.ask(run, decoding)
                 if plan.limit.is_set():
                     stream.finish = "cancelled"
                     return
@@ -188,7 +175,7 @@ class LocalEngine:
                     run.logits = self._filler.scheduler.step(decoding, tokens[-1])
         finally:
             self._filler.scheduler.leave(decoding)
-            self._finish(run, plan, tokens)
+            self._finish(run, tokens)
 
     def _forced(self, plan: Plan, stream: TokenStream) -> Iterator[int]:
         run = self._start(plan, stream, len(plan.forced))
@@ -201,9 +188,9 @@ class LocalEngine:
         finally:
             self._filler.finish(run)
 
-    def _finish(self, run: Filled, plan: Plan, tokens: Sequence[int]) -> None:
+    def _finish(self, run: Run, tokens: Sequence[int]) -> None:
         """Let the next turn find what was decoded, and give the memory back."""
-        prompt = len(plan.prompt)
+        prompt = len(run.plan.prompt)
         decoded = run.buffer.length - prompt
         if decoded > 0 and run.path.is_open and run.path.tokens == prompt:
             kv = run.buffer.read(prompt, run.buffer.length)
@@ -211,8 +198,8 @@ class LocalEngine:
         self._filler.finish(run)
 
 
-def _tell(stream: TokenStream, run: Filled) -> None:
+def _tell(stream: TokenStream, run: Run) -> None:
     """What bringing the prompt in took."""
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
     stream.first_logits = run.logits
-    stream.state_bytes = sum(each.kv.state_bytes for each in run.path.runs)
+    stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)

@@ -20,21 +20,22 @@ from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.kv import KVTensors
 from kp_core.plan import Limit, Plan, Region
 
-__all__ = ["Filled", "Filler"]
+__all__ = ["Filler", "Run"]
 
 
 @dataclass
-class Filled:
-    """A prompt whose KV stands in `buffer`, with the logits behind it; must be given back."""
+class Run:
+    """A plan under way: the KV of its prompt stands in `buffer`, with the logits behind it; must be given back."""
 
+    plan: Plan
     buffer: KVBuffer
     path: Path
     logits: Tensor | None
-    computed: int
+    computed: int = 0
     approximate: int = 0
     """Tokens whose KV an approximate composer made."""
-    late: tuple[Region, Sequence[int], Sequence[int]] | None = None
-    """A composed region, and places and ids of its tokens that the next pass computes."""
+    late: tuple[Region, Sequence[int]] | None = None
+    """A composed region, and the places of its tokens that the next pass computes."""
     question: tuple[int, ...] = ()
     """The last tokens of the prompt, where they are left to `Filler.ask`."""
 
@@ -67,7 +68,7 @@ class Filler:
         with self.scheduler.prefill(sum(map(len, ids))):
             self.model.ragged(buffers, ids)
 
-    def losses(self, run: Filled, tokens: Sequence[int]) -> list[float]:
+    def losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
         """Minus the logarithm of the probability of each of `tokens` behind `run`; leaves their KV in the buffer."""
         if run.logits is None:
             raise AssertionError("a prefilled prompt has logits")
@@ -79,7 +80,7 @@ class Filler:
         found = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
         return [float(loss) for loss in found]
 
-    def start(self, plan: Plan, capacity: int, *, logits: bool = True, asks: bool = False) -> Filled:
+    def start(self, plan: Plan, capacity: int, *, logits: bool = True, asks: bool = False) -> Run:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens; raises `Cancelled` at its limit.
 
         With `asks` a short question at its end may be left to `ask`, where others compute, too. What does not fit into
@@ -91,16 +92,16 @@ class Filler:
             fill = self._steered if plan.below else self._plain
             return fill(plan, capacity, tree, logits=logits, asks=asks and plan.reuse)
 
-    def ask(self, run: Filled, plan: Plan, decoding: Decoding) -> None:
+    def ask(self, run: Run, decoding: Decoding) -> None:
         """Compute the question that `start` has left, in one pass with what others compute."""
         start, ids, run.question = run.buffer.length, run.question, ()
         run.logits = self.scheduler.step(decoding, *ids)
         run.computed += len(ids)
-        self._extend(run, plan, start)
+        self._extend(run, start)
 
-    def finish(self, run: Filled) -> None:
+    def finish(self, run: Run) -> None:
         """Give buffer and path back; the buffer keeps what it holds for the next prompt that begins alike."""
-        run.buffer.note(run.path.runs)
+        run.buffer.note(run.path.held)
         run.path.release()
         self.pool.give(run.buffer)
         let_go()  # The next request may come in another thread.
@@ -110,89 +111,89 @@ class Filler:
         found = self.tree if tree is None else tree
         return found.match(plan.prompt.token_ids, owners=plan.owners, labels=plan.labels, logits=logits)
 
-    def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool = False) -> Filled:
+    def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool = False) -> Run:
         run = self._at(plan, capacity, tree, logits=logits)
         try:
             self._packs.prefetch(plan, run.buffer.length)
             for region in plan.regions:
                 if region.composer is not None:
-                    self._compose(run, plan, region)
+                    self._compose(run, region)
                 else:
-                    self._bring(run, plan, region, logits=logits)
+                    self._bring(run, region, logits=logits)
             # A plan for the KV of some tokens ends before them.
-            self._compute(run, plan, plan.regions[-1].stop if plan.regions else 0, logits=logits, asks=asks)
-            self._leave(run, plan)
+            self._compute(run, plan.regions[-1].stop if plan.regions else 0, logits=logits, asks=asks)
+            self._leave(run)
         except BaseException:
             self.finish(run)
             raise
         return run
 
-    def _bring(self, run: Filled, plan: Plan, region: Region, *, logits: bool) -> None:
+    def _bring(self, run: Run, region: Region, *, logits: bool) -> None:
         """Bring in what a pack or the store has of a region, behind all that is to be computed before it."""
         # The logits behind a prompt are known to a forward pass alone.
-        stop = min(region.stop, len(plan.prompt) - 1) if logits else region.stop
+        stop = min(region.stop, len(run.plan.prompt) - 1) if logits else region.stop
         if stop <= run.buffer.length:
             return
-        kv = self._packs.load(region, plan, run) if region.source == "pack" else None
+        kv = self._packs.load(region, run) if region.source == "pack" else None
         if kv is not None:
-            self._compute(run, plan, region.start)
+            self._compute(run, region.start)
             done = run.buffer.length
             if not kv.states or stop == region.stop:  # States belong to the end.
-                self._append(run, plan, kv.slice(done - region.start, stop - region.start))
+                self._append(run, kv.slice(done - region.start, stop - region.start))
             return
-        for start, end in plan.kept.parts if plan.kept else ():
+        for start, end in run.plan.kept.parts if run.plan.kept else ():
             if region.start <= start < stop and end > run.buffer.length:
-                self._bring_kept(run, plan, start, min(end, stop))
+                self._bring_kept(run, start, min(end, stop))
 
-    def _bring_kept(self, run: Filled, plan: Plan, start: int, stop: int) -> None:
+    def _bring_kept(self, run: Run, start: int, stop: int) -> None:
         """Bring in what an earlier request left in the store for a part of a prompt."""
-        kv = plan.kept.read(start, stop) if plan.kept else None
+        kv = run.plan.kept.read(start, stop) if run.plan.kept else None
         if kv is None or start + kv.tokens <= run.buffer.length or not self.model.shape.fits(kv):
             return
-        self._compute(run, plan, start)
-        self._append(run, plan, self._packs.placed(kv.slice(run.buffer.length - start, kv.tokens)))
+        self._compute(run, start)
+        self._append(run, self._packs.placed(kv.slice(run.buffer.length - start, kv.tokens)))
 
-    def _append(self, run: Filled, plan: Plan, kv: KVTensors) -> None:
+    def _append(self, run: Run, kv: KVTensors) -> None:
         """Write KV that is at hand to the buffer, and to the tree."""
         start = run.buffer.length
         run.buffer.append(kv)
-        self._extend(run, plan, start, kv)
-        _check(plan.limit)
+        self._extend(run, start, kv)
+        _check(run.plan.limit)
 
-    def _compose(self, run: Filled, plan: Plan, region: Region) -> None:
+    def _compose(self, run: Run, region: Region) -> None:
         """Bring in a composed region."""
         if region.composer is None:
             raise AssertionError("a composed region has a composer")
         approximate = 0 if region.composer.exact else sum(map(len, region.spans))
         if region.stop > run.buffer.length:
-            self._compute(run, plan, region.start)
-            kv = self._packs.load(region, plan, run)
+            self._compute(run, region.start)
+            kv = self._packs.load(region, run)
             if kv is None:  # It is computed from its text.
                 return
-            self._keep(run, plan, region, kv)
+            self._keep(run, region, kv)
         run.approximate += approximate
 
-    def _leave(self, run: Filled, plan: Plan) -> None:
+    def _leave(self, run: Run) -> None:
         """Give what is to be kept to the store."""
-        if plan.kept is None:
+        if run.plan.kept is None:
             return
         states, end = dict[int, tuple[Tensor, ...]](), 0
-        for each in run.path.runs:
-            end += each.kv.tokens
-            states[end] = each.kv.states
-        for start, stop in plan.kept.wanted:
+        for _, kv in run.path.held:
+            end += kv.tokens
+            states[end] = kv.states
+        for start, stop in run.plan.kept.wanted:
             if stop <= run.buffer.length:
                 kv = replace(run.buffer.read(start, stop), states=states.get(stop, ()))
                 if self.model.shape.fits(kv):
-                    plan.kept.take(start, stop, kv.to("cpu"))
+                    run.plan.kept.take(start, stop, kv.to("cpu"))
 
-    def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool) -> Filled:
+    def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool) -> Run:
         if plan.below is None:
             raise AssertionError("a steered plan has a plain one below it")
-        first = next(region for region in plan.regions if region.block)
+        first = next(region for region in plan.regions if region.parts)
         run, kv = self._at(plan, capacity, tree, logits=logits), None
         if run.buffer.length < first.stop:
-            # The first block stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
+            # The first one stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
             # packs, and only then a forward pass.
             self.finish(run)
             below = self._plain(plan.below, capacity, tree, logits=False)
@@ -204,112 +205,109 @@ class Filler:
             run.computed = computed
         try:
             if kv is not None and (done := run.buffer.length) < first.stop:
-                self._alter(run, plan, first, kv.slice(done, first.stop))
+                self._alter(run, first, kv.slice(done, first.stop))
             for region in plan.regions:
-                if region.block and region.stop > run.buffer.length:
+                if region.parts and region.stop > run.buffer.length:
                     # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
-                    self._compute(run, plan, region.start)
-                    self._compute_block(run, plan, region)
-            self._compute(run, plan, len(plan.prompt), logits=logits, asks=asks)
+                    self._compute(run, region.start)
+                    self._compute_steered(run, region)
+            self._compute(run, len(plan.prompt), logits=logits, asks=asks)
         except BaseException:
             self.finish(run)
             raise
         return run
 
-    def _at(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Filled:
+    def _at(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Run:
         """A run whose buffer holds what the tree has of a prompt; waits until there is room for it."""
         while True:
             path = self.match(plan, tree, logits=logits)
             try:
-                buffer = self.pool.take(capacity, path.runs)
+                buffer = self.pool.take(capacity, path.held)
             except BaseException:
                 path.release()
                 raise
             if buffer is not None:
-                return Filled(buffer, path, path.last.logits if path.tokens == len(plan.prompt) else None, 0)
+                return Run(plan, buffer, path, path.last.logits if path.tokens == len(plan.prompt) else None)
             # What was found may be in the way itself; it was used last, so it leaves last.
             path.release()
             self.pool.wait(capacity, plan.limit)
 
-    def _compute(self, run: Filled, plan: Plan, until: int, *, logits: bool = False, asks: bool = False) -> None:
+    def _compute(self, run: Run, until: int, *, logits: bool = False, asks: bool = False) -> None:
         """Compute the tokens up to `until`, in passes of at most `pass_tokens`; behind the last one with its `logits`.
 
         The states of recurrent layers are known behind a pass alone, so passes then end where packs and messages do.
         """
-        ends = sorted(plan.ends) if self.model.shape.states else []
+        ends = sorted(run.plan.ends) if self.model.shape.states else []
         while (start := run.buffer.length) < until:
             stop = min(until, start + self.pass_tokens, *ends[(at := bisect_right(ends, start)) : at + 1])
-            ids, is_last = plan.prompt.token_ids[start:stop], logits and stop == len(plan.prompt)
+            ids, is_last = run.plan.prompt.token_ids[start:stop], logits and stop == len(run.plan.prompt)
             if asks and is_last and run.late is None and self.scheduler.may_join(len(ids)):
                 run.question = ids
                 return
-            run.logits = self._pass(run, plan, ids, logits=is_last)
+            run.logits = self._pass(run, ids, logits=is_last)
             run.computed += stop - start
-            self._extend(run, plan, start)
-            _check(plan.limit)
+            self._extend(run, start)
+            _check(run.plan.limit)
 
-    def _extend(self, run: Filled, plan: Plan, start: int, kv: KVTensors | None = None) -> None:
+    def _extend(self, run: Run, start: int, kv: KVTensors | None = None) -> None:
         """Give what stands in the buffer from `start` on to the tree: what packs have apart from what nobody owns."""
         stop = run.buffer.length
         if not run.path.is_open or run.path.tokens != start or start == stop:
             return
         kv = run.buffer.read(start, stop) if kv is None else kv
         # A state may take more room than the KV of many tokens: inside a long text it is not kept.
-        kv = kv if stop in plan.ends or stop == len(plan.prompt) else replace(kv, states=())
-        for begin, end, owner in plan.prompt.owned(start, stop):
+        kv = kv if stop in run.plan.ends or stop == len(run.plan.prompt) else replace(kv, states=())
+        for begin, end, owner in run.plan.prompt.owned(start, stop):
             part = kv.slice(begin - start, end - start)
-            logits = run.logits if end == len(plan.prompt) else None
-            if not run.path.extend(plan.prompt.token_ids[begin:end], part, logits, owners={owner} if owner else ()):
+            logits = run.logits if end == len(run.plan.prompt) else None
+            if not run.path.extend(run.plan.prompt.token_ids[begin:end], part, logits, owners={owner} if owner else ()):
                 return
 
-    def _pass(self, run: Filled, plan: Plan, ids: Sequence[int], *, logits: bool) -> Tensor | None:
+    def _pass(self, run: Run, ids: Sequence[int], *, logits: bool) -> Tensor | None:
         """As `forward`, together with what a composer left to this pass; its region is then whole."""
         if run.late is None:
             return self.forward(ids, run.buffer, logits=logits)
-        (region, places, late), run.late = run.late, None
+        (region, late), run.late = run.late, None
         stop = run.buffer.length + len(ids)
-        places = [*places, *range(run.buffer.length, stop)]
+        places = [*late, *range(run.buffer.length, stop)]
+        ids = [run.plan.prompt.token_ids[at] for at in places]
         with self.scheduler.prefill(len(places)):
-            found = self.model.forward_among([*late, *ids], places, run.buffer, places, logits=logits)
+            found = self.model.forward_among(ids, places, run.buffer, places, logits=logits)
         run.buffer.passed(stop)
-        self._remember(run, plan, region)
+        self._remember(run, region)
         return None if found is None else found[0]
 
-    def _compute_block(self, run: Filled, plan: Plan, region: Region) -> None:
-        """Compute a block behind altered KV, then alter it."""
+    def _compute_steered(self, run: Run, region: Region) -> None:
+        """Compute a steered region behind altered KV, then alter it."""
         for start in range(region.start, region.stop, self.pass_tokens):
-            ids = plan.prompt.token_ids[start : min(region.stop, start + self.pass_tokens)]
+            ids = run.plan.prompt.token_ids[start : min(region.stop, start + self.pass_tokens)]
             self.forward(ids, run.buffer, logits=False)
             run.computed += len(ids)
-            _check(plan.limit)
+            _check(run.plan.limit)
         kv = run.buffer.read(region.start, region.stop)
         run.buffer.truncate(region.start)
-        self._alter(run, plan, region, kv)
+        self._alter(run, region, kv)
 
-    def _alter(self, run: Filled, plan: Plan, region: Region, kv: KVTensors) -> None:
-        """Write plain `kv`, which ends where the block of `region` ends, with the block's own part of it altered."""
+    def _alter(self, run: Run, region: Region, kv: KVTensors) -> None:
+        """Write plain `kv`, which ends where the steered `region` ends, with the region's own part of it altered."""
         before = kv.tokens - len(region)
         if before > 0:
-            self._append(run, plan, kv.slice(0, before))
-        if region.block is None:
-            raise AssertionError("a steered region has a block")
-        self._keep(run, plan, region, altered(kv.slice(before, kv.tokens), region.block))
+            self._append(run, kv.slice(0, before))
+        self._keep(run, region, altered(kv.slice(before, kv.tokens), region))
 
-    def _keep(self, run: Filled, plan: Plan, region: Region, kv: KVTensors) -> None:
+    def _keep(self, run: Run, region: Region, kv: KVTensors) -> None:
         """Write the KV of a labelled region to the buffer, and to the tree as one node."""
         is_of_buffer = run.buffer.holds(kv)
         run.buffer.append(kv)
         if run.late is None:
-            self._remember(run, plan, region, None if is_of_buffer else kv)
+            self._remember(run, region, None if is_of_buffer else kv)
 
-    def _remember(self, run: Filled, plan: Plan, region: Region, kv: KVTensors | None = None) -> None:
+    def _remember(self, run: Run, region: Region, kv: KVTensors | None = None) -> None:
         """Give a labelled region to the tree, as one node: `kv`, or what stands in the buffer."""
-        # What depends on what stands behind it is found by no other prompt.
-        is_kept = getattr(region.composer, "keeps", True)
-        if is_kept and run.path.is_open and run.path.tokens == region.start:
+        if run.path.is_open and run.path.tokens == region.start:
             kv = run.buffer.read(region.start, region.stop) if kv is None else kv
-            ids = plan.prompt.token_ids[region.start : region.stop]
-            owners = {owner for *_, owner in plan.prompt.owned(region.start, region.stop) if owner}
+            ids = run.plan.prompt.token_ids[region.start : region.stop]
+            owners = {owner for *_, owner in run.plan.prompt.owned(region.start, region.stop) if owner}
             run.path.extend(ids, kv, owners=owners, label=region.label)
 
 

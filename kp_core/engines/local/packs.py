@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kp_core.compose import Stretch, WrappingComposer
+from kp_core.compose import PacketComposer
 from kp_core.engines.local.computing import Computing
 from kp_core.engines.local.scheduler import Scheduler
 from kp_core.errors import KVShapeError, PackNotFoundError
@@ -19,7 +19,7 @@ from kp_core.plan import Plan, Region
 from kp_core.prompt.prompt import Span
 
 if TYPE_CHECKING:
-    from kp_core.engines.local.fill import Filled
+    from kp_core.engines.local.fill import Run
     from kp_core.engines.local.model import LocalModel
 
 __all__ = ["PackKV"]
@@ -36,16 +36,16 @@ class PackKV:
     def __init__(self, model: LocalModel, scheduler: Scheduler) -> None:
         self._model, self._scheduler = model, scheduler
 
-    def load(self, region: Region, plan: Plan, run: Filled) -> KVTensors | None:
+    def load(self, region: Region, run: Run) -> KVTensors | None:
         """The KV that a pack or a composer brings for a region, on the device of the cache."""
-        if region.source not in ("pack", "composed") or region.span is None or not plan.reuse:
+        if region.source not in ("pack", "composed") or region.span is None or not run.plan.reuse:
             return None
-        spans, composer, packs = region.spans or (region.span,), region.composer, []
-        if isinstance(composer, WrappingComposer):
-            found: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, plan, run) for span in spans]
+        spans, composer, packs = region.spans, region.composer, []
+        if isinstance(composer, PacketComposer):
+            found: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, run) for span in spans]
         else:
             found = in_threads(
-                lambda span: self._read(span, plan), spans, sum(span.pack.stored_bytes for span in spans)
+                lambda span: self._read(span, run.plan), spans, sum(span.pack.stored_bytes for span in spans)
             )
         for span, pack in zip(spans, found, strict=True):
             if pack is None or pack.kv is None:
@@ -58,7 +58,7 @@ class PackKV:
                 )
                 return None
             packs.append(pack)
-        kv = packs[0].kv if region.composer is None else self._compose(region, packs, plan, run)
+        kv = packs[0].kv if region.composer is None else self._compose(region, packs, run)
         if kv is None or kv.tokens != len(region):
             raise KVShapeError(
                 f"The composer {region.composer and region.composer.key!r} made KV of {kv and kv.tokens} tokens; "
@@ -70,7 +70,7 @@ class PackKV:
         """Have a store that is far away bring all packs near at once that are read behind the first `length` tokens."""
         if plan.reuse and plan.packs is not None:
             regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
-            spans = [span for region in regions for span in region.spans or (region.span,) if span is not None]
+            spans = [span for region in regions for span in region.spans]
             wanted = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
             plan.packs.prefetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
 
@@ -91,37 +91,37 @@ class PackKV:
             return None
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
 
-    def _wrapped(self, span: Span, composer: WrappingComposer, plan: Plan, run: Filled) -> KnowledgePack:
+    def _wrapped(self, span: Span, composer: PacketComposer, run: Run) -> KnowledgePack:
         """A wrapped pack with its KV: from the store, else compiled now and kept there."""
-        kv = plan.kept.read(span.start, span.stop) if plan.kept else None
+        kv = run.plan.kept.read(span.start, span.stop) if run.plan.kept else None
         if kv is None:
-            kv = composer.compile(span.pack, Computing(self._model, self._scheduler, run.buffer))
+            kv = composer.compile(span.pack, Computing(self._model, self._scheduler, run.buffer, run.plan.prompt))
             run.computed += len(span)
-            if plan.kept and find_handles(span.handle):
-                plan.kept.take(span.start, span.stop, kv.to("cpu"))
+            if run.plan.kept and find_handles(span.handle):
+                run.plan.kept.take(span.start, span.stop, kv.to("cpu"))
         return replace(span.pack, kv=self.placed(kv))
 
-    def _compose(self, region: Region, packs: Sequence[KnowledgePack], plan: Plan, run: Filled) -> KVTensors | None:
+    def _compose(self, region: Region, packs: Sequence[KnowledgePack], run: Run) -> KVTensors | None:
         """What the composer of a region makes."""
         if region.composer is None:
             return None
-        ids = plan.prompt.token_ids
-        stretch = Stretch(region.start, region.stop, region.spans, ids[region.start : region.stop], ids[region.stop :])
-        forward = Computing(self._model, self._scheduler, run.buffer, may_wait=_may_wait(region, plan))
-        kv = region.composer.fill(stretch, packs, forward)
-        if forward.late is not None:
+        forward = Computing(self._model, self._scheduler, run.buffer, run.plan.prompt, may_wait=_may_wait(region, run))
+        kv = region.composer.fill(region, packs, forward)
+        if forward.looked_behind:
+            run.path.is_open = False  # What follows belongs to this prompt alone.
+        if forward.late:
             if not run.buffer.holds(kv):
                 raise KVShapeError(
                     f"The composer {region.composer.key!r} changed what `Forward.anew` gave; expected it as it is."
                 )
-            run.late = region, *forward.late
+            run.late = region, forward.late
         run.computed += min(forward.tokens, len(region))
         return kv
 
 
-def _may_wait(region: Region, plan: Plan) -> bool:
+def _may_wait(region: Region, run: Run) -> bool:
     """Whether the tokens of `region` are computed in the pass of what stands behind it: a few words without packs."""
-    behind = next((each for each in plan.regions if each.start == region.stop), None)
+    behind = next((each for each in run.plan.regions if each.start == region.stop), None)
     if behind is None or behind.source != "computed" or len(behind) > _TOGETHER_TOKENS:
         return False
-    return not any(span.start < behind.stop and behind.start < span.stop for span in plan.prompt.spans)
+    return not any(span.start < behind.stop and behind.start < span.stop for span in run.plan.prompt.spans)

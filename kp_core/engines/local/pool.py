@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
-from kp_core.engines.local.tree import PrefixTree, Run
+from kp_core.engines.local.tree import Name, PrefixTree
 from kp_core.errors import CacheBudgetError
+from kp_core.kv import KVTensors
 from kp_core.plan import Limit
 
 __all__ = ["BufferPool", "Cancelled"]
@@ -84,14 +85,14 @@ class BufferPool:
             f"{'unpin packs, ' if pinned else ''}or load the engine with a larger cache_bytes."
         )
 
-    def take(self, capacity: int, runs: Sequence[Run]) -> KVBuffer | None:
-        """A buffer for at least `capacity` tokens that holds `runs`; `None` where there is no room for it now.
+    def take(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> KVBuffer | None:
+        """A buffer for at least `capacity` tokens with what a path `held`; `None` where there is no room for it now.
 
-        Of those that wait and are large enough, the one that already holds most of the runs.
+        Of those that wait and are large enough, the one that already holds most of it.
         """
         with self._changed:
             fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
-            buffer = max(fitting, key=lambda waiting: (waiting.shared(runs), -waiting.capacity), default=None)
+            buffer = max(fitting, key=lambda waiting: (waiting.shared(held), -waiting.capacity), default=None)
             size = KVBuffer.bytes_for(self._shape, capacity) if buffer is None else buffer.nbytes
             if buffer is not None:
                 self._waiting.remove(buffer)
@@ -100,7 +101,7 @@ class BufferPool:
             self.used += size
         try:
             buffer = buffer or KVBuffer(self._shape, capacity)
-            buffer.load(runs)
+            buffer.load(held)
         except BaseException:
             self.free(size)
             raise

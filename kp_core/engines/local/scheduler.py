@@ -6,19 +6,19 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
+from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.openmp import let_go
 
-__all__ = ["BatchingModel", "DecodedRows", "Decoding", "Scheduler"]
+__all__ = ["Decoding", "Scheduler"]
 
 _MOST_ROWS = 16
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
@@ -27,34 +27,6 @@ _PATIENCE = 0.5
 _SHORT = 64  # Most tokens of a question that is computed with others, or of a pass that several prompts may have.
 _MOST_TOKENS = 512  # Of a pass for several.
 _BURST, _GRACE = 0.5, 0.1  # Seconds for which they may, and in which the next of them has to come.
-
-
-class DecodedRows(Protocol):
-    """Several sequences that are decoded together."""
-
-    def step(self, tokens: Sequence[int]) -> Tensor:
-        """Run a token behind each, and write its KV to its buffer; the logits, `(rows, vocabulary)`."""
-
-
-class BatchingModel(Protocol):
-    """A model that may decode several sequences in one forward pass."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where token ids go in."""
-
-    @property
-    def batches(self) -> bool:
-        """Whether it does; asked for when two wait."""
-
-    def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """See `LocalModel.forward`."""
-
-    def rows(self, buffers: Sequence[KVBuffer]) -> DecodedRows:
-        """Sequences that go on behind these buffers."""
-
-    def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run so many tokens behind each buffer in one pass; the logits behind the last of each, as `step`."""
 
 
 @dataclass(eq=False)
@@ -78,7 +50,7 @@ class Scheduler:
     together are brought in before a step, which is then one for all of them.
     """
 
-    def __init__(self, model: BatchingModel) -> None:
+    def __init__(self, model: LocalModel) -> None:
         self._model = model
         self._changed = threading.Condition()
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
@@ -86,7 +58,7 @@ class Scheduler:
         self._waiting: list[Decoding] = []
         self._took = self._freed = self._came = 0.0
         self._together: set[Decoding] = set()
-        self._rows: tuple[list[Decoding], DecodedRows] | None = None
+        self._rows: tuple[list[Decoding], Callable[[Sequence[int]], Tensor]] | None = None
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -228,7 +200,7 @@ class Scheduler:
         rows = self._rows
         if rows is None or rows[0] != batch:
             rows = self._rows = batch, self._model.rows([each.buffer for each in batch])
-        return rows[1].step([each.tokens[0] for each in batch])
+        return rows[1]([each.tokens[0] for each in batch])
 
     def _free(self, turn: float) -> None:
         if len(self._together) > 1 or self._coming or self._waiting or self._prefilling:

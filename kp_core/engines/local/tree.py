@@ -11,20 +11,20 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
 from kp_core.kv import KVTensors
 from kp_core.packs.pack import common_length
 
-__all__ = ["Node", "Path", "PrefixTree", "Run", "common_tokens"]
+__all__ = ["Name", "Node", "Path", "PrefixTree", "common_tokens"]
 
 _serials = itertools.count(1)
 _UNLABELLED: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
-RunName: TypeAlias = tuple[int, int, int]
-"""Serial of KV, first token of it, number of tokens."""
+Name: TypeAlias = tuple[int, int, int]
+"""Which tokens of which KV: its serial, the first token, the number of tokens."""
 
 
 class Node:
@@ -70,21 +70,8 @@ def _key(ids: tuple[int, ...], label: int) -> object:
     return (label, ids) if label else ids[0]
 
 
-class Run(NamedTuple):
-    """KV of one node as it was when a path stepped onto it; another prompt may split the node later."""
-
-    serial: int
-    begin: int
-    kv: KVTensors
-
-    @property
-    def name(self) -> RunName:
-        """Which tokens of which KV these are."""
-        return self.serial, self.begin, self.kv.tokens
-
-
-def common_tokens(left: Sequence[RunName], right: Sequence[RunName]) -> int:
-    """How many tokens, from the first on, are the same KV in both, however it is divided into runs."""
+def common_tokens(left: Sequence[Name], right: Sequence[Name]) -> int:
+    """How many tokens, from the first on, are the same KV in both, however it is divided."""
     total, mine, theirs = 0, list(reversed(left)), list(reversed(right))
     while mine and theirs:
         (serial, begin, count), (other, other_begin, other_count) = mine.pop(), theirs.pop()
@@ -103,9 +90,12 @@ class Path:
     """The nodes from the root that a prompt was found to begin with; holds them in the tree until `release`."""
 
     def __init__(self, tree: PrefixTree, root: Node) -> None:
-        self._tree, self._open = tree, True
+        self._tree = tree
+        self.is_open = True
+        """Whether the tree had room for everything so far, and what follows may be kept."""
         self.last = root
-        self.runs: list[Run] = []
+        self.held: list[tuple[Name, KVTensors]] = []
+        """The KV of each node as it was when the path stepped onto it; another prompt may split the node later."""
         self.tokens = 0
         root.users += 1
 
@@ -119,13 +109,8 @@ class Path:
         label: int = 0,
     ) -> bool:
         """Add tokens below the path and step onto them; `False` when there is no room: the path is then closed."""
-        self._open = self._open and self._tree._insert(self, ids, kv, logits, frozenset(owners), label)  # noqa: SLF001
-        return self._open
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the tree had room for everything so far."""
-        return self._open
+        self.is_open = self.is_open and self._tree._insert(self, ids, kv, logits, frozenset(owners), label)  # noqa: SLF001
+        return self.is_open
 
     def pin(self) -> Node:
         """Keep the whole path in the tree until `PrefixTree.unpin` of the node given back."""
@@ -143,7 +128,7 @@ class Path:
         node.users += 1
         self.last = node
         if node.kv is not None:
-            self.runs.append(Run(node.serial, node.begin, node.kv))
+            self.held.append(((node.serial, node.begin, node.kv.tokens), node.kv))
             self.tokens += node.kv.tokens
 
 
@@ -199,16 +184,20 @@ class PrefixTree:
         with self.lock:
             found = self._longest(self._root, ids, 0, frozenset(owners), labels)
             is_whole = bool(found) and sum(count for _, count in found) == len(ids)
-            if logits and is_whole and not (_is_at_end(*found[-1]) and found[-1][0].logits is not None):
+            if logits and is_whole and not (_is_all(*found[-1]) and found[-1][0].logits is not None):
                 node, count = found.pop()
                 if count > 1 and not node.label:
                     found.append((node, count - 1))
-            while self._has_states and found and not (_is_at_end(*found[-1]) and _has_states(found[-1][0])):
+            while self._has_states and found and not (_is_all(*found[-1]) and _has_states(found[-1][0])):
                 found.pop()
             path = Path(self, self._root)
             for node, count in found:
-                path._step(node if count == _size(node) else self._split(node, count))  # noqa: SLF001
-            return self._touched(path)
+                path._step(node if _is_all(node, count) else self._split(node, count))  # noqa: SLF001
+            touched = path.last
+            while touched.parent is not None:
+                self._age.move_to_end(touched)
+                touched = touched.parent
+            return path
 
     def _longest(
         self,
@@ -339,17 +328,10 @@ class PrefixTree:
         path._step(node)  # noqa: SLF001
         return True
 
-    def _touched(self, path: Path) -> Path:
-        node = path.last
-        while node.parent is not None:
-            self._age.move_to_end(node)
-            node = node.parent
-        return path
-
     def _evict(self, excess: int) -> bool:
         """Free at least `excess` bytes; whether that was possible."""
         while excess > 0:
-            victim = next((node for node in self._age if _is_free(node)), None)
+            victim = next((node for node in self._age if not (node.children or node.pins or node.users)), None)
             if victim is None or victim.parent is None:
                 return False
             self.nbytes -= victim.nbytes
@@ -369,12 +351,8 @@ class PrefixTree:
             node.kv, node = node.kv.clone(), node.parent
 
 
-def _size(node: Node) -> int:
-    return len(node.ids)
-
-
-def _is_at_end(node: Node, count: int) -> bool:
-    return count == _size(node)
+def _is_all(node: Node, count: int) -> bool:
+    return count == len(node.ids)
 
 
 def _has_states(node: Node) -> bool:
@@ -383,9 +361,5 @@ def _has_states(node: Node) -> bool:
 
 def _common(node: Node, ids: tuple[int, ...], at: int, stop: int) -> int:
     """How many tokens of `node` stand in `ids` from `at` on, before `stop`."""
-    size = min(_size(node), stop - at)
+    size = min(len(node.ids), stop - at)
     return size if ids[at : at + size] == node.ids[:size] else common_length(node.ids, ids[at : at + size])
-
-
-def _is_free(node: Node) -> bool:
-    return not (node.children or node.pins or node.users)

@@ -68,7 +68,7 @@ def test_the_budget_holds_and_nothing_that_fits_is_refused():
                     idle = any(buffer.capacity >= capacity for buffer in pool._waiting)
                     taken = sum(each.nbytes for each in used) + sum(reserved)
                     fits = idle or taken + tree.held_bytes() + size <= budget
-                    buffer = pool.take(capacity, path.runs if path and path.tokens <= capacity else ())
+                    buffer = pool.take(capacity, path.held if path and path.tokens <= capacity else ())
                     assert (buffer is not None) == fits
                     used += [buffer] if buffer else []
                 case 2 if used:

@@ -19,7 +19,7 @@ class Parrot:
     """An engine in one file, which supports nothing beyond plain answers: it says the last message again."""
 
     def __init__(self):
-        self.tokenizer, self.max_positions, self.supports = tiny_tokenizer(), 512, frozenset()
+        self.tokenizer, self.max_positions, self.supports, self.lacks = tiny_tokenizer(), 512, frozenset(), {}
         self.plans = []
         self.identity = replace(ModelFingerprint.unknown(), weights="none")
 
@@ -42,7 +42,7 @@ def parrot():
     return kp_core.load_engine(Parrot())
 
 
-def test_an_engine_of_six_members_answers(parrot, tmp_path):
+def test_an_engine_of_seven_members_answers(parrot, tmp_path):
     answer = parrot.generate("Good morning", max_tokens=4)
     assert (answer.text, answer.finish_reason) == ("Good", "length")
     assert "".join(parrot.stream("Good morning", max_tokens=12)) == "Good morning"

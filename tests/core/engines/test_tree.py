@@ -32,7 +32,7 @@ def matched(tree, ids, **how):
 
 
 def held(path):
-    return [value for run in path.runs for value in run.kv.keys[0].flatten().tolist()]
+    return [value for _, kv in path.held for value in kv.keys[0].flatten().tolist()]
 
 
 def test_any_common_beginning_is_found():
@@ -53,14 +53,14 @@ def test_a_split_renames_nothing():
     tree = PrefixTree(10_000)
     insert(tree, (1, 2, 3, 4, 5, 6))
     before = tree.match((1, 2, 3, 4, 5, 6))
-    whole = [run.name for run in before.runs]
+    whole = [name for name, _ in before.held]
     assert len(whole) == 1
     insert(tree, (1, 2, 3, 7), logits=False)
     after = tree.match((1, 2, 3, 4, 5, 6))
-    assert len(after.runs) == 2
-    assert common_tokens(whole, [run.name for run in after.runs]) == 6
+    assert len(after.held) == 2
+    assert common_tokens(whole, [name for name, _ in after.held]) == 6
     other = tree.match((1, 2, 3, 7), logits=False)
-    assert common_tokens(whole, [run.name for run in other.runs]) == 3
+    assert common_tokens(whole, [name for name, _ in other.held]) == 3
     for path in (before, after, other):
         path.release()
 

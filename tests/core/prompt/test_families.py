@@ -1,6 +1,7 @@
 """The chat templates of the model families: whole conversations, facts that stay inside, calls and reasoning read."""
 
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 
@@ -105,6 +106,7 @@ class Speaker:
     """An engine that gives a stated answer, token by token; `plans` are what it was asked."""
 
     supports = frozenset({"grammar"})
+    lacks = MappingProxyType({})
     max_positions = 4096
 
     def __init__(self, tokenizer, said):
