@@ -151,7 +151,7 @@ def test_who_waits_for_memory_may_give_up_and_others_come_in_turn():
         given_up = threads.submit(engine.generate, "One?", max_tokens=4, cancel=cancel)
         until(queued(engine, 1))
         late = threads.submit(engine.generate, "Two?", max_tokens=4, timeout=1.0)
-        until(queued(engine, 2))
+        until(lambda: queued(engine, 2)() or late.done())
         patient = threads.submit(engine.generate, "Three?", max_tokens=4)
         with pytest.raises(GenerationTimeoutError):
             late.result(30)
