@@ -67,9 +67,10 @@ test: setup
 test-slow: setup
 	$(call timed,test-slow,$(PYTEST) -m "slow and not nightly")
 
-# What takes hours: all laws on all models, and attacks that nobody has tried yet.
+# What takes hours: laws on all models, ten minutes of fifty threads, and attacks that nobody has tried yet.
 test-nightly: setup
 	$(call timed,test-nightly,$(PYTEST) -m nightly)
+	KP_SOAK_SECONDS=600 $(BIN)/python -m pytest -m slow tests/core/engines/test_soak.py
 	$(BIN)/python -m tests.attack --minutes 60 --seed $$(date +%F)
 
 # Models quantised by torchao. It is in a folder of its own, since it writes to stderr wherever a model is loaded.

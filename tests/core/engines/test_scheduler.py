@@ -134,10 +134,12 @@ def asked(tmp_path):
     return engine, store.view("default"), requests
 
 
-@pytest.mark.parametrize("mixes", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mixes", [5, pytest.param(50, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
+)
 def test_random_mixes_get_the_tokens_of_one_by_one(asked, mixes):
     engine, view, requests = asked
-    draw, known = random.Random(mixes), list(requests(mixes, 15 if mixes < 200 else 60))
+    draw, known = random.Random(mixes), list(requests(mixes, 15 if mixes < 50 else 60))
 
     def ask(at):
         return engine.generate(known[at][0], view=view, **known[at][1]).token_ids
