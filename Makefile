@@ -18,7 +18,7 @@ SHELL := bash
 timed = began=$$(date +%s); $(2) && took=$$(($$(date +%s) - began)) && \
   printf '%s took %d min %02d s\n' $(1) $$((took / 60)) $$((took % 60))
 
-.PHONY: setup setup-browser setup-vllm demo test test-slow test-torchao test-vllm test-all audit lint docs bench clean lock
+.PHONY: setup setup-browser setup-vllm demo test test-slow test-nightly test-torchao test-vllm test-all audit lint docs bench clean lock
 
 setup: $(STAMP)
 
@@ -61,11 +61,17 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 
 
 # What guards behaviour, in minutes.
 test: setup
-	$(call timed,test,$(PYTEST) -m "not slow")
+	$(call timed,test,$(PYTEST) -m "not slow and not nightly")
 
 # What costs much: notebooks, conformance and agents on the bundled model, the README's code, benchmarks, kills.
 test-slow: setup
-	$(call timed,test-slow,$(PYTEST) -m slow)
+	$(call timed,test-slow,$(PYTEST) -m "slow and not nightly")
+
+# What takes hours: laws on all models, ten minutes of fifty threads, and attacks that nobody has tried yet.
+test-nightly: setup
+	$(call timed,test-nightly,$(PYTEST) -m nightly)
+	KP_SOAK_SECONDS=600 $(BIN)/python -m pytest -m slow tests/core/engines/test_soak.py
+	$(BIN)/python -m tests.attack --minutes 60 --seed $$(date +%F)
 
 # Models quantised by torchao. It is in a folder of its own, since it writes to stderr wherever a model is loaded.
 TORCHAO := torchao==0.18.0

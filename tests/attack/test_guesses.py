@@ -64,7 +64,7 @@ def rebuilt(engine, store, text):
 
 
 @pytest.mark.parametrize("ask", [in_place, edited, learned, built, pinned, rebuilt], ids=lambda ask: ask.__name__)
-@pytest.mark.parametrize("namespace", [None, "hr"])
+@pytest.mark.parametrize("namespace", [pytest.param(None, marks=pytest.mark.slow), "hr"])
 def test_a_guess_token_by_token_is_told_nothing(ask, namespace, tmp_path):
     guesses = [f"{KEEPER[:length]}?" for length in range(1, len(KEEPER) + 1)]
     right = reused(ask, KEEPER, guesses, tmp_path / "right", namespace)

@@ -17,8 +17,15 @@ from pathlib import Path
 import pytest
 
 from kp_cli.app import app, run
+from kp_core import PackStore, Session
 from kp_core.facts.sources import FORMATS
 from tests.cli.conftest import FACTS, Kp, as_json, started
+
+
+@pytest.fixture
+def once(smol: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands have the bundled model of all tests; that they load it, `kp` in a process of its own and others show."""
+    monkeypatch.setattr("kp_core.load_engine", lambda _model, **_options: smol)
 
 
 def test_help_names_every_command_and_the_exit_codes(kp: Kp) -> None:
@@ -71,7 +78,7 @@ def test_a_dataset_that_is_not_there_leaves_nothing_behind(kp: Kp, tmp_path: Pat
         assert not (tmp_path / "bank").exists()
 
 
-def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path) -> None:
+def test_brackets_are_printed_as_they_are(kp: Kp, bank: Path, once: None) -> None:
     assert kp("add", "bank", "--fact", "Glyphs of [/orrelay] are [red]red[/red].", "--title", "[b]Glyphs[/]")[0] == 0
     code, out, _ = kp("search", "bank", "What are the glyphs of Orrelay?", "-k", "1")
     assert code == 0
@@ -162,7 +169,7 @@ def test_errors_are_json_where_json_was_asked_for_and_tracebacks_where_those_wer
         run(["search", "nowhere", "x", "--debug"])
 
 
-def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path) -> None:
+def test_ask_answers_with_sources_and_counts(kp: Kp, bank: Path, once: None) -> None:
     code, out, _ = kp(
         "ask", "bank", "Which bird is on the flag?", "-k", "1", "--dtype", "float32", "--max-tokens", "12"
     )
@@ -196,7 +203,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return type_lines
 
 
-def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, typed: Callable[..., None]) -> None:
+def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, once: None, typed: Callable[..., None]) -> None:
     typed("Which bird is on the flag?", "Who wrote the novel?", "", "Never asked.")
     code, out, _ = kp("chat", "bank", "-k", "1", "--dtype", "float32", "--max-tokens", "8")
     assert code == 0
@@ -204,7 +211,7 @@ def test_chat_goes_on_until_an_empty_line(kp: Kp, bank: Path, typed: Callable[..
     assert out.index("from Flag ·") < out.index("from Novel ·")
 
 
-def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, typed: Callable[..., None]) -> None:
+def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, once: None, typed: Callable[..., None]) -> None:
     question = "Which bird is on the flag?"
     typed(question)
     assert "from Novel · facts.jsonl, Bread" in kp("chat", "bank", "--where", '{"year": 1987}', "--max-tokens", "2")[1]
@@ -216,7 +223,7 @@ def test_chat_looks_where_it_is_told_to(kp: Kp, bank: Path, typed: Callable[...,
 
 
 def test_chat_forgets_the_oldest_question_when_the_model_can_read_no_more(
-    kp: Kp, bank: Path, typed: Callable[..., None]
+    kp: Kp, bank: Path, once: None, typed: Callable[..., None]
 ) -> None:
     # Of 8,192 positions this leaves room for one question, its fact and the template.
     questions, few = ("Which bird is on the flag?", "Who wrote the novel?", "When is bread baked?"), "8090"
@@ -277,14 +284,14 @@ def test_a_reader_that_has_enough_ends_a_command_quietly(bank: Path, options: li
         assert process.returncode == 1
 
 
-def test_verify_finds_packs_whose_tokens_are_not_those_of_their_text(kp: Kp, tmp_path: Path) -> None:
-    from kp_core import PackStore, load_engine
-
-    engine, store = load_engine(), PackStore(tmp_path / "store")
-    good, other = engine.build_packs(["The mill has four sails.", "A heron stands."], lazy=True, progress=False)
+def test_verify_finds_packs_whose_tokens_are_not_those_of_their_text(
+    kp: Kp, tmp_path: Path, smol: Session, once: None
+) -> None:
+    store = PackStore(tmp_path / "store")
+    good, other = smol.build_packs(["The mill has four sails.", "A heron stands."], lazy=True, progress=False)
     store.put(good)
     # Packs for the system message hold the end of their line among their tokens, and once did in their text.
-    memory = engine.build_pack("The ferry leaves at nine.", compiled_for="system", lazy=True)
+    memory = smol.build_pack("The ferry leaves at nine.", compiled_for="system", lazy=True)
     for text in (memory.text, memory.text + "\n"):
         store.put(replace(memory, text=text))
     store.put(replace(other, token_ids=good.token_ids))
@@ -312,11 +319,13 @@ def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> No
     assert kp("doctor", "--dtype", "float8")[0] == 2
 
 
-def test_completion_is_there_for_shells() -> None:
+def test_completion_is_there_for_shells(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert app.info.name == "kp"
     # As bash asks when Tab is pressed behind `kp in`.
     asked = {"_KP_COMPLETE": "complete_bash", "COMP_WORDS": "kp in", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "kp in"}
-    command = [sys.executable, "-m", "kp_cli"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | asked)  # noqa: S603
-    assert done.stdout.split() == ["inspect"]
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run([])
+    assert capfd.readouterr().out.split() == ["inspect"]
     assert set(FORMATS) == {".jsonl", ".csv", ".txt", ".md", ".docx", ".pdf", ".html", ".htm"}

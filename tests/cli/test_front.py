@@ -113,7 +113,9 @@ def test_the_demo_on_a_narrow_terminal_without_colours_and_signs() -> None:
     assert max(len(line.strip()) for each in shown for line in each.split("\r")) <= 60
 
 
-@pytest.mark.parametrize("library", ["typer", "torch", "transformers"])
+@pytest.mark.parametrize(
+    "library", ["torch", *(pytest.param(each, marks=pytest.mark.slow) for each in ("typer", "transformers"))]
+)
 def test_an_interrupt_while_libraries_load_is_one_line(bank: Path, library: str) -> None:
     script = (
         "import sys, kp_cli; seen = [];"

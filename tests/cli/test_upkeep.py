@@ -157,12 +157,11 @@ def test_verify_looks_at_the_database_and_the_packs(kp: Kp, bank: Path) -> None:
         assert process.returncode == 3
 
 
-def test_standard_input_becomes_facts(tmp_path: Path) -> None:
-    rows = "".join(json.dumps(fact) + "\n" for fact in FACTS)
-    command = ("build", str(tmp_path / "new"), "-", "--json")
-    with started(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert json.loads(process.communicate(rows.encode())[0])["facts"] == 4
-        assert process.returncode == 0
+def test_standard_input_becomes_facts(kp: Kp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "rows").write_text("".join(json.dumps(fact) + "\n" for fact in FACTS))
+    with (tmp_path / "rows").open() as rows:
+        monkeypatch.setattr("sys.stdin", rows)
+        assert as_json(kp("build", "new", "-", "--json"))["facts"] == 4
 
 
 @pytest.mark.slow

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 
 from kp_core import KVTensors, PackStore
 from kp_core.errors import FingerprintMismatchError, KVShapeError
-from kp_core.testing import ARCHITECTURES
 from tests.conftest import alike, tiny_engine
+from tests.matrix import architectures, models
 
-DTYPES = [torch.float32, torch.bfloat16]
-matrix = pytest.mark.parametrize("architecture", ARCHITECTURES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 law = settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # Words, digits, line feeds, special-token strings, letters outside ASCII: what edges of packs are made of.
@@ -30,8 +27,7 @@ def bits(kv):
     return [tensor.clone() for tensor in (*kv.keys, *kv.values)]
 
 
-@dtypes
-@matrix
+@models
 @law
 @given(data=st.data())
 def test_slices_join_to_the_whole(architecture, dtype, data):
@@ -45,8 +41,7 @@ def test_slices_join_to_the_whole(architecture, dtype, data):
     assert all(torch.equal(old, new) for old, new in zip(before, bits(kv), strict=True))
 
 
-@dtypes
-@matrix
+@models
 @law
 @given(text=texts, compiled_for=st.sampled_from(["user", "system"]))
 def test_a_stored_pack_comes_back_the_same(architecture, dtype, text, compiled_for, tmp_path):
@@ -61,8 +56,7 @@ def test_a_stored_pack_comes_back_the_same(architecture, dtype, text, compiled_f
     assert all(torch.equal(old, new) for old, new in zip(before, bits(pack.kv), strict=True))
 
 
-@dtypes
-@matrix
+@models
 @law
 @given(
     text=texts,
@@ -98,8 +92,7 @@ def test_warm_is_cold_bit_for_bit(architecture, dtype, text, before, after, plac
     assert len(answers) == 1
 
 
-@dtypes
-@matrix
+@models
 @law
 @given(turns=st.lists(st.sampled_from(["the end", "an answer.", "er\n\n7", "中"]), min_size=3, max_size=5))
 def test_a_replayed_conversation_is_bit_identical(architecture, dtype, turns):
@@ -115,8 +108,7 @@ def test_a_replayed_conversation_is_bit_identical(architecture, dtype, turns):
         messages.append({"role": "assistant", "content": answer.text})
 
 
-@dtypes
-@matrix
+@models
 def test_a_pack_of_another_model_is_refused(architecture, dtype):
     mine = tiny_engine(architecture, dtype)
     other = tiny_engine("llama" if architecture != "llama" else "qwen2", dtype)
@@ -127,7 +119,7 @@ def test_a_pack_of_another_model_is_refused(architecture, dtype):
     assert mine.generate("Who?", packs=[pack], mismatch="rebuild", max_tokens=2).usage.pack_tokens > 0
 
 
-@matrix
+@architectures
 def test_a_pack_is_frozen(architecture):
     pack = tiny_engine(architecture).build_pack("A fact that stays as it is.")
     with pytest.raises(AttributeError):

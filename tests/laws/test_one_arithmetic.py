@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 from kp_core import KVTensors, Packs, PackStore, PackView
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.request import Request
-from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine
+from tests.matrix import models
 
-DTYPES = [torch.float32, torch.bfloat16]
 WORDS = (
     "The keeper of the 7 lamps counts an ether; a man, then another, é, 中文 42.\n\nVeyl (the oldest) has 3 ferries. "
 )
 SIZES = (1, 9, 40, TILE // 2 - 30, TILE - 40, TILE + 10)
 MOST = 1700
 
-matrix = pytest.mark.parametrize("architecture", ARCHITECTURES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 quick = settings(deadline=None, max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture])
 thorough = settings(quick, max_examples=60)
 
@@ -199,15 +196,13 @@ def check(engine, talk, way, folder):
         assert torch.equal(logits, expected[1])
 
 
-@dtypes
-@matrix
+@models
 @pytest.mark.parametrize("way", ALONG, ids=lambda way: way.source)
 def test_a_long_prompt_has_the_same_bits_however_it_was_reached(architecture, dtype, way, tmp_path):
     check(engine_of(architecture, dtype), LONG, way, tmp_path)
 
 
-@dtypes
-@matrix
+@models
 @quick
 @given(talk=talks, way=ways)
 def test_a_prompt_has_the_same_bits_however_it_was_reached(architecture, dtype, talk, way, tmp_path):
@@ -215,16 +210,14 @@ def test_a_prompt_has_the_same_bits_however_it_was_reached(architecture, dtype, 
 
 
 @pytest.mark.slow
-@dtypes
-@matrix
+@models
 @thorough
 @given(talk=talks, way=ways)
 def test_many_prompts_have_the_same_bits_however_they_were_reached(architecture, dtype, talk, way, tmp_path):
     check(engine_of(architecture, dtype), talk, way, tmp_path / uuid.uuid4().hex)
 
 
-@dtypes
-@matrix
+@models
 @settings(quick, max_examples=1)
 @given(talk=talks, tails=st.lists(texts, min_size=8, max_size=8), pass_tokens=st.sampled_from((16, 100, 4096)))
 def test_eight_at_once_have_the_bits_of_each_alone(architecture, dtype, talk, tails, pass_tokens, tmp_path):

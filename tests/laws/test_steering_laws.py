@@ -10,12 +10,9 @@ from kp_core.errors import PackError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import common_length
 from kp_core.steering import Steering
-from kp_core.testing import ARCHITECTURES
 from tests.conftest import alike, tiny_engine
+from tests.matrix import architectures, models
 
-DTYPES = [torch.float32, torch.bfloat16]
-matrix = pytest.mark.parametrize("architecture", ARCHITECTURES)
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 law = settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42"), ("中 the", "é an")]
@@ -93,8 +90,7 @@ def steering_of(engine, method="mean"):
     return engine.make_steering(PAIRS, method=method, layers=(0.0, 1.0), progress=False).at_strength(3)
 
 
-@dtypes
-@matrix
+@models
 @pytest.mark.parametrize("scope", SCOPES)
 def test_warm_is_cold_and_steered_never_leaks(architecture, dtype, scope):
     engine = tiny_engine(architecture, dtype)
@@ -119,8 +115,7 @@ def test_warm_is_cold_and_steered_never_leaks(architecture, dtype, scope):
     assert not torch.equal(stronger, cold)
 
 
-@dtypes
-@matrix
+@models
 @law
 @given(data=st.data())
 def test_any_order_of_plain_and_steered_requests_gives_what_each_gives_alone(architecture, dtype, data):
@@ -146,8 +141,7 @@ def test_any_order_of_plain_and_steered_requests_gives_what_each_gives_alone(arc
         assert warm.token_ids == cold.token_ids
 
 
-@dtypes
-@matrix
+@models
 def test_a_steering_of_nothing_is_no_steering(architecture, dtype):
     engine = tiny_engine(architecture, dtype)
     steering = steering_of(engine)
@@ -167,7 +161,7 @@ def test_a_steering_of_nothing_is_no_steering(architecture, dtype):
         assert same.kv is pack.kv
 
 
-@matrix
+@architectures
 def test_a_steered_pack_is_a_new_one_and_cannot_be_stored_as_plain(architecture, tmp_path):
     engine = tiny_engine(architecture)
     steering = steering_of(engine)
@@ -193,7 +187,7 @@ def test_a_steered_pack_is_a_new_one_and_cannot_be_stored_as_plain(architecture,
     assert len(store) == 0
 
 
-@matrix
+@architectures
 def test_steering_costs_no_forward_pass(architecture):
     engine = tiny_engine(architecture)
     steering = steering_of(engine)
@@ -209,7 +203,7 @@ def test_steering_costs_no_forward_pass(architecture):
     assert again.usage.reused_tokens >= again.usage.pack_tokens > 0
 
 
-@matrix
+@architectures
 def test_a_pinned_steered_pack_stays(architecture):
     engine = tiny_engine(architecture)
     pack = engine.build_pack("A fact of the 42 words.", compiled_for="system").steer(steering_of(engine))
@@ -223,7 +217,7 @@ def test_a_pinned_steered_pack_stays(architecture):
     assert alike(engine, found.logits, cold)
 
 
-@matrix
+@architectures
 def test_a_steered_conversation_reuses_its_turns(architecture):
     engine = tiny_engine(architecture)
     asked = {"steering": steering_of(engine), "scope": "system"}

@@ -23,7 +23,7 @@ async def test_ours(check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 @pytest.mark.parametrize("check", CHECKS, ids=str)
 async def test_the_bundled_model(check, dtype, request):
     engine = request.getfixturevalue("smol" if dtype == "float32" else "smol_bf16")

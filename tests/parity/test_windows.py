@@ -9,10 +9,9 @@ import torch
 
 from kp_core import PackStore
 from kp_core.engines.hf import attention
-from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import TILE, KVBuffer
-from tests.parity.families import WINDOW, config_of, model_of
-from tests.parity.test_models import ask, engine_of, letters
+from tests.parity.families import WINDOW, config_of
+from tests.parity.test_models import ask, family_of, letters
 
 KINDS = ("gemma3_text", "mistral", "llama4_text", "gpt_oss")
 
@@ -29,7 +28,7 @@ def behind(model, prefix, own, run):
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_what_each_is_alone(kind):
     """Within the window, as they cross it, and behind it; three share more than a window, in layers that see it all."""
-    model, draw = CausalModel(model_of(kind)), random.Random(0)
+    model, draw = family_of(kind).engine.engine.model, random.Random(0)
     assert model.batches
     book = [draw.randrange(256) for _ in range(3 * WINDOW)]
     starts = [(book, 3, 7), (book, 90, 7), (book[:20], 2, 8), (book[: WINDOW - 5], 1, 9), (book, 17, 7)]
@@ -46,7 +45,7 @@ def test_rows_are_what_each_is_alone(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_questions_of_any_length_are_what_each_is_alone(kind):
     """Within the window, as they cross it, a token behind it, and far behind it."""
-    model, draw = CausalModel(model_of(kind)), random.Random(1)
+    model, draw = family_of(kind).engine.engine.model, random.Random(1)
     starts = [[draw.randrange(256) for _ in range(size)] for size in (1, WINDOW - 5, WINDOW, 3 * WINDOW)]
     together, alone = ([behind(model, each, each[:1], 7) for each in starts] for _ in range(2))
     for counts in [(1, 5, 2, 9), (WINDOW, 1, 1, 2 * WINDOW), (3, 8, WINDOW + 1, 1)]:
@@ -58,7 +57,8 @@ def test_questions_of_any_length_are_what_each_is_alone(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_that_come_together_are_those_of_one_by_one(kind, tmp_path, monkeypatch):
-    _, engine = engine_of(kind)
+    engine = family_of(kind).engine
+    engine.clear_cache()
     store = PackStore(tmp_path)
     handles = [store.put(engine.build_pack(letters(size, size) + ".\n")) for size in (WINDOW // 2, 3 * WINDOW)]
     asked = [ask(f"{handles[at % 2]}\n{letters(9 * at)}?") for at in range(6)]
@@ -77,7 +77,7 @@ def test_answers_that_come_together_are_those_of_one_by_one(kind, tmp_path, monk
 
 
 def test_caps_are_left_to_the_model_and_decoded_one_by_one():
-    model = CausalModel(model_of("gemma2"))
+    model = family_of("gemma2").engine.engine.model
     assert not model.attends
     assert not model.batches
     assert "its attention is its own" in model.lacks["bitwise"]
@@ -85,7 +85,7 @@ def test_caps_are_left_to_the_model_and_decoded_one_by_one():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_probe_leaves_windows_as_they_were(kind):
-    model, config = CausalModel(model_of(kind)), config_of(kind)
+    model, config = family_of(kind).engine.engine.model, config_of(kind)
     assert model.batches
     assert model.config._attn_implementation == attention.NAME
     assert set(model.kind.windows) - {0} == {WINDOW}
@@ -97,7 +97,7 @@ def test_a_probe_leaves_windows_as_they_were(kind):
 @pytest.mark.parametrize("size", [TILE - 3, TILE, 2 * TILE + 90])
 def test_tiled_attention_is_attention(kind, size):
     """Windows, chunks and sinks over several tiles, as the library computes them; and in passes cut anywhere."""
-    model, tiled = model_of(kind), CausalModel(model_of(kind))
+    model, tiled = family_of(kind).model, family_of(kind).engine.engine.model
     assert tiled.attends
     ids = torch.randint(256, (1, size), generator=torch.Generator().manual_seed(size))
     with torch.inference_mode():

@@ -231,8 +231,8 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
     assert read(stored, StoredRun(rights.begins, ("a",)), packet.start, packet.stop).equal(expected)
 
 
-def test_embeddings_are_those_of_the_model():
-    embeddings, model = TokenEmbeddings(bundled_model()), load_engine(bundled_model()).engine._filler.model._model
+def test_embeddings_are_those_of_the_model(smol_bf16):
+    embeddings, model = TokenEmbeddings(bundled_model()), smol_bf16.engine.model._model
     ids = [0, 5, 49151, 5]
     assert torch.equal(embeddings(ids), model.get_input_embeddings()(torch.tensor(ids)))
 

@@ -20,7 +20,7 @@ from tests.attack.mutate import CONTROLS, damaged, text
 from tests.cli.conftest import FACTS
 from tests.conftest import tiny_engine
 
-SHORT = 30
+SHORT = 8
 
 _CODES = {0, 1, 2, 3, 130}
 _NUMBERS = ("0", "1", "3", "-1", "1e9", "nan", "x", "99999999999999999999", "2", "0.5")

@@ -26,7 +26,7 @@ from tests.attack.mutate import text, value
 from tests.attack.trouble import full_disk
 from tests.core.facts.test_facts import HashEmbedder
 
-SHORT = 40
+SHORT = 10
 
 _SPACES = st.sampled_from(("default", "guests"))
 _TEXTS = st.integers(0, 30).map(lambda number: f"fact number {number}")

@@ -29,7 +29,7 @@ from tests.core.facts.test_facts import HashEmbedder
 from tests.core.packs.made import FINGERPRINT, files_of, make_pack, rebuild, same
 from tests.core.packs.test_file import DATA, PACKS
 
-SHORT = 300
+SHORT = 75
 
 _PAGES = {
     "jsonl": b'{"text": "The mill has four sails.", "title": "Mill", "year": 1802}\n{"text": "A heron.", "metadata": {"a": [1]}}\n',

@@ -15,7 +15,7 @@ from tests.attack.harness import Case, WrongError, refused
 from tests.attack.mutate import text, value
 from tests.core.packs.made import make_pack
 
-SHORT = 1500
+SHORT = 375
 
 _WORD = set(string.ascii_letters + string.digits + "_")
 _SPACE = set(string.ascii_lowercase + string.digits + "_-")

@@ -20,7 +20,7 @@ from tests.attack.mutate import number, text, value, warped
 from tests.conftest import tiny_engine
 from tests.core.facts.test_facts import HashEmbedder, facts_of
 
-SHORT = 150
+SHORT = 38
 
 _ROOM = 60
 _NAMES = [*OPTIONS]

@@ -22,7 +22,7 @@ from tests.attack.harness import Case, LostError, WrongError
 from tests.conftest import tiny_engine
 from tests.core.packs.made import make_pack, same
 
-SHORT = 24
+SHORT = 6
 
 _SPACES = ("geo", "hr", "a")
 _THREADS = 6

@@ -10,7 +10,7 @@ from random import Random
 from benchmarks.kills import kill_facts, kill_packs
 from tests.attack.harness import Case, LostError, WrongError
 
-SHORT = 4
+SHORT = 1
 
 
 @contextmanager

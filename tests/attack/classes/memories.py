@@ -22,7 +22,7 @@ from tests.attack.mutate import number, text, value
 from tests.conftest import roomy_engine
 from tests.core.facts.test_facts import HashEmbedder
 
-SHORT = 60
+SHORT = 15
 
 _LABELS = (
     "a",

@@ -19,7 +19,7 @@ from tests.attack.harness import Case, WrongError
 from tests.attack.mutate import as_json, damaged, text, value, warped
 from tests.serve.gate import Served, events_of
 
-SHORT = 600
+SHORT = 150
 
 _MINE, _OTHERS = "The heron of Vint is grey.", "WHAT ONLY B KNOWS"
 _HAS = (

@@ -19,7 +19,7 @@ from tests.attack.machines import StoreMachine, walk
 from tests.attack.trouble import full_disk
 from tests.core.packs.made import FINGERPRINT, UNKNOWN, make_pack, same
 
-SHORT = 8
+SHORT = 2
 
 _TEXTS = ("One.", "Two.", "Drei 🗼", "a\u2028b\x00", "x" * 3000)
 _SPACES = ("geo", "default")

@@ -16,7 +16,7 @@ from tests.core.packs.made import make_pack
 from tests.core.prompt.test_control_tokens import controls, rendered, specials, template
 from tests.core.prompt.test_template import TEMPLATES
 
-SHORT = 250
+SHORT = 63
 
 _CONVERSATION = [
     {"role": "system", "content": "Be brief."},

@@ -30,7 +30,7 @@ from tests.attack.mutate import damaged, number, text
 from tests.conftest import roomy_engine
 from tests.core.facts.test_facts import HashEmbedder
 
-SHORT = 60
+SHORT = 15
 
 _HERON = "The heron of Veyl stands on the flag, on one leg, and looks to the west."
 _SECONDS = 30  # Of a core, for what takes one at most.

@@ -18,6 +18,7 @@ from kp_core.compose import Composer, Wrapper, composer_of, join
 from kp_core.errors import KVShapeError, OptionError
 from kp_core.testing import ARCHITECTURES
 from tests.conftest import alike, tiny_engine
+from tests.matrix import models
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,7 @@ def isles(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@models
 @pytest.mark.parametrize("composer", COMPOSERS, ids=lambda composer: composer.key)
 def test_composers(composer, architecture, dtype, isles):
     engine, request, one, both = isles(architecture, dtype)

@@ -13,6 +13,7 @@ from kp_core.engines.hf.bitwise import why_not_bitwise
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.testing import tiny_model
+from tests.conftest import tiny_engine
 
 # With gradients, as training has them, attention is the library's own.
 attend = torch.inference_mode()(attention.attend)
@@ -45,7 +46,7 @@ def test_it_is_attention_over_what_each_token_sees(sees, has_sinks):
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_any_cut_gives_the_same_bits(cuts, sees, dtype):
-    if CausalModel(tiny_model("llama", dtype)).lacks.get("bitwise"):
+    if "bitwise" not in tiny_engine("llama", dtype).engine.supports:
         pytest.skip("on this processor rows depend on one another")
     tokens = 3 * TILE + 20
     query, key, value = states(tokens, dtype)

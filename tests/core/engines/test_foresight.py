@@ -1,34 +1,15 @@
-"""What is said of a model by its configuration alone, against the model itself."""
+"""What is said of a model by its configuration alone; `tests/parity/test_models.py` holds it against every family."""
 
 import json
 
 import pytest
-import torch
 
 from kp_core.engines.hf.foresight import foresee
-from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import ModelError, UnsupportedModelError
 from tests.cli.conftest import Kp, kp
-from tests.parity.families import QUICK, config_of, model_of, served
+from tests.parity.families import config_of
 
 __all__ = ["kp"]
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in served()]
-)
-def test_the_configuration_tells_what_the_model_is(kind, tmp_path):
-    config_of(kind).save_pretrained(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
-    seen, model = foresee(tmp_path, "bfloat16"), model_of(kind, torch.bfloat16)
-    loaded = CausalModel(model)
-    assert seen.kind == loaded.kind
-    assert (seen.bytes_per_token, seen.positions) == (loaded.shape.bytes_per_token, loaded.max_positions)
-    assert seen.state_bytes in {0, loaded.shape.state_bytes}, "0 where experts let no shapes through"
-    # Some keep the gates of their experts in float32, as loading them does.
-    weights = sum(each.numel() * each.element_size() for each in set(model.parameters()))
-    # Until it is loaded, a Mamba's `A_log` is one too: nothing beside a trained model, a thirtieth of a tiny Zamba.
-    assert 0.98 * weights <= seen.weight_bytes <= (1.04 if kind == "zamba" else 1.01) * weights
 
 
 def test_the_longest_prompt_is_what_memory_or_the_model_holds(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from kp_core.engines.hf.samples import PacketTraining, Samples
 from kp_core.engines.hf.training import checkpoint_of, train_wrapper
 from kp_core.errors import UnsupportedRequestError, WrapperError
 from kp_core.packs import durable
-from kp_core.testing import ARCHITECTURES
 from tests.conftest import tiny_engine
+from tests.matrix import architectures
 
 COLOURS = ("green", "blue", "red", "grey", "white", "black", "brown", "pink")
 DOCUMENTS = [
@@ -29,7 +29,7 @@ def train(out, settings=SETTINGS, documents=DOCUMENTS, engine=None, **options):
     return train_wrapper(engine or tiny_engine(), documents, out, settings, progress=False, **options)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@architectures
 def test_the_student_says_what_the_engine_says_over_packets(architecture, tmp_path):
     engine = tiny_engine(architecture)
     samples, distilling = Samples(engine, DOCUMENTS, SETTINGS), Distilling(engine.engine.model)

@@ -151,7 +151,7 @@ def test_who_waits_for_memory_may_give_up_and_others_come_in_turn():
         given_up = threads.submit(engine.generate, "One?", max_tokens=4, cancel=cancel)
         until(queued(engine, 1))
         late = threads.submit(engine.generate, "Two?", max_tokens=4, timeout=1.0)
-        until(queued(engine, 2))
+        until(lambda: queued(engine, 2)() or late.done())
         patient = threads.submit(engine.generate, "Three?", max_tokens=4)
         with pytest.raises(GenerationTimeoutError):
             late.result(30)
@@ -164,7 +164,9 @@ def test_who_waits_for_memory_may_give_up_and_others_come_in_turn():
 
 
 @pytest.mark.timeout(120)
-async def test_streams_that_have_begun_go_on_however_many_wait_for_their_memory():
+async def test_streams_that_have_begun_go_on_however_many_wait_for_their_memory(monkeypatch):
+    # Seventy steps, each of which would wait for the next prompt.
+    monkeypatch.setattr("kp_core.engines.local.scheduler._GRACE", 0.001)
     engine = engine_of(1.5)
     stream, pieces = engine.astream("Hold on.", max_tokens=200, temperature=1.0, seed=3), []
     waiting = []

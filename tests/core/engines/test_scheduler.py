@@ -18,6 +18,7 @@ from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.errors import OptionError
 from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
+from tests.matrix import architectures
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
 BOOK = "The keeper counts ships, and writes each of them into a long book. " * 4
@@ -37,11 +38,11 @@ def behind(filler, prefix, own):
     return buffer
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@architectures
 @pytest.mark.parametrize("shared", [2 * TILE + 9, TILE + 200, 40])
-def test_rows_are_what_each_is_alone(name, shared):
+def test_rows_are_what_each_is_alone(architecture, shared):
     """Also where rows cross the edge of a tile at different steps."""
-    filler = filler_of(tiny_engine(name, chunk_tokens=1024))
+    filler = filler_of(tiny_engine(architecture, chunk_tokens=1024))
     if not filler.model.batches:
         pytest.skip("one by one: its attention is the library's own")
     draw = random.Random(shared)
@@ -74,9 +75,9 @@ def same(filler, one, other):
     return torch.equal(one, other)
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
-def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(name):
-    filler = filler_of(tiny_engine(name, chunk_tokens=1024))
+@architectures
+def test_questions_of_any_length_in_one_pass_are_what_each_is_alone(architecture):
+    filler = filler_of(tiny_engine(architecture, chunk_tokens=1024))
     if not filler.model.batches:
         pytest.skip("one by one: its attention is the library's own")
     draw = random.Random(5)
@@ -132,10 +133,12 @@ def asked(tmp_path):
     return engine, store.view("default"), requests
 
 
-@pytest.mark.parametrize("mixes", [5, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mixes", [5, pytest.param(50, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
+)
 def test_random_mixes_get_the_tokens_of_one_by_one(asked, mixes):
     engine, view, requests = asked
-    draw, known = random.Random(mixes), list(requests(mixes, 15 if mixes < 200 else 60))
+    draw, known = random.Random(mixes), list(requests(mixes, 15 if mixes < 50 else 60))
 
     def ask(at):
         return engine.generate(known[at][0], view=view, **known[at][1]).token_ids
@@ -160,6 +163,8 @@ def passes(engine, monkeypatch):
 
 
 def test_answers_fall_into_step(monkeypatch):
+    # On a busy machine, too, none comes late.
+    monkeypatch.setattr(scheduler_module, "_PATIENCE", 100.0)
     engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(), chunk_tokens=64)
     scheduler = filler_of(engine).scheduler
     seen = passes(engine, monkeypatch)
@@ -170,7 +175,7 @@ def test_answers_fall_into_step(monkeypatch):
         filler_of(engine).forward([1, 2, 3 + number], buffer, logits=False)
         decoding = Decoding(buffer)
         start.wait()
-        for _ in range(30):
+        for _ in range(60):
             scheduler.step(decoding, 5)
         scheduler.leave(decoding)
 
@@ -178,7 +183,7 @@ def test_answers_fall_into_step(monkeypatch):
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
     steps = [rows for rows in seen if rows > 0]
-    assert sum(steps) == 120
+    assert sum(steps) == 240
     assert sum(steps) / len(steps) >= 3.0
 
 
@@ -267,7 +272,7 @@ def test_prefill_and_decoding_take_turns():
     for _ in range(10):
         with scheduler.prefill(1024):
             model.log.append("chunk")
-            time.sleep(0.002)
+            until(lambda: scheduler._waiting)
     stop.set()
     reader.join()
     chunks = [at for at, what in enumerate(model.log) if what == "chunk"]
@@ -362,7 +367,8 @@ def test_prompts_that_wait_for_something_else_hold_steps_up_once(monkeypatch):
     assert waited == [True, False, False]
 
 
-def test_a_stream_of_short_questions_stops_no_answer():
+def test_a_stream_of_short_questions_stops_no_answer(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "_BURST", 0.1)
     model = Plain()
     scheduler, stop = Scheduler(model), threading.Event()
 
@@ -380,7 +386,7 @@ def test_a_stream_of_short_questions_stops_no_answer():
         stop.set()
         for job in jobs:
             job.result()
-    assert took < 3 * 10 * scheduler_module._BURST
+    assert took < 15
 
 
 def test_an_error_of_a_step_reaches_all_who_wait_and_no_others(monkeypatch):

@@ -1,6 +1,6 @@
 """Fifty threads and tasks on one engine, for a while: answers are right, memory and threads stay what they are.
 
-`KP_SOAK_SECONDS=600 pytest -m slow tests/core/engines/test_soak.py` goes on for longer.
+`KP_SOAK_SECONDS=600 pytest -m slow tests/core/engines/test_soak.py` goes on for longer, as `make test-nightly` does.
 """
 
 import asyncio

@@ -49,7 +49,14 @@ def test_a_sound_index_is_left_alone(path):
     assert before.items() <= {file: file.stat().st_ino for file in path.glob("*-*-*-*-*/*")}.items()
 
 
-@pytest.mark.parametrize("name", ["header", "data_level0", "length", "link_lists", "index_metadata"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data_level0",
+        "index_metadata",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("header", "length", "link_lists")),
+    ],
+)
 def test_an_index_that_a_killed_process_was_writing_is_made_anew(path, name):
     file = max(path.glob(f"*-*-*-*-*/{name}.*"), key=lambda file: file.stat().st_size)
     held = file.read_bytes()

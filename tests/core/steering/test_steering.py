@@ -26,8 +26,9 @@ from kp_core.steering import (
     resolve_layers,
     save_steering,
 )
-from kp_core.testing import ARCHITECTURES, tiny_model, tiny_tokenizer
+from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import alike, tiny_engine
+from tests.matrix import architectures
 
 PAIRS = [("The formal one.\n", "an 7 er"), ("the other, formal", "er er er 42"), ("中 the", "é an")]
 MESSAGES = [
@@ -35,7 +36,6 @@ MESSAGES = [
     {"role": "user", "content": "Who is the 7th er?"},
 ]
 SCOPES = ["system", "prompt", "last_token"]
-matrix = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
 def steering_of(engine, method="mean", **settings):
@@ -67,7 +67,7 @@ def passes_between(*cuts):
     return list(itertools.pairwise(sorted({0, *cuts})))
 
 
-@matrix
+@architectures
 @pytest.mark.parametrize("scope", SCOPES)
 def test_steered_is_what_plain_transformers_gives_with_deltas_added_to_its_cache(architecture, scope):
     engine = tiny_engine(architecture)
@@ -84,7 +84,7 @@ def test_steered_is_what_plain_transformers_gives_with_deltas_added_to_its_cache
     assert not torch.allclose(plain, logits, atol=1e-4, rtol=1e-3)
 
 
-@matrix
+@architectures
 def test_packs_of_several_messages_are_steered_one_after_the_other(architecture):
     engine = tiny_engine(architecture)
     first, second = engine.build_pack("The an of it. " * 3), engine.build_pack("An er, the 42nd. " * 3)
@@ -159,7 +159,7 @@ def test_without_a_scope_the_head_is_steered_with_its_packs_and_packs_alone_else
     )
 
 
-@matrix
+@architectures
 def test_the_mean_steering_is_the_mean_difference_of_cached_values(architecture):
     engine, model = tiny_engine(architecture), tiny_model(architecture)
     found = engine.make_steering(PAIRS, layers=(0.0, 1.0), progress=False)
