@@ -246,42 +246,36 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 HEAD = """# Models
 
-Made from the matrix of `tests/parity/test_models.py` by `python -m tests.parity.families`; do not edit.
+Made by `python -m tests.parity.families` from the matrix of `tests/parity/test_models.py`; do not edit.
 
-Each row is a tiny random model of that architecture, from its configuration, with the transformers release that
-`requirements.lock` names. From a pack it gives what it gives from the text, and in float32 what `model.generate` gives,
-token for token: below, at and above its window, with packs that cross it, in conversations of three turns. The bits of
-pack and text are the same where `"bitwise" in engine.engine.supports`, which is tried when a model is loaded; elsewhere
-reused KV rounds differently ([reasons](loading.md#the-same-bits)). On an AMD EPYC 63 of the 132 rows are bitwise in
-bfloat16. In float32 16 are: activation functions of layers as narrow as these round by how many numbers a pass has. The
-bundled model is bitwise in both. What a layer caches decides what else works:
+Each `model_type` below was tested as a tiny random model, with the transformers release in `requirements.lock`. From a pack it
+gives what it gives from the text, and in float32 what `model.generate` gives, token for token: below, at and above its
+window, and in conversations. Bits of pack and text are the same where `"bitwise" in engine.engine.supports`, tested at
+load; elsewhere reused KV rounds differently ([reasons](loading.md#the-same-bits)). On an AMD EPYC 63 of the 132 are
+bitwise in bfloat16, and 16 in float32, as activations of layers this narrow round by the size of a pass. The bundled
+model is bitwise in both. What a layer caches decides what else works:
 
-- **plain**: keys and values of every token, and every token sees all before it. Everything works, but that `splice` and
-  `blend` are refused where keys cannot be moved (*naive* in the table; [several packs](several-packs.md)), and all
-  composers but the exact one where attention is by distance (ALiBi).
-- **windows** (sliding or chunked): keys and values of every token are kept, and attention is given those that may be
-  seen. So a long pack costs such a layer what its window costs. No composer but the exact one.
+- **plain**: keys and values of every token, and every token sees all before it. `splice` and `blend` are refused where keys
+  cannot be moved (*naive*; [several packs](several-packs.md)), all composers but the exact one with ALiBi.
+- **windows** (sliding or chunked): all tokens are kept, and a long pack costs a layer what its window costs. Only the exact
+  composer.
 - **shared KV**: layers that read the KV of others store nothing. Layers of a steering count those that store.
-- **latent**: the latent and the rotary key of multi-head latent attention (`kv_lora_rank`), stored as they are. No
-  steering, and no composer but the exact one.
-- **states** (recurrent and hybrid models: Mamba, gated delta rule, short convolutions): what recurrent layers have of
-  all tokens is kept at the end of each pack and message, in memory and in the pack, beside the KV of the other layers.
-  A prompt that parts from another inside a message is computed from where the message begins. A state takes the same
-  room after ten tokens and after ten thousand: `engine.state_bytes`; `explain` and `Usage.state_bytes` say what a
-  prompt has of them. No steering, no composer but the exact one, no overwriting, no int8. A model that does not go on
-  from its states as it would in one pass is refused when it is loaded.
+- **latent**: the latent and rotary key of multi-head latent attention. No steering, only the exact composer.
+- **states** (Mamba, gated delta rule, short convolutions): states are kept at the end of each pack and message. A prompt
+  that differs inside a message is computed from where that message begins. A state takes the same room after ten tokens
+  and ten thousand (`engine.state_bytes`, `Usage.state_bytes`). No steering, overwriting or int8, only the exact composer.
+  A model that cannot go on from its states is refused at load.
 
-*Batching* says whether answers that come at the same time are decoded together, one forward pass for each step; else
-they are decoded one by one, in turns. Plain caches and windows, sliding or chunked, batch where a model's attention can
-be replaced: not with caps on its scores (Gemma 2) or position biases (ALiBi).
+*Batching*: answers at the same time are decoded together; else in turns, one by one. It needs an attention that can be
+replaced: not with caps on scores (Gemma 2) or position biases (ALiBi).
 
-| `model_type` | class | cache | exact | composing | steering | batching |
-|---|---|---|---|---|---|---|"""
+| cache | composing | steering | batching | `model_type` |
+|---|---|---|---|---|"""
 
 REFUSED = """
 ## What is not served, or not tried
 
-Refused when it is loaded (before its weights are), or left out of the matrix, each with the reason.
+Refused at load, before weights are read, or left out of the matrix:
 
 | reason | `model_type` |
 |---|---|"""
@@ -364,14 +358,15 @@ def served():
 
 def page():
     """`docs/models.md`."""
-    lines = [HEAD]
+    lines, groups = [HEAD], {}
     for kind in served():
         found = kinds()[kind]
-        name = families()[VARIANTS.get(kind, (kind,))[0]]
         steers = "no" if "steer" in found.lacks else "yes"
         composes = "no" if "compose" in found.lacks else "naive" if kind in STAY else "yes"
         batches = "yes" if found.name in ("plain", "windows") and kind not in ONE_BY_ONE else "no"
-        lines.append(f"| {kind} | {name} | {found.name} | yes | {composes} | {steers} | {batches} |")
+        groups.setdefault((found.name, composes, steers, batches), []).append(kind)
+    for group, named in sorted(groups.items()):
+        lines.append(f"| {' | '.join(group)} | {', '.join(named)} |")
     lines.append(REFUSED)
     reasons = {}
     for kind, found in kinds().items():
