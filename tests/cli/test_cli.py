@@ -311,7 +311,7 @@ def test_doctor_says_what_is_supported_and_why_not(kp: Kp, tmp_path: Path) -> No
     assert size in {23040, 46080}
     least = re.search(r"gives more than ([\d.,]+) MB a second", about["model"]["advice"])
     assert least
-    assert float(least[1].replace(",", "")) == pytest.approx(pace * size / 1e6, rel=0.01)
+    assert float(least[1].replace(",", "")) == pytest.approx(pace * size / 1e6, rel=0.05)
     code, out, _ = kp("doctor", "--model", str(tmp_path / "nothing"), "--json")
     assert code == 3
     assert not json.loads(out)["model"]["supported"]
