@@ -122,7 +122,7 @@ def _measured(session: Session) -> dict[str, Any]:
     size = pack.nbytes / len(pack.token_ids)
     return about | {
         "kv_bytes_per_token": round(size),
-        **({"state_bytes": session.state_bytes} if getattr(session.engine, "state_bytes", 0) else {}),
+        **({"state_bytes": session.state_bytes} if "cache" in can and session.state_bytes else {}),
         "prefill_tokens_per_s": round(pace),
         "advice": f"store KV where the store gives more than {size * pace / 1e6:,.1f} MB a second; "
         "elsewhere keep packs lazy: computing is faster",

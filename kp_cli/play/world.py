@@ -27,6 +27,7 @@ from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
 from kp_core.steering import Steering, preset
 from kp_core.tools import Tool
+from kp_serve.engine import VLLMEngine
 
 __all__ = ["MOST_CHARACTERS", "SAMPLE", "Agent", "Answer", "Document", "Question", "Step", "Way", "World"]
 
@@ -107,7 +108,8 @@ class World:
     @property
     def address(self) -> str:
         """Where the model is, if it is on a server."""
-        return str(getattr(self.session.engine, "base_url", ""))
+        engine = self.session.engine
+        return engine.base_url if isinstance(engine, VLLMEngine) else ""
 
     @cached_property
     def view(self) -> PackView:
