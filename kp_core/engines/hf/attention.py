@@ -88,7 +88,7 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     return output.transpose(1, 2).contiguous(), None
 
 
-def attend(  # noqa: PLR0913 - what attention is made of
+def attend(  # noqa: PLR0913 - the inputs of attention
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -134,7 +134,7 @@ def tile_of_each(
     Keys and values are `(batch, kv_heads, TILE, dim)`. Returns the results and their log-sum-exps, both from the CPU
     kernel of flash attention.
     """
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no other gives it
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no public function returns it
     output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
     return output, weight
 
@@ -299,7 +299,7 @@ def _by_mask(  # noqa: PLR0913
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Causal attention of the last tokens of a sequence over the whole sequence."""
+    """Attention of the last tokens of a sequence, each over the tokens up to its own."""
     new, tokens = query.shape[2], key.shape[2]
     if new in (1, tokens):
         return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)

@@ -29,7 +29,7 @@ __all__ = ["why_not_bitwise"]
 _CUTS = ((), (1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
 _UNPACKED_ROWS = 2048
-"""Rows tried in products with matrices that are not packed: only one row in 500 may differ."""
+"""Rows tried in products with matrices that are not packed, where as few as one row in 500 differs."""
 _FEWEST_ROWS, _DIVIDED = 321, 2**18
 """Fewest rows and elements for a test of activations, enough for several threads. The number of rows is odd, so that
 the boundary between two threads falls within a row."""
@@ -37,7 +37,7 @@ _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
 
-def why_not_bitwise(  # noqa: PLR0911 - one reason after the other
+def why_not_bitwise(  # noqa: PLR0911 - one return for each reason
     model: CausalModel, packed: Sequence[PackedLinear]
 ) -> str:
     """Why bits depend on how a prompt is split into passes, as a clause; blank if the tests found that they do not."""

@@ -23,7 +23,7 @@ from kp_core.errors import UnsupportedModelError
 __all__ = ["LayersDone", "cache_of", "measured_shape", "placed_cache_of", "states_of"]
 
 
-class LayersDone(Exception):  # noqa: N818 - no error: what was asked for is computed
+class LayersDone(Exception):  # noqa: N818 - no error: all wanted layers are computed
     """Ends a forward pass when the last wanted layer has its keys and values."""
 
 

@@ -164,7 +164,7 @@ class CausalModel:
         buffer.blank(max(buffer.length, positions[-1] + 1))
         sees = self.sees
 
-        def attend_here(  # noqa: PLR0913 - what attention is made of
+        def attend_here(  # noqa: PLR0913 - the inputs of attention
             layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
         ) -> Tensor:
             return attend(query, key, value, positions, scale, sees[layer], sinks)
@@ -257,7 +257,7 @@ class CausalModel:
         )
 
     @torch.inference_mode()
-    def forward_among(  # noqa: PLR0913 - as `LocalModel` has it
+    def forward_among(  # noqa: PLR0913 - the signature of `LocalModel`
         self,
         ids: Sequence[int],
         positions: Sequence[int],

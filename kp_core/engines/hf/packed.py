@@ -22,7 +22,7 @@ _LEAST_ROWS = (1, 2, 4, 8, 16, 32)
 _ROWS, _COUNTS = 320, (1, 2, 3, 5, 8, 15, 17, 32, 33, 64, 100, 256)
 """Rows of the test batch, and of the parts of it that are tried."""
 _TRIES = 64
-"""Rows tried in total for each length of part: only some rows may differ."""
+"""Rows tried in total for each length of part, because a difference may show in a few rows only."""
 _SPREAD = 1.5
 
 
@@ -89,8 +89,8 @@ def pack_weights(model: nn.Module, one_pass: Callable[[], object] | None = None)
     its weights into oneDNN's layout at each call, which takes as long as 20 to 40 tokens. Packed, a row of a product
     also has the same bits whatever the other rows are, which plain layers in float32 do not guarantee. `one_pass` of
     the model shows which layers have the same input. Only layers of attention are multiplied together: the outputs of
-    other layers are so large that splitting them takes as long as it saves. Models with more than 2 GiB of weights are
-    not packed.
+    other layers are so large that splitting them takes as long as it saves. With more than 2 GiB of weights, nothing is
+    packed.
     """
     layers = [each for each in model.modules() if type(each) is nn.Linear]
     for layer in layers:

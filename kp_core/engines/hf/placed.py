@@ -20,7 +20,7 @@ from kp_core.rope import Rope
 __all__ = ["forward_among", "forward_at", "forward_soft", "rope_of"]
 
 Attention: TypeAlias = Callable[[Sequence[int], KVBuffer], dict[str, Any]]
-"""Gives the model's arguments that say how tokens at ascending positions attend over a buffer."""
+"""Returns keyword arguments of a pass that say how tokens at ascending positions attend over a buffer."""
 
 _GROWING = ("dynamic", "longrope")
 _TOLERANCE = {torch.float32: 1e-3}

@@ -20,8 +20,8 @@ from kp_core.plan import Sampling
 __all__ = ["Sampler"]
 
 _PART = 16384
-"""Logits per call of `max`. For more than twice as many, torch starts threads, which answers that are decoded together
-would start anew each time."""
+"""Logits per call of `max`. torch divides more than twice as many among threads, which answers decoded together
+would have to restart for each token."""
 _COLDEST = 1e-5  # Below this temperature, scores overflow, and sampling would be greedy anyway.
 
 

@@ -53,12 +53,12 @@ def _going_on(mixer: Any) -> Callable[..., Tensor]:  # noqa: ANN401 - a mixer of
     return forward
 
 
-def _scan(  # noqa: PLR0913 - as transformers has it
+def _scan(  # noqa: PLR0913 - the signature of transformers
     plain: Callable[..., tuple[Tensor, Tensor]],
     state: Tensor,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803 - as the paper has it
+    A: Tensor,  # noqa: N803 - the paper's name
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
     D: Tensor | None = None,  # noqa: N803
