@@ -1,4 +1,4 @@
-"""Composers: what a pack's KV may stand for, in a prompt that holds several packs."""
+"""Composers: they make the KV of packs that stand at other positions than they were compiled for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NAMED: Mapping[str, Callable[..., Composer]] = {
 
 
 def composer_of(name: str) -> Composer:
-    """The composer that settings name: `"splice"`, `"blend:r=0.3,rule=deviation"`, `"packet:wrapper=FILE"`.
+    """The composer of that name: `"splice"`, `"blend:r=0.3,rule=deviation"`, `"packet:wrapper=FILE"`.
 
     Raises `OptionError` for an unknown name or parameter, `WrapperError` for a wrapper that cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The seam for composing packs."""
+"""The protocol of composers, with the regions that they fill and the model access that they get."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["Composer", "Forward", "Region", "Source", "join"]
 
 
 Source: TypeAlias = Literal["pack", "composed", "steered", "computed"]
-"""Where the KV of a region comes from when the prefix tree lacks it."""
+"""Where the KV of a region comes from if it is not in the prefix tree."""
 
 
 @dataclass(frozen=True)
 class Region:
     """The tokens `start:stop` of a prompt, whose KV has one source.
 
-    A pack stands in a region alone; a composed one has packs and the few tokens between them, whose ids are
-    `token_ids`. A steered one is computed as if nothing in it were steered, and then each of its `parts` is altered by
-    its `steering`; what is behind it sees the altered KV.
+    A `pack` region is one pack. A `composed` region has packs and the few tokens between them; `token_ids` are the ids
+    of all its tokens. A `steered` region is computed without steering, then the `steering` of each of its `parts` is
+    added. Later tokens see the steered KV.
     """
 
     start: int
@@ -47,23 +47,23 @@ class Region:
 
     @property
     def span(self) -> Span | None:
-        """Its first pack."""
+        """The first pack, or `None`."""
         return self.spans[0] if self.spans else None
 
     @property
     def between(self) -> tuple[int, ...]:
-        """The positions, counted from `start`, of the tokens that no pack delivers."""
+        """Positions, counted from `start`, of the tokens outside of packs."""
         inside = {at for span in self.spans for at in range(span.start, span.stop)}
         return tuple(at - self.start for at in range(self.start, self.stop) if at not in inside)
 
     @cached_property
     def label(self) -> int:
-        """A negative number, no token id, for KV that is not what the model computes for the text, else 0.
+        """0 if the KV is what the model computes for the text, else a negative hash of composer and packs, or steering.
 
-        It names what was done: neither the region nor anything behind it is found in the prefix tree without it.
+        In the prefix tree, the region and everything behind it is found only under this label. No token id is negative.
         """
         if self.composer is not None:
-            # Their own prefixes and numerics matter to what a composer makes of packs.
+            # Composed KV depends on the prefix and the numerics of each pack.
             packs = [
                 (span.start - self.start, span.pack.fingerprint.id, span.pack.prefix, span.pack.token_ids)
                 for span in self.spans
@@ -80,19 +80,19 @@ class Region:
 
 
 class Forward(Protocol):
-    """What a composer computes with: the model, and what stands before the region.
+    """A composer's access to the model and to the KV before the region.
 
-    Attention masks by position: a token at position `p` sees what stands at positions up to `p`, in whatever order the
-    keys come. So queries need not be the tail of the keys.
+    Attention masks by position: a token at position `p` sees the keys at positions up to `p`, in whatever order they
+    are stored. So queries need not be the last of the keys.
     """
 
     @property
     def before(self) -> KVTensors | None:
-        """KV of all tokens before the region, not to be changed; `None` at the beginning of the prompt."""
+        """KV of all tokens before the region, read-only; `None` at the beginning of the prompt."""
 
     @property
     def rope(self) -> Rope:
-        """Moves keys; raises `UnsupportedRequestError` where the model's RoPE forbids it."""
+        """Moves keys; raises `UnsupportedRequestError` if the model's RoPE does not allow it."""
 
     def __call__(
         self,
@@ -102,31 +102,32 @@ class Forward(Protocol):
         past_positions: Sequence[int] | None = None,
         layers: int | None = None,
     ) -> KVTensors:
-        """KV of `ids` behind `past`: per layer `(kv_heads, len(ids), head_dim)`, of the first `layers` layers.
+        """KV of `ids` behind `past`, per layer `(kv_heads, len(ids), head_dim)`; of the first `layers` layers if given.
 
-        By default `past` stands at the positions from 0 on, and `ids` behind it.
+        By default, `past` has the positions from 0 on, and `ids` the positions behind it.
         """
 
     def room(self, tokens: int) -> KVTensors:
-        """Where the KV of the region will stand, right behind `before`, to be written in place; it holds anything."""
+        """Uninitialised KV for the region, directly behind `before` in the buffer, to be written in place."""
 
     def anew(self, kv: KVTensors, places: Sequence[int]) -> KVTensors:
-        """`kv` of the region with the tokens at `places`, counted from its start, computed anew in one pass.
+        """The region's `kv` with the tokens at `places`, counted from its start, recomputed in one forward pass.
 
-        Each sees all that stands before it. What `room` gave is written in place; anything else is copied there first.
-        It is the last thing that `fill` does, which gives back what this gave: that pass may be the one of what stands
-        behind the region.
+        Each recomputed token sees all tokens before it. KV from `room` is written in place; other KV is copied there
+        first. `fill` must call this last and return its result, because the engine may run the pass later, together
+        with the tokens behind the region.
         """
 
     def attention(self, tokens: int, kv: KVTensors, blank: Sequence[int]) -> Tensor:
-        """How much the last `tokens` of the prompt look at each token of `kv`, the region; those at `blank` are hidden.
+        """Attention weights of the last `tokens` of the prompt on the region's `kv`; the places `blank` are masked.
 
-        Weights summed over queries, heads and layers, `(tokens,)`. The prefix tree does not keep what is composed with
-        it, as that depends on the question. Raises `UnsupportedRequestError` where the model's attention does not tell.
+        Weights are summed over queries, heads and layers, `(tokens of the region,)`. KV composed with them depends on
+        the question, so the prefix tree does not keep it. Raises `UnsupportedRequestError` if the model's attention
+        does not report weights.
         """
 
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """KV of `header`, `ids` and `trailer` behind the tokens `before`, at the beginning of a prompt of their own.
+        """KV of `header`, `ids` and `trailer`, in a separate prompt that begins with the tokens `before`.
 
         Header and trailer are input embeddings, `(soft tokens, hidden)`.
         """
@@ -134,10 +135,10 @@ class Forward(Protocol):
 
 @runtime_checkable
 class Composer(Protocol):
-    """Makes the KV of packs that do not stand where they were compiled.
+    """Makes the KV of packs that do not stand behind the prefix they were compiled for.
 
-    Packs behind the very prefix they were compiled for are exact and shared by all composers; a composer is asked about
-    the others. What it makes depends on what stands before a region and in it, and on what `Forward` says of the rest.
+    Packs behind their prefix are exact, and their KV is used without a composer. The composed KV may depend on the
+    tokens before and in the region, and on later tokens only through `Forward`.
     """
 
     @property
@@ -146,21 +147,23 @@ class Composer(Protocol):
 
     @property
     def key(self) -> str:
-        """Method and parameters: what two composers of one key make is the same, and kept under one name."""
+        """Method and parameters. Composers with equal keys make equal KV, which the prefix tree shares."""
 
     def regions(self, prompt: Prompt) -> Sequence[Span]:
-        """The spans of `prompt` whose KV it makes; the other ones are computed."""
+        """The spans of `prompt` whose KV it makes; the others are prefilled."""
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """KV for the tokens of `region`: per layer `(kv_heads, tokens, head_dim)`.
 
-        `packs` are those of the region's spans, with their KV, and are not to be changed; what comes back is written to
-        the cache as it is. `forward` computes with the model.
+        `packs` are those of the region's spans, with KV, read-only. The result is written to the cache unchanged.
         """
 
 
 def join(region: Region, parts: Sequence[KVTensors], forward: Forward) -> KVTensors:
-    """The KV of `region`: `parts` for its packs, as they are; what stands between packs is computed in one pass."""
+    """The KV of `region`: `parts` for its packs, unchanged, and the tokens between packs computed in one pass.
+
+    Raises `KVShapeError` for parts of other lengths than the packs.
+    """
     if [part.tokens for part in parts] != list(map(len, region.spans)):
         raise KVShapeError(
             f"Got KV of {[part.tokens for part in parts]} tokens for packs of {list(map(len, region.spans))}."

@@ -1,4 +1,4 @@
-"""Spliced packs of which some tokens are computed again."""
+"""Splices packs and recomputes some of their tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ __all__ = ["BlendComposer", "Rule"]
 Rule: TypeAlias = Literal["first", "deviation", "attention"]
 
 _QUESTION = 32
-"""Tokens of the prompt's end whose attention counts."""
+"""Number of last tokens of the prompt whose attention weights are summed."""
 
 
 @dataclass(frozen=True)
 class BlendComposer:
-    """Splices packs, then computes a share `r` of each pack's tokens anew behind all that stands before them.
+    """Splices packs, then recomputes a share `r` of each pack's tokens, which see all tokens before them.
 
-    `rule` chooses the tokens: `first`, the first of each pack (EPIC, arXiv 2410.15332); `deviation`, those whose values
-    in the second layer differ most from the pack's (CacheBlend, arXiv 2405.16444, section 4.3); `attention`, those that
-    the question looks at most (ProphetKV), which is never kept, as it depends on the question. With `r=1` nothing is
-    composed and all is exact. Approximate: measure with `compare_composers` before you answer with it.
+    `rule` chooses the tokens. `first`: the first of each pack (EPIC, arXiv 2410.15332). `deviation`: those whose values
+    in the second layer differ most from the pack's (CacheBlend, arXiv 2405.16444, section 4.3). `attention`: those with
+    the greatest attention weight from the question (ProphetKV); the result depends on the question and is never cached.
+    With `r=1`, all tokens are prefilled, which is exact. Otherwise approximate: measure with `compare_composers` before
+    you use it.
 
     Raises `OptionError` for `r` outside [0, 1] or an unknown rule.
     """
@@ -48,7 +49,7 @@ class BlendComposer:
 
     @property
     def exact(self) -> bool:
-        """Only where all tokens are computed."""
+        """Whether all tokens are computed (`r=1`)."""
         return self.r == 1
 
     @property
@@ -57,14 +58,14 @@ class BlendComposer:
         return f"blend:r={self.r:g},rule={self.rule}"
 
     def regions(self, prompt: Prompt) -> tuple[Span, ...]:
-        """All packs, or none where all tokens are to be computed: in such a loop they would round otherwise.
+        """All packs, or none for `r=1`: a plain prefill avoids the different rounding of a composed region.
 
         Raises as `movable`.
         """
         return () if self.exact else movable(prompt)
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """The packs' KV, moved, with the chosen tokens computed anew, in the pass that computes what is between."""
+        """The packs' KV, moved; one pass recomputes the chosen tokens and computes the tokens between packs."""
         kv = laid(region, packs, forward)
         chosen = {*region.between}
         if self.r > 0:
@@ -77,12 +78,12 @@ class BlendComposer:
 
 
 def _first(region: Region, kv: KVTensors, forward: Forward) -> Tensor:  # noqa: ARG001
-    """The earlier in its pack, the higher."""
+    """Scores that fall with the position, so that the first tokens of a pack are chosen."""
     return -torch.arange(len(region), device=kv.device)
 
 
 def _deviation(region: Region, kv: KVTensors, forward: Forward) -> Tensor:
-    """How far the values of the second layer are from those of the text behind what stands before it."""
+    """Distance of each token's values in the second layer from those of a prefill behind the real prefix."""
     layer = min(1, kv.layers - 1)
     positions = range(region.start, region.stop)
     fresh = forward(region.token_ids, positions, forward.before, layers=layer + 1)
@@ -92,7 +93,7 @@ def _deviation(region: Region, kv: KVTensors, forward: Forward) -> Tensor:
 
 
 def _attention(region: Region, kv: KVTensors, forward: Forward) -> Tensor:
-    """How much the end of the prompt looks at each token."""
+    """Attention weight of each token from the end of the prompt."""
     return forward.attention(_QUESTION, kv, region.between)
 
 

@@ -16,19 +16,19 @@ __all__ = ["ExactComposer"]
 
 @dataclass(frozen=True)
 class ExactComposer:
-    """Sequential composition (Knowledge Packs, arXiv 2604.03270): the answer is that of the text, token for token.
+    """Sequential composition (Knowledge Packs, arXiv 2604.03270): the answer equals that for the text, token for token.
 
-    A pack's KV is taken only behind the very prefix it was compiled for. Everywhere else its
-    tokens are prefilled behind what stands before them, and the prefix tree keeps the result.
+    A pack's KV is used only behind the prefix it was compiled for. Elsewhere its tokens are prefilled, and the prefix
+    tree keeps the result.
     """
 
     exact = True
     key = "exact"
 
-    def regions(self, prompt: Prompt) -> tuple[Span, ...]:  # noqa: ARG002 - whatever the prompt, the rest is computed
-        """None."""
+    def regions(self, prompt: Prompt) -> tuple[Span, ...]:  # noqa: ARG002 - all other packs are prefilled
+        """No spans."""
         return ()
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:  # noqa: ARG002
-        """Never asked for."""
+        """Always raises `KVShapeError`, as there are no regions to fill."""
         raise KVShapeError(f"Got the region {region.start}:{region.stop} to compose; exact composition makes none.")

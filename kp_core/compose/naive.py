@@ -1,4 +1,4 @@
-"""KV as it is, at a position it was not compiled for."""
+"""Uses KV unchanged at positions it was not compiled for."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["NaiveComposer"]
 
 @dataclass(frozen=True)
 class NaiveComposer:
-    """Concatenates caches as they are: packs do not see one another, and their keys keep the positions of their build.
+    """Concatenates KV unchanged: packs do not see each other, and keys keep the positions they were compiled at.
 
-    Fast and wrong. It is here to measure other composers against, never to answer with.
+    Fast and wrong. It serves as a baseline for other composers only.
     """
 
     key: str = "naive"
@@ -29,7 +29,7 @@ class NaiveComposer:
         return prompt.spans
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-        """The packs' KV as it is."""
+        """The packs' KV, unchanged; raises `KVShapeError` for a pack without KV."""
         parts = [pack.kv for pack in packs if pack.kv is not None]
         if len(parts) < len(packs):
             raise KVShapeError(f"Got a lazy pack for the region {region.start}:{region.stop}; expected its KV.")

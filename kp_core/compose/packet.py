@@ -1,4 +1,4 @@
-"""Packs between trained soft tokens, compiled once and composed without computing."""
+"""Composes packs between trained soft tokens; each is compiled once and composed without a forward pass."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["PacketComposer", "laid_out"]
 
 @dataclass(frozen=True)
 class PacketComposer:
-    """Moves packs that stand between the soft tokens of `wrapper` (KV Packet, arXiv 2604.13226, section 3).
+    """Moves packs together with the soft tokens of `wrapper` around them (KV Packet, arXiv 2604.13226, section 3).
 
-    Header, pack and trailer are compiled behind the prefix of the pack, once for each wrapper, and kept in the store;
-    at use they are copied and their keys turned, and nothing is computed. Soft tokens take positions of the prompt and
-    count as approximate, as the packs between them do. A pack that stands where it was compiled is exact and has none.
-    Approximate, and at its best on the kind of text that the wrapper was trained on: measure with `compare_composers`
-    before you answer with it.
+    Header, pack and trailer are compiled behind the prefix of the pack, once for each wrapper, and stored. At use they
+    are copied and their keys rotated, without a forward pass. Soft tokens take positions of the prompt, and count as
+    approximate like their packs. A pack behind the prefix it was compiled for is exact and has no soft tokens.
+    Approximate, and best on the kind of text that the wrapper was trained on: measure with `compare_composers` before
+    you use it.
     """
 
     wrapper: Wrapper
@@ -33,7 +33,7 @@ class PacketComposer:
 
     @classmethod
     def load(cls, wrapper: str | Path | None = None) -> PacketComposer:
-        """With the wrapper in a file, by default that of the bundled model; raises `WrapperError`."""
+        """A composer with the wrapper in a file, by default that of the bundled model; raises `WrapperError`."""
         return cls(load_wrapper(SHIPPED if wrapper is None else wrapper))
 
     @property
@@ -50,7 +50,10 @@ class PacketComposer:
         return prompt.spans
 
     def wrap(self, pack: KnowledgePack, token_ids: Sequence[int]) -> KnowledgePack:
-        """The pack with `token_ids` between its soft tokens; ids that it has anyway stand for those."""
+        """The pack with `token_ids` between its soft tokens, without KV.
+
+        The first and last of `token_ids` are repeated as placeholder ids of the soft tokens.
+        """
         before, behind = (token_ids[0],) * len(self.wrapper.header), (token_ids[-1],) * len(self.wrapper.trailer)
         return replace(pack, token_ids=(*before, *token_ids, *behind), kv=None)
 
@@ -68,10 +71,10 @@ class PacketComposer:
 
 
 def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: PacketComposer) -> Prompt:
-    """`prompt` with the `wanted` spans wrapped; what stands behind moves on.
+    """`prompt` with the `wanted` spans wrapped in soft tokens; later tokens move to higher positions.
 
-    `ends` says for each span where its text ends, with the blank tokens behind it (`ChatTemplate.ends`): they belong to
-    the wrapped pack, so that nothing between packs is left to compute.
+    `ends` has the end of each span including the blank tokens behind it (`ChatTemplate.ends`). These become part of the
+    wrapped pack, so that no tokens between packs must be computed.
     """
     ids: list[int] = []
     spans: list[Span] = []
@@ -88,7 +91,7 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
         done = start
         if span is not None and span in wanted:
             wrapped = composer.wrap(span.pack, prompt.token_ids[start:end])
-            # A message may begin with a pack; in a pack none does.
+            # A message may begin at the start of a pack, never inside it.
             breaks += [len(ids)] if start in prompt.breaks else []
             reference = replace(span.reference, pack=wrapped)
             spans.append(replace(span, start=len(ids), stop=len(ids) + len(wrapped.token_ids), reference=reference))

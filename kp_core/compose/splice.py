@@ -1,4 +1,4 @@
-"""Packs moved to where they stand, none of them having seen another."""
+"""Moves packs to their positions in the prompt. The packs do not see each other."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["SpliceComposer", "laid", "movable", "spliced"]
 
 @dataclass(frozen=True)
 class SpliceComposer:
-    """Copies each pack's KV, its keys turned by RoPE to their new positions (Prompt Cache, arXiv 2311.04934, moved).
+    """Copies each pack's KV, with keys rotated by RoPE to their new positions (Prompt Cache, arXiv 2311.04934, moved).
 
     Packs were compiled behind the template's prefix, which is not copied: the prompt keeps one attention sink, its own
-    beginning. Packs do not see one another, the question sees them all. Costs a copy of the tokens; what stands
-    between packs is computed with what stands behind them. Approximate: measure with `compare_composers` before you
-    answer with it.
+    beginning. Packs do not see each other; the question sees them all. The cost is a copy of the tokens. Tokens between
+    packs are computed in the pass of the tokens behind them. Approximate: measure with `compare_composers` before you
+    use it.
     """
 
     exact = False
@@ -37,9 +37,10 @@ class SpliceComposer:
 
 
 def movable(prompt: Prompt) -> tuple[Span, ...]:
-    """The packs of a prompt, of which those that are not at home were compiled behind one prefix.
+    """The packs of a prompt.
 
-    Raises `PackError` where two were compiled for different places: what their tokens saw before them differs.
+    Raises `PackError` if two packs that must be moved were compiled behind different prefixes, as their tokens then saw
+    different context.
     """
     behind = {}
     for span in prompt.spans:
@@ -59,12 +60,12 @@ def movable(prompt: Prompt) -> tuple[Span, ...]:
 
 
 def spliced(region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-    """The packs of a region at their positions there, and what stands between; raises as `laid`."""
+    """KV of the packs of a region, moved to their positions, and of the tokens between them; raises as `laid`."""
     return forward.anew(laid(region, packs, forward), region.between)
 
 
 def laid(region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-    """The room of a region with its packs moved there; what stands between is still to be computed.
+    """KV of the packs of a region, moved to their positions; tokens between packs are not computed yet.
 
     Raises `KVShapeError` for a pack without KV.
     """

@@ -1,4 +1,4 @@
-"""Trained soft tokens around packs, and their file: safetensors, digested, fingerprinted, never half written."""
+"""Trained soft tokens around packs, and their file: safetensors with digest and fingerprint, written atomically."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 SHIPPED = Path(__file__).parents[1] / "wrappers" / "smollm2-135m-instruct.safetensors"
-"""The wrapper of the bundled model; the command that made it is in its training record."""
+"""The wrapper of the bundled model; its training record has the command that made it."""
 
 _ENVELOPE = Envelope("knowledge-pack-wrapper", "content", ("1",), covers_tensors=True)
 
@@ -38,9 +38,9 @@ _ENVELOPE = Envelope("knowledge-pack-wrapper", "content", ("1",), covers_tensors
 class Wrapper:
     """Soft tokens before and behind each pack: input embeddings (KV Packet, arXiv 2604.13226, section 3).
 
-    `header` and `trailer` are `(soft tokens, hidden)` in float32 on the CPU. They belong to the model of `fingerprint`,
-    in whatever numerics. `training` is for people: settings, steps, and what was measured. Raises `WrapperError` for
-    tensors of another form.
+    `header` and `trailer` are `(soft tokens, hidden)` in float32 on the CPU. They fit the model of `fingerprint` with
+    any numerics. `training` records settings, steps and measurements. Raises `WrapperError` for tensors of another
+    shape, and for values that are not finite.
     """
 
     header: Tensor
@@ -61,7 +61,7 @@ class Wrapper:
 
     @cached_property
     def id(self) -> str:
-        """Digest of the soft tokens and the model they are for."""
+        """Digest of the soft tokens and of the model they fit."""
         digest = blake2b(self.fingerprint.identity.encode(), digest_size=16)
         for tensor in (self.header, self.trailer):
             digest.update(f"{tuple(tensor.shape)}".encode() + tensor.numpy().tobytes())
@@ -74,7 +74,7 @@ class Wrapper:
         return hash(self.id)
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `WrapperMismatchError`, naming each differing field, unless it was trained for that model."""
+        """Raise `WrapperMismatchError`, naming each differing field, unless the wrapper was trained for that model."""
         differences = self.fingerprint.diff(fingerprint)
         identity = {name: each for name, each in differences.items() if name not in NUMERICS}
         if identity:
@@ -83,12 +83,12 @@ class Wrapper:
 
 
 def save_wrapper(wrapper: Wrapper, path: str | Path) -> Path:
-    """Write `wrapper` to `path`, replacing what is there; the file is there whole or not at all."""
+    """Write `wrapper` to `path` atomically, replacing an existing file; raises `WrapperError` if that fails."""
     return write_signed(path, _ENVELOPE, *_content(wrapper))
 
 
 def wrapper_bytes(wrapper: Wrapper) -> bytes:
-    """`wrapper` as its file has it."""
+    """`wrapper` in the bytes of its file format."""
     return _ENVELOPE.write(*_content(wrapper))
 
 
@@ -111,10 +111,10 @@ def _wrapper(content: dict[str, Any], tensors: dict[str, Tensor]) -> Wrapper:
 
 
 def load_wrapper(path: str | Path) -> Wrapper:
-    """The wrapper in `path`, its digest checked; nothing is unpickled.
+    """Load the wrapper in `path` and check its digest; nothing is unpickled.
 
-    Whether it fits a model is checked where it is used. Raises `WrapperError` for a file that is absent, damaged or of
-    another kind.
+    `Wrapper.check` tests at use whether it fits a model. Raises `WrapperError` for a file that is missing, damaged or
+    of another kind.
     """
     found = read_signed(path, _ENVELOPE)
     try:
@@ -126,7 +126,7 @@ def load_wrapper(path: str | Path) -> Wrapper:
 def write_signed(
     path: str | Path, envelope: Envelope, content: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Path:
-    """`envelope.save`; raises `WrapperError` where the medium refuses; what was there is then as it was."""
+    """`envelope.save`; raises `WrapperError` if writing fails, and then leaves an existing file unchanged."""
     try:
         return envelope.save(path, content, tensors)
     except OSError as error:
@@ -137,7 +137,7 @@ def write_signed(
 
 
 def read_signed(path: str | Path, envelope: Envelope) -> tuple[Any, dict[str, Tensor]]:
-    """What `write_signed` wrote; raises `WrapperError` for anything else."""
+    """Read a file of `write_signed`; raises `WrapperError` for anything else."""
     try:
         return envelope.load(path)
     except FileNotFoundError as error:

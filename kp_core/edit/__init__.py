@@ -1,7 +1,7 @@
-"""Editing packs: a pack and a change to a new pack. What was there before stays as it is, under its own handle.
+"""Editing: makes a new pack from a pack and a change. The old pack stays unchanged under its own handle.
 
-`amend` puts a short erratum behind the text, `rebuild` computes the new text, `squash` makes one text of a pack and its
-errata, and `overwrite` replaces the KV of a field alone, which is an approximation.
+`amend` appends a short erratum to the text, `rebuild` computes the changed text, `squash` merges errata into the text,
+and `overwrite` replaces only the KV of a field, which is an approximation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["How", "amend", "current_text", "edit", "overwrite", "rebuild", "repl
 How: TypeAlias = Literal["amend", "overwrite", "rebuild"]
 
 
-def edit(  # noqa: PLR0913 - as the functions it chooses from
+def edit(  # noqa: PLR0913 - the arguments of the functions it calls
     pack: KnowledgePack,
     old: str,
     new: str,
@@ -31,7 +31,7 @@ def edit(  # noqa: PLR0913 - as the functions it chooses from
     how: How = "amend",
     compiled_for: CompiledFor | None = None,
 ) -> KnowledgePack:
-    """`pack` with `old` corrected to `new` by the function that `how` names; raises as that."""
+    """`pack` with `old` changed to `new` by the function `how`; raises as that, and `OptionError` for another `how`."""
     if how not in get_args(How):
         raise OptionError(f"Got how={how!r}; expected one of {', '.join(get_args(How))}.")
     if how == "rebuild":

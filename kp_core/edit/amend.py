@@ -1,7 +1,7 @@
-"""Errata: what a pack says is corrected by a line behind it, and all that stands before stays as it is.
+"""Errata: a line appended to a pack corrects its text, and the text and its KV stay unchanged.
 
-A field that is edited in the KV alone is ignored, as what was computed behind it has taken note of the old value; an
-erratum behind it is heeded, and keeps the prefix cached (Models Take Notes at Prefill, arXiv 2606.17107).
+Models ignore a field that is edited in the KV alone, because the KV of later tokens still encodes the old value. They
+follow an appended erratum, which also keeps the prefix cached (Models Take Notes at Prefill, arXiv 2606.17107).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["amend", "current_text", "squash"]
 logger = logging.getLogger(__name__)
 
 _WORDING = 'Correction: {sentence} This replaces "{old}".'
-"""Chosen among seventeen (`docs/editing.md`). Packs keep the lines they have; those of earlier wordings still count."""
+"""The best of seventeen wordings (`docs/editing.md`). Packs keep errata in earlier wordings, which stay valid."""
 
 
-def amend(  # noqa: PLR0913 - what an edit takes
+def amend(  # noqa: PLR0913 - the arguments of an edit
     pack: KnowledgePack,
     old: str,
     new: str,
@@ -35,18 +35,18 @@ def amend(  # noqa: PLR0913 - what an edit takes
     compiled_for: CompiledFor | None = None,
     squash_above: float = 0.2,
 ) -> KnowledgePack:
-    """`pack` with an erratum behind it: where it says `old`, `new` holds. Only the erratum's tokens are computed.
+    """`pack` with an appended erratum that corrects `old` to `new`. Only the tokens of the erratum are computed.
 
-    A second correction of the same field takes the place of the first; others stand in the order they came in. Where
-    errata would be more than the share `squash_above` of the text, the result is that of `squash`. In a conversation
-    that holds an earlier version of the pack, the new one is the erratum alone (`kp_core.prompt.conversation`). The
-    text is what the tokens say, errata included; `current_text` tells what holds. Raises `PackError` when `old` is not
-    found or found twice, for an empty `new`, and as `rebuild`.
+    A second correction of the same field replaces the first; other errata keep their order. If the errata are longer
+    than the share `squash_above` of the text, in tokens, the result is that of `squash`. In a conversation that
+    contains an earlier version of the pack, only the erratum is added (`kp_core.prompt.conversation`). The new pack's
+    `text` includes the errata; `current_text` applies them. Raises `PackError` if `old` is not found or found twice,
+    for an empty `new`, and as `rebuild`.
     """
     edits, base = pack.edits, _base(pack)
     kept, found = _corrected(pack, old, new)
     corrections = list(kept)
-    if base[found.start : found.stop] != found.new:  # Else it is as it was before all corrections.
+    if base[found.start : found.stop] != found.new:  # If equal, the field has its original text again.
         corrections.append(replace(found, line=_line(base, found, kept)))
     lines = [each.line for each in corrections]
     text = base + "".join(f"\n{line}" for line in lines) if not base.endswith("\n") else base + "\n".join(lines)
@@ -70,14 +70,17 @@ def amend(  # noqa: PLR0913 - what an edit takes
 
 
 def squash(pack: KnowledgePack, engine: Session, *, compiled_for: CompiledFor | None = None) -> KnowledgePack:
-    """`pack` with its errata in the text, computed anew, exact; a pack without errata as it is. Raises as `rebuild`."""
+    """`pack` with its errata merged into the text, recomputed and exact. Raises as `rebuild`.
+
+    A pack without errata is returned unchanged.
+    """
     if not pack.edits.corrections:
         return pack
     return _squashed(pack, current_text(pack), pack.edits, engine, compiled_for)
 
 
 def current_text(pack: KnowledgePack) -> str:
-    """What a pack says with its errata applied."""
+    """The text of a pack with its errata applied."""
     return _applied(_base(pack), pack.edits.corrections)
 
 
@@ -90,7 +93,7 @@ def _squashed(
 
 
 def _base(pack: KnowledgePack) -> str:
-    """The text that errata are about."""
+    """The text of a pack without its errata."""
     return pack.text[: pack.edits.base] if pack.edits.corrections else pack.text
 
 
@@ -103,12 +106,15 @@ def _applied(base: str, corrections: Sequence[Correction]) -> str:
 
 
 def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction], Correction]:
-    """The corrections that stay, and the new one, without its line; `old` is what holds now, or what was corrected."""
+    """The corrections to keep, and the new one, without its line.
+
+    `old` is text that is valid now, or the original text of a corrected field.
+    """
     base, held = _base(pack), pack.edits.corrections
     try:
         start, stop = find(_applied(base, held), old, new)
     except PackError:
-        # The field may be named by what the text itself says of it.
+        # `old` may be the original text of a corrected field.
         own = [each for each in held if base[each.start : each.stop] == old]
         if len(own) != 1 or not new.strip():
             raise
@@ -120,7 +126,7 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
     touched = sorted((c for c in held if places[c][0] < stop and places[c][1] > start), key=lambda each: each.start)
     first = start - sum(_grown(each) for each in held if places[each][1] <= start)
     last = stop - sum(_grown(each) for each in held if places[each][1] <= stop)
-    if touched:  # What of earlier corrections stands around the new one stays.
+    if touched:  # The new correction includes the rest of the earlier corrections that it overlaps.
         (low, _), (begin, high) = places[touched[0]], places[touched[-1]]
         if low < start:
             first, new = touched[0].start, touched[0].new[: start - low] + new
@@ -130,12 +136,12 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
 
 
 def _grown(each: Correction) -> int:
-    """By how many characters a correction makes its text longer."""
+    """Characters by which a correction lengthens the text."""
     return len(each.new) - (each.stop - each.start)
 
 
 def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
-    """The erratum: what no longer holds and what does, and the sentence as it is now."""
+    """The line of the erratum: the corrected sentence, and the old text that it replaces."""
     before = _applied(base[: each.start], [other for other in others if other.start < each.start])
     behind = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
     after = _applied(base[each.stop :], [other for other in behind if other.start >= 0])

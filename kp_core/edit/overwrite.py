@@ -1,4 +1,4 @@
-"""Overwriting: the KV of a field replaced in place, and all that was computed behind it kept."""
+"""Overwriting: replaces the KV of a field in place, and keeps the KV of all other tokens."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 def overwrite(
     pack: KnowledgePack, old: str, new: str, engine: Session, *, compiled_for: CompiledFor | None = None
 ) -> KnowledgePack:
-    """`pack` with the KV of the tokens of `old` replaced by that of `new`; what stands behind is moved and kept.
+    """`pack` with the KV of the tokens of `old` replaced by that of `new`. The KV behind it is moved and kept.
 
-    An approximation, for experiments and for models that reason (Models Take Notes at Prefill, arXiv 2606.17107): what
-    stands behind has taken note of the old value, and without a chain of thought that usually wins. The dtype of the
-    pack's fingerprint says so: it is used with `mismatch="accept"` alone, and counted as approximate. Raises as
-    `amend`, `PackError` for a pack with errata, `UnsupportedRequestError` where the model's keys cannot be moved.
+    An approximation, for experiments and for reasoning models (Models Take Notes at Prefill, arXiv 2606.17107): the KV
+    behind the field still encodes the old value, which usually wins without a chain of thought. The dtype in the pack's
+    fingerprint marks this: the pack is used only with `mismatch="accept"`, and counts as approximate. Raises as
+    `amend`, `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
     """
     if pack.edits.corrections:
         raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
@@ -57,14 +57,14 @@ def overwrite(
                 kv=pack.kv.slice(since, since + count),
             )
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
-    # What stands before the field and behind it is moved; the field itself is computed between them.
+    # The KV before and behind the field is moved; the field itself is computed between them.
     before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
     whole = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
     prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
     plan = Plan(prompt, (*plan_regions(before), whole), wanted=(start, stop))
     kv = pack.kv if ids == pack.token_ids else computed(engine, plan, "compose")
     history = (*pack.history, Edit("overwrite", old, new))
-    # Two packs that say the same now, and were made of different ones, are not the same.
+    # Packs with equal text that were made from different packs have different KV, so their fingerprints must differ.
     made_of = blake2b(f"{pack.fingerprint.dtype}\0{pack.text}\0{old}".encode(), digest_size=4).hexdigest()
     return replace(
         pack,

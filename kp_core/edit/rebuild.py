@@ -1,4 +1,4 @@
-"""A pack computed anew for another text, as far as it has to be."""
+"""Rebuilds a pack for another text, and computes only the tokens from the first change on."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["compiled", "computed", "rebuild", "tokenised"]
 def rebuild(
     pack: KnowledgePack, text: str, engine: Session, *, compiled_for: CompiledFor | None = None
 ) -> KnowledgePack:
-    """`text` in place of what `pack` says: bit for bit what `engine.build_pack(text)` gives for the same place.
+    """A pack of `text` in place of `pack`: bit for bit that of `engine.build_pack(text)` for the same place.
 
-    What stands before the change is not computed again. `compiled_for` is needed where the pack was compiled for
-    messages of your own. Raises `PackError` for a pack that cannot be edited: lazy, steered, of a place that is not
-    known; `FingerprintMismatchError` for one of another model.
+    The tokens before the change are not computed again. `compiled_for` is needed if the pack was compiled for messages
+    of your own. Raises `PackError` for a pack that is lazy, steered or compiled for an unknown place;
+    `FingerprintMismatchError` for a pack of another model.
     """
     made = tokenised(pack, text, engine, compiled_for)
     history = (*pack.history, Edit("rebuild", *difference(pack.text, text)))
@@ -34,7 +34,7 @@ def rebuild(
 
 
 def tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> TokenisedPack:
-    """`text` as it stands where `pack` was compiled for; raises as `rebuild`."""
+    """`text`, tokenised at the place that `pack` was compiled for; raises as `rebuild`."""
     if pack.steering is not None:
         raise PackError(f"The pack {pack.text[:40]!r} is steered. Edit the pack it was made from, then steer it again.")
     if pack.is_lazy:
@@ -55,10 +55,10 @@ def tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: Com
 
 
 def compiled(pack: KnowledgePack, made: TokenisedPack, engine: Session, edits: Edits) -> KnowledgePack:
-    """The pack of a text at the place of `pack`, whose KV serves as far as they share it."""
+    """The pack of the tokenised text `made` at the place of `pack`; the KV of their common first tokens is reused."""
     before, packs = Prompt(pack.prefix.token_ids, owner=pack.namespace), set[Span]()
     reused = common_length(pack.token_ids, made.token_ids)
-    # The states of recurrent layers are known at the end of a pack alone.
+    # The states of recurrent layers are known only at the end of a pack.
     if reused and pack.kv is not None and (not pack.kv.states or reused == len(pack.token_ids)):
         start, stop = len(before), len(before) + reused
         shared = replace(pack, token_ids=made.token_ids[:reused], kv=pack.kv.slice(0, reused))
@@ -72,7 +72,7 @@ def compiled(pack: KnowledgePack, made: TokenisedPack, engine: Session, edits: E
 
 
 def computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
-    """The KV that `plan` wants; raises `UnsupportedRequestError` for an engine that lacks what it takes."""
+    """The wanted KV of `plan`; raises `UnsupportedRequestError` for an engine without the capabilities."""
     if not {"kv", needed} <= engine.engine.supports:
         raise UnsupportedRequestError(f"{engine.name} cannot edit packs. `kp_core.load_engine(model)` can.")
     [kv] = engine.engine.kv([plan])

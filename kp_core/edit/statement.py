@@ -1,4 +1,4 @@
-"""Statements in texts: where one stands, and the sentence around it."""
+"""Finds statements in texts, and the sentence around them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["difference", "find", "replaced", "sentence_around"]
 
 _END = re.compile(r"(?<=[.!?])\s+|\n+")
 _SHOWN = 30
-"""Characters shown on both sides of a place."""
+"""Characters of context that error messages show on each side of a match."""
 _LONGEST = 240
-"""Characters of a sentence that an erratum repeats, on each side of what it corrects."""
+"""Most characters of the sentence that an erratum repeats on each side of the correction."""
 
 
 def find(text: str, statement: str, replacement: str) -> tuple[int, int]:
-    """Where `statement` stands in `text`, as characters; raises `PackError` unless it does, and once.
+    """Start and stop of `statement` in `text`, in characters; it must match whole words.
 
-    It is found as whole words. Raises as well for a blank statement or `replacement`, and where both are the same.
+    Raises `PackError` unless it occurs exactly once, for a blank statement or `replacement`, and if both are equal.
     """
     if not statement.strip() or not replacement.strip():
         what, said = ("old", statement) if not statement.strip() else ("new", replacement)
@@ -44,13 +44,13 @@ def find(text: str, statement: str, replacement: str) -> tuple[int, int]:
 
 
 def replaced(text: str, old: str, new: str) -> str:
-    """`text` with the statement `old`, which it holds once, as `new`; raises as `find`."""
+    """`text` with its only `old` replaced by `new`; raises as `find`."""
     start, stop = find(text, old, new)
     return text[:start] + new + text[stop:]
 
 
 def difference(text: str, other: str) -> tuple[str, str]:
-    """The words in which two texts differ: from the first one that does to the last."""
+    """The differing part of each text, from the first to the last word that differs."""
     mine, theirs = re.split(r"(\s+)", text), re.split(r"(\s+)", other)
     head = common_length(mine, theirs)
     tail = common_length(mine[head:][::-1], theirs[head:][::-1])
@@ -58,7 +58,7 @@ def difference(text: str, other: str) -> tuple[str, str]:
 
 
 def sentence_around(before: str, behind: str) -> tuple[str, str]:
-    """What of `before` and `behind` belongs to the sentence that a place between them stands in."""
+    """The end of `before` and the start of `behind` that belong to the sentence around the place between them."""
     head = _END.split(before[-_LONGEST:])[-1] if before else ""
     end = _END.search(behind)
     return head, behind[: end.start() if end else None][:_LONGEST].rstrip()

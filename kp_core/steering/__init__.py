@@ -1,4 +1,4 @@
-"""Steering: change how a model speaks by adding to cached values, at no token and no forward pass."""
+"""Steering: changes how a model speaks by adding to cached values, without extra tokens or forward passes."""
 
 from kp_core.steering.calibrate import Calibrated, Calibration, CalibrationRow, Task, calibrate, repetition
 from kp_core.steering.file import load_steering, save_steering

@@ -1,4 +1,4 @@
-"""How much steering a model takes: a sweep over alpha, with the cliff behind which text falls apart."""
+"""Calibrates steering: a sweep over alpha finds the range in which text stays coherent."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from kp_core.steering.value import Scope, Steering
 __all__ = ["Calibrated", "Calibration", "CalibrationRow", "Task", "calibrate", "repetition"]
 
 ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
-_TOLERANCE = 0.01  # Of accuracy, lost beside knowledge.
+_TOLERANCE = 0.01  # Largest acceptable loss of accuracy with packs.
 Score: TypeAlias = Callable[[str], float]
 
 
 class Calibrated(Protocol):
-    """What `calibrate` asks of an engine, as `Session` has it."""
+    """The part of `Session` that `calibrate` uses."""
 
-    def generate(self, messages: Any, **options: Any) -> Any:  # noqa: ANN401 - what has a `text`
+    def generate(self, messages: Any, **options: Any) -> Any:  # noqa: ANN401 - an object with a `text`
         """The answer to a conversation."""
 
     def perplexity(self, messages: Any, answer: str, **options: Any) -> float:  # noqa: ANN401
-        """Perplexity per token of `answer` to a conversation."""
+        """Perplexity per token of `answer` as the answer to a conversation."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One thing to ask; with `expected`, whether the answer contains it counts as accuracy."""
+    """One question. With `expected`, an answer that contains it counts as correct."""
 
     messages: Sequence[Message] | str
     packs: Sequence[KnowledgePack] = ()
@@ -51,27 +51,27 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class CalibrationRow:
-    """One alpha: means over the tasks."""
+    """Results for one alpha: means over the tasks."""
 
     alpha: float
     strength: float
-    """As `Steering.strength`; NaN for a steering without scales."""
+    """`Steering.strength` at this alpha; NaN for a steering without scales."""
     effect: float
     """Mean of the caller's score."""
     coherence: float
-    """Share of answers that neither repeat themselves, nor surprise the unsteered model, nor are invalid."""
+    """Share of answers that are valid, with little repetition and low perplexity under the unsteered model."""
     repetition: float
     perplexity: float
-    """Geometric mean, of the answers under the unsteered model."""
+    """Geometric mean of the answers' perplexity under the unsteered model."""
     accuracy: float | None
-    """Share of right answers among the tasks that expect one; `None` when none does."""
+    """Share of correct answers among the tasks with `expected`; `None` if there are none."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a sweep found; `steering` is the calibrated one: it knows its default strengths and warns beyond its cliff.
+    """Results of a sweep. `steering` is calibrated: it has default strengths and warns beyond its coherent range.
 
-    `low` and `high` are the alphas between which text stayed coherent; an end of the sweep where it never fell apart.
+    `low` and `high` are the alphas between which text stayed coherent, or an end of the sweep if no limit was found.
     """
 
     rows: tuple[CalibrationRow, ...]
@@ -81,14 +81,14 @@ class Calibration:
 
     @property
     def recommended(self) -> float:
-        """Alpha for steering alone: the largest effect within the coherent range."""
+        """Alpha for steering without packs: that of the largest effect within the coherent range."""
         return max(self._coherent(), key=lambda row: (row.effect, -abs(row.alpha))).alpha
 
     @property
     def recommended_with_knowledge(self) -> float:
-        """Alpha beside packs: the largest effect at which accuracy stays within one point of the unsteered one.
+        """Alpha with packs: that of the largest effect with at most one percentage point less accuracy than unsteered.
 
-        Where no task expects an answer it is 0.7, or less where text falls apart sooner.
+        If no task has `expected`, it is 0.7, or `high` if that is lower.
         """
         plain = next(row.accuracy for row in self.rows if row.alpha == 0)
         if plain is None:
@@ -97,7 +97,7 @@ class Calibration:
         return max(kept, key=lambda row: (row.effect, -abs(row.alpha))).alpha
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
+        """The results as plain values for JSON."""
         return {
             "rows": [asdict(row) for row in self.rows],
             "low": self.low,
@@ -107,7 +107,7 @@ class Calibration:
         }
 
     def table(self) -> str:
-        """The rows as text, with the recommendations below."""
+        """The rows as a text table, followed by the recommendations."""
         lines = ["  alpha  strength    effect  coherent  repeated  perplexity  accuracy"]
         lines += [
             f"{row.alpha:7.2f}{row.strength:10.3f}{row.effect:10.3f}{row.coherence:10.0%}{row.repetition:10.0%}"
@@ -121,7 +121,7 @@ class Calibration:
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> Path:
-        """Effect, coherence and accuracy over alpha, as the kind of picture the suffix of `path` names.
+        """Plot effect, coherence and accuracy over alpha to `path`, whose suffix chooses the image format.
 
         Raises `MissingDependencyError` without matplotlib.
         """
@@ -147,7 +147,7 @@ class Calibration:
         return [row for row in self.rows if self.low <= row.alpha <= self.high]
 
 
-def calibrate(  # noqa: PLR0913 - what is measured, and how
+def calibrate(  # noqa: PLR0913 - every criterion is a setting
     engine: Calibrated,
     steering: Steering,
     tasks: Sequence[Task | str],
@@ -162,15 +162,15 @@ def calibrate(  # noqa: PLR0913 - what is measured, and how
     max_tokens: int = 64,
     progress: bool = True,
 ) -> Calibration:
-    """Answer `tasks` greedily at each of `alphas` and measure what became of the answers.
+    """Answer `tasks` greedily at each of `alphas` and measure the answers.
 
     An answer is coherent when at most `most_repetition` of its word triples repeat earlier ones, its perplexity under
     the unsteered model is at most `most_perplexity` times that of the unsteered answers, and `is_valid` accepts it (by
-    default: when it is not empty; for code, whether it parses). The coherent range is what surrounds alpha 0 without a
-    gap at a coherence of `least_coherence` or more, measured against that of alpha 0, as small models ramble by
-    themselves.
+    default, any answer that is not empty; for code, for example, a parser). The coherent range contains the alphas
+    around 0, without a gap, whose share of coherent answers is at least `least_coherence` times that at alpha 0. It is
+    relative because small models ramble even without steering.
 
-    Raises `SteeringError` for no tasks, no alphas, an alpha or a score that is not finite; otherwise as
+    Raises `SteeringError` for no tasks, no alphas, and an alpha or a score that is not finite; otherwise as
     `engine.generate`.
     """
     if isinstance(tasks, str):
@@ -210,7 +210,7 @@ def calibrate(  # noqa: PLR0913 - what is measured, and how
 
 
 def repetition(text: str) -> float:
-    """Share of the word triples of `text` that occurred in it before; 0 for fewer than three words."""
+    """Share of the word triples of `text` that repeat earlier ones; 0 for fewer than three words."""
     words = text.lower().split()
     triples = list(zip(words, words[1:], words[2:], strict=False))
     return 1 - len(set(triples)) / len(triples) if triples else 0.0
@@ -233,7 +233,7 @@ def _scored(score: Score, text: str) -> float:
 def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence: float) -> Calibration:
     plain = next(row for row in rows if row.alpha == 0)
     broken = [row.alpha for row in rows if row.coherence < least_coherence * plain.coherence]
-    # The nearest alphas on either side where text fell apart; an end of the sweep is no cliff.
+    # The nearest incoherent alphas on both sides of 0; an end of the sweep is no limit.
     below, above = (
         max((at for at in broken if at < 0), default=-math.inf),
         min((at for at in broken if at > 0), default=math.inf),

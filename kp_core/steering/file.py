@@ -1,4 +1,4 @@
-"""A steering as one safetensors file, as safe as a pack file: digested, fingerprinted, never half written."""
+"""Stores a steering as one safetensors file, as safe as a pack file: digested, fingerprinted, written atomically."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from kp_core.steering.value import Steering
 
 __all__ = ["load_steering", "save_steering", "steering_bytes", "steering_of"]
 
-_ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("2", "3"))  # Fingerprints alone differ.
+_ENVELOPE = Envelope("knowledge-pack-steering", "steering", ("2", "3"))  # The versions differ in the fingerprint only.
 
 
 def save_steering(steering: Steering, path: str | Path) -> Path:
-    """Write `steering` to `path`, replacing what is there; the file is there whole or not at all."""
+    """Write `steering` to `path` atomically, replacing an existing file."""
     return _ENVELOPE.save(path, *_content(steering))
 
 
 def steering_bytes(steering: Steering) -> bytes:
-    """The file that `save_steering` writes."""
+    """The bytes of the file that `save_steering` writes."""
     return _ENVELOPE.write(*_content(steering))
 
 
@@ -36,7 +36,7 @@ def _content(steering: Steering) -> tuple[dict[str, object], dict[str, Tensor]]:
     tensors |= {f"layers.{layer}.key": delta for layer, delta in steering.keys.items()}
     bounds = steering.coherent
     content: dict[str, object] = {
-        # JSON knows no infinity.
+        # JSON has no infinity.
         "coherent": None if bounds is None else [bound if math.isfinite(bound) else None for bound in bounds],
         "fingerprint": steering.fingerprint.to_dict(),
         "method": steering.method,
@@ -49,17 +49,17 @@ def _content(steering: Steering) -> tuple[dict[str, object], dict[str, Tensor]]:
 
 
 def load_steering(path: str | Path) -> Steering:
-    """The steering in `path`, every digest checked; nothing is unpickled, and the file is not mapped.
+    """Load the steering in `path` and check every digest; nothing is unpickled, and the file is not memory-mapped.
 
-    Whether it fits a model is checked where it is applied. Raises `SteeringError` for a file that is damaged, of
-    another kind or of another version, `FileNotFoundError` when there is none.
+    `Steering.check` tests at use whether it fits a model. Raises `SteeringError` for a file that is damaged, of another
+    kind or of another version, `FileNotFoundError` if there is none.
     """
     with _refused(str(path)):
         return _steering(*_ENVELOPE.load(path))
 
 
 def steering_of(data: bytes, name: str = "What was sent") -> Steering:
-    """The inverse of `steering_bytes`; raises `SteeringError`, which says `name`, for anything it would not write."""
+    """The inverse of `steering_bytes`; raises `SteeringError`, which contains `name`, for any other bytes."""
     with _refused(name):
         return _steering(*_ENVELOPE.read(data))
 

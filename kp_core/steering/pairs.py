@@ -1,4 +1,4 @@
-"""Contrastive pairs that come with the package, written for it; and which side of its pairs a text is like."""
+"""Contrastive pairs that come with the package, and a score for which side of pairs a text is closer to."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ __all__ = ["Embeds", "likeness", "preset", "preset_about", "preset_names"]
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """The presets there are, sorted."""
+    """Names of all presets, sorted."""
     found = (files("kp_core") / "presets").iterdir()
     return tuple(sorted(entry.name.removesuffix(".json") for entry in found if entry.name.endswith(".json")))
 
 
 def preset_about(name: str) -> str:
-    """What a preset steers towards, and away from, in a few words; raises as `preset`."""
+    """Short description of what a preset steers towards and away from; raises as `preset`."""
     return str(_read(name)["about"])
 
 
 def preset(name: str) -> tuple[tuple[str, str], ...]:
     """The (positive, negative) pairs of a preset, for `engine.make_steering`; at least 24.
 
-    The first side is what the preset is named after. Raises `SteeringError` for a name that does not exist.
+    The preset is named after the positive side. Raises `SteeringError` for an unknown name.
     """
     return tuple((positive, negative) for positive, negative in _read(name)["pairs"])
 
 
 class Embeds(Protocol):
-    """What is asked of an embedder."""
+    """The method of an embedder that `likeness` uses."""
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """One row per text, as `kp_core.facts.embed.Embedder.embed`."""
 
 
 def likeness(pairs: Sequence[Pair], embedder: Embeds) -> Callable[[str], float]:
-    """A score for `calibrate`: 1 for a text as the positive sides of `pairs` are on average, -1 as the negative ones.
+    """A score for `calibrate`: 1 for a text like the average positive side of `pairs`, -1 like the negative one.
 
-    The embedding of the text is projected on the line between the means of the two sides. Of conversations only what
-    was said last counts. Raises `SteeringError` for pairs whose sides mean the same to the embedder.
+    The text's embedding is projected on the line between the means of the two sides. Of a conversation, only the last
+    message counts. Raises `SteeringError` for no pairs, and for pairs whose sides have the same mean embedding.
     """
     if not pairs:
         raise SteeringError("Got no pairs; expected the pairs that the steering was made from.")

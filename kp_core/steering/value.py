@@ -1,4 +1,4 @@
-"""A steering: what to add to a cache so that the model speaks otherwise, as a value with an algebra."""
+"""`Steering`: deltas to add to cached KV so that the model speaks differently, as a value with arithmetic."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ Side: TypeAlias = str | Sequence[Message]
 """One side of a contrastive pair: a conversation, or the text of one user message."""
 
 Pair: TypeAlias = tuple[Side, Side]
-"""What the model is to be steered to, and what away from."""
+"""The side to steer towards, and the side to steer away from."""
 
 LayerRange: TypeAlias = tuple[float, float] | range | Sequence[int]
 """Layers as fractions of the depth `(1/3, 2/3)`, as a `range`, or as indices `[10, 11, 12]`."""
 
 Scope: TypeAlias = Literal["pack", "system", "prompt", "last_token"]
-"""What is steered: the packs; the head of the prompt (all before the first message that is not the system's); the whole
-prompt; or the last token of it that the first token of the answer can see in the cache."""
+"""What is steered: the packs; the tokens before the first message that is not a system message; the whole prompt; or
+the last prompt token whose KV is cached before the pass that gives the first token of the answer."""
 
 Deltas: TypeAlias = Mapping[int, Tensor]
 
-_WITH_KNOWLEDGE = 0.7  # Arxiv 2604.03270, section 4.7.
+_WITH_KNOWLEDGE = 0.7  # arXiv 2604.03270, section 4.7.
 
 
 class SteeringWarning(UserWarning):
-    """A steering is applied beyond the strength up to which its text was measured to stay coherent."""
+    """A steering is applied beyond the strength up to which text was measured to stay coherent."""
 
 
 def check_method(method: str, *, keys: bool) -> None:
-    """Raise `SteeringError` for a method that does not exist, and for keys with `"mean"`."""
+    """Raise `SteeringError` for an unknown method, and for keys with `"mean"`."""
     if method not in get_args(Method):
         raise SteeringError(f"Got the method {method!r}; expected 'mean' or 'last_token'.")
     if method == "mean" and keys:
@@ -70,20 +70,20 @@ def check_method(method: str, *, keys: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Steering:
-    """Per-layer deltas for a KV cache, made from contrastive pairs; equal when what they do is equal.
+    """Per-layer deltas for a KV cache, made from contrastive pairs. Steerings with the same effect are equal.
 
     `values` maps layers to float32 tensors of shape `(kv_heads, head_dim)` on the CPU, in units of the cached values:
     `V + delta` at every steered position (Knowledge Packs, arXiv 2604.03270, section 2.6). `keys` does the same for
-    keys and exists for `method="last_token"` alone (KV cache steering, arXiv 2507.08799): cached keys are rotated by
-    RoPE for their own positions, so a mean over positions of keys means nothing.
+    keys, with `method="last_token"` only (KV cache steering, arXiv 2507.08799): RoPE rotates each cached key by its
+    position, so a mean of keys over positions is meaningless.
 
-    `scales` maps layers to the mean norm of a cached value vector (all heads of one token) seen while the pairs were
-    read; `strength` is measured in it. `coherent` holds the alphas of this steering between which text was measured to
-    stay coherent (infinite where no cliff was found), `recommended` those that a calibration chose: alone, and beside
-    packs. Both follow multiplication. `provenance` is for people.
+    `scales` maps layers to the mean norm of a cached value vector (all heads of one token) over the pairs; it is the
+    unit of `strength`. `coherent` has the least and greatest alpha at which text was measured to stay coherent
+    (infinite if no limit was found). `recommended` has the alphas that a calibration chose, without and with packs.
+    Multiplication rescales both. `provenance` is a free record for people.
 
-    `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that do not
-    form one steering.
+    `a + b`, `a - b`, `-a`, `2 * a`, `a * 2`, `a / 2` are new steerings. Raises `SteeringError` for deltas that are not
+    finite or have another shape, for none at all, and for a wrong `method`.
     """
 
     values: Deltas
@@ -109,12 +109,12 @@ class Steering:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The layers that have a delta, ascending."""
+        """The layers with a delta, ascending."""
         return tuple(sorted({*self.values, *self.keys}))
 
     @cached_property
     def id(self) -> str:
-        """Digest of what the steering does: model, method, deltas. Not of what describes it."""
+        """Digest of model, method and deltas, without the descriptive fields."""
         digest = blake2b(f"{self.fingerprint.id}\0{self.method}".encode(), digest_size=16)
         for name, deltas in (("value", self.values), ("key", self.keys)):
             for layer, delta in deltas.items():
@@ -124,7 +124,7 @@ class Steering:
 
     @cached_property
     def is_zero(self) -> bool:
-        """Whether every delta is zero: steering with it is no steering, bit for bit."""
+        """Whether every delta is zero, so that the output equals that without steering, bit for bit."""
         return not any(bool(delta.any()) for delta in (*self.values.values(), *self.keys.values()))
 
     @property
@@ -136,8 +136,7 @@ class Steering:
     def strength(self) -> float:
         """Mean over layers of the value delta's norm, in units of the cached values' mean norm in that layer.
 
-        A strength means about the same for every model, where an alpha does not. Raises `SteeringError` when the
-        steering carries no scales.
+        Unlike an alpha, a strength has about the same effect in every model. Raises `SteeringError` without scales.
         """
         norms, scales = self.norms, self.scales
         if not norms or any(scales.get(layer, 0.0) <= 0 for layer in norms):
@@ -145,16 +144,16 @@ class Steering:
         return fmean(norm / scales[layer] for layer, norm in norms.items())
 
     def default_alpha(self, *, with_knowledge: bool) -> float:
-        """The alpha to use where none is given: what `calibrate` recommends for this model, alone or beside packs.
+        """The alpha to use by default: the one that `calibrate` recommends, without or with packs.
 
-        For a steering that was not calibrated: 0.7 beside packs (arXiv 2604.03270, section 4.7), else 1.
+        For an uncalibrated steering, it is 0.7 with packs (arXiv 2604.03270, section 4.7), else 1.
         """
         if self.recommended is not None:
             return self.recommended[with_knowledge]
         return _WITH_KNOWLEDGE if with_knowledge else 1.0
 
     def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Steering:
-        """This steering times `alpha`, `None` being the default; raises `SteeringError` unless it is finite."""
+        """This steering times `alpha`; `None` means the default. Raises `SteeringError` unless `alpha` is finite."""
         if alpha is None:
             alpha = self.default_alpha(with_knowledge=with_knowledge)
         if isinstance(alpha, bool) or not isinstance(alpha, Real):
@@ -162,16 +161,19 @@ class Steering:
         return self * float(alpha)
 
     def at_strength(self, strength: float) -> Steering:
-        """The same direction with that `strength`; a negative one turns it round.
+        """The same direction with that `strength`; a negative one reverses it.
 
-        Raises `SteeringError` when `strength` is not finite, or the steering is zero or carries no scales.
+        Raises `SteeringError` if `strength` is not finite, or the steering is zero or has no scales.
         """
         if self.strength == 0:
             raise SteeringError("A steering of zero has no direction, so it can have no other strength.")
         return self * (_finite(strength, "strength") / self.strength)
 
     def scaled(self, *, c_v: float = 1.0, c_k: float = 1.0) -> Steering:
-        """Values times `c_v`, keys times `c_k` (the coefficients of arXiv 2507.08799); raises when not finite."""
+        """Values times `c_v`, keys times `c_k` (the coefficients of arXiv 2507.08799).
+
+        Raises `SteeringError` for a coefficient that is not finite.
+        """
         bounds = chosen = None
         if self.coherent is not None and c_v:
             first, last = sorted(bound / c_v for bound in self.coherent)
@@ -188,7 +190,7 @@ class Steering:
         )
 
     def restrict(self, layers: Iterable[int]) -> Steering:
-        """The part of it that acts in `layers`; raises `SteeringError` when it acts in none of them."""
+        """This steering with only the deltas of `layers`; raises `SteeringError` if it has none there."""
         kept = set(layers)
         return replace(
             self,
@@ -199,7 +201,7 @@ class Steering:
         )
 
     def cosine(self, other: Steering) -> float:
-        """Cosine of the value deltas over all layers of both, a missing layer counting as zero; 0 beside a zero."""
+        """Cosine of the value deltas over all layers of both. A missing layer counts as zero; with a zero side, 0."""
         mine, theirs = (math.hypot(*steering.norms.values()) for steering in (self, other))
         return sum(_dots(self.values, other.values).values()) / (mine * theirs) if mine and theirs else 0.0
 
@@ -209,10 +211,10 @@ class Steering:
         return {layer: dot / (mine[layer] * theirs[layer] or 1.0) for layer, dot in dots.items()}
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `SteeringMismatchError`, naming each differing field, unless this steering is of that model.
+        """Raise `SteeringMismatchError`, naming each differing field, unless this steering was made for that model.
 
-        Servers make no steerings, so one from any engine of the same model fits there. How forward passes are computed
-        matters to no steering.
+        A vLLM server makes no steerings, so it accepts those of any engine with the same model. How passes are computed
+        (`passes`) is ignored.
         """
         differences = self.fingerprint.diff(fingerprint)
         differences.pop("passes", None)
@@ -226,7 +228,7 @@ class Steering:
             )
 
     def warn_beyond_cliff(self) -> None:
-        """Issue a `SteeringWarning` when it is stronger than text was measured to bear."""
+        """Issue a `SteeringWarning` if this steering is beyond its coherent range."""
         if self.coherent is not None and self.coherent[1] < 1:
             high = self.coherent[1]
             times = f"{1 / high:.3g} times" if high > 0 else "far"
@@ -288,14 +290,14 @@ class Steering:
 
 
 AskedSteering: TypeAlias = Steering | tuple[Steering, float | None]
-"""A steering as it is, or with its alpha; with `None`, at the default strength (`Steering.default_alpha`)."""
+"""A steering, or a steering with an alpha; `None` means the default (`Steering.default_alpha`)."""
 
 
 def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
-    """The layers of a model of `count` that a range names: by default the middle third (arXiv 2604.03270, section 4.5).
+    """Indices of `layers` in a model of `count` layers: by default the middle third (arXiv 2604.03270, section 4.5).
 
-    A pair of floats is read as fractions of the depth; everything else as indices. Raises `SteeringError` for what
-    names no layer of the model.
+    A pair with a float is read as fractions of the depth, everything else as indices. Raises `SteeringError` for layers
+    that the model does not have.
     """
     advice = f"expected two fractions like (1/3, 2/3), or indices from 0 to {count - 1} like range(10, 20)."
     if not isinstance(layers, Sequence | None):
@@ -314,9 +316,9 @@ def resolve_layers(layers: LayerRange | None, count: int) -> tuple[int, ...]:
 
 
 def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False) -> Steering | None:
-    """The steering a request asks for, scaled; `None` for none and for one that changes nothing.
+    """The requested steering times its alpha; `None` if there is none or it is zero.
 
-    An alpha of `None` is the default one, with or without knowledge. Raises `SteeringError` for what is no steering.
+    An alpha of `None` means the default, without or with packs. Raises `SteeringError` for other types.
     """
     if isinstance(steering, tuple):
         if len(steering) != 2 or not isinstance(steering[0], Steering):
@@ -332,7 +334,7 @@ def as_steering(steering: AskedSteering | None, *, with_knowledge: bool = False)
 
 @torch.inference_mode()
 def _checked(name: str, deltas: Deltas) -> dict[int, Tensor]:
-    """The deltas by ascending layer, as private float32 copies that torch refuses to write to."""
+    """The deltas by ascending layer, as private float32 copies to which torch refuses to write."""
     for layer, delta in deltas.items():
         if type(layer) is not int or layer < 0:
             raise SteeringError(f"Got the layer {layer!r} under {name!r}; expected an index from 0 on.")
@@ -362,6 +364,6 @@ def _finite(factor: float, name: str) -> float:
 
 
 def _dots(mine: Deltas, theirs: Deltas) -> dict[int, float]:
-    """The dot product in each layer that both have."""
+    """The dot product in each common layer."""
     shared = sorted(mine.keys() & theirs.keys())
     return {layer: float((mine[layer].double() * theirs[layer].double()).sum()) for layer in shared}

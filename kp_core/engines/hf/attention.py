@@ -1,11 +1,11 @@
-"""Attention whose result for a token depends on the tokens before it, and not on how a prompt was cut into passes.
+"""Tiled attention: the result for a token does not depend on how the prompt is split into forward passes.
 
-Positions are divided into tiles of `TILE`. A token attends to each tile up to its own by itself, and the results are
-joined by their log-sum-exp, tile by tile, in the order of positions. So which numbers are multiplied, and in what order
-they are added, is decided by the position of the token alone: keys of a tile that are not there yet are masked and
-never cut off, and query rows are padded to a multiple of `_ROWS`, since the kernel computes the last one to three rows
-of a block in another way. On processors whose matrix products do not depend on the number of rows, prefill, a short
-question, decoding and several answers at once then give the same bits (`hf.bitwise` tries it).
+Positions are divided into tiles of `TILE`. A token attends to each tile up to its own separately. The results are
+joined by their log-sum-exp in the order of positions. So the position of the token alone decides which numbers are
+multiplied and in which order they are added. Missing keys of a tile are masked, never cut off. Query rows are padded to
+a multiple of `_ROWS`, because the kernel computes the last one to three rows of a block differently. On processors
+whose matrix products do not depend on the number of rows, prefill, a short question, decoding and several answers at
+once give the same bits (`hf.bitwise` tests this).
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ NAME = "kp_tiles"
 
 _ROWS = 4
 _FEW = 64
-"""New tokens up to which one call attends to all tiles, with a mask; of more, most tiles are read without one."""
+"""Up to this many new tokens, one masked call attends to all tiles. For more, most tiles are read without a mask."""
 _LANES = 16
-"""Shares of tiles are computed of so many numbers at least: the sum of fewer is added up in another order."""
+"""Least length of the softmax over tiles: a shorter sum is added in another order."""
 _TOGETHER = 16
-"""Tiles whose results are added one after the other; more are added in groups of so many."""
+"""The results of tiles are added in groups of this many."""
 _SMALL = 1 << 16
-"""Numbers of a result up to which one call adds all tiles; of more, the sum would leave the processor's cache."""
+"""Up to this many elements of a result, one call adds all tiles. A larger sum would not fit the processor's cache."""
 
 _sdpa = nn.functional.scaled_dot_product_attention
 
 
 class Sees(NamedTuple):
-    """Which tokens before it a token of a layer sees: all, a window of so many with itself, or those of its chunk."""
+    """Which earlier tokens a token of a layer sees.
+
+    With `window` 0 it sees all of them, else the last `window` tokens including itself, or, `is_chunked`, its chunk.
+    """
 
     window: int = 0
     is_chunked: bool = False
@@ -60,15 +63,15 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     scaling: float | None = None,
     **extra: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Attention of the new tokens of one sequence, or of several, over all before them and themselves.
+    """Attention of the new tokens of one or several sequences over themselves and all tokens before them.
 
     `query` is `(1, heads, new, head_dim)`, `key` and `value` are `(1, kv_heads, tokens, head_dim)`; returns
-    `(1, new, heads, head_dim)`. A pass of an engine says as `kp_attend` how its tokens attend: it is called with the
-    layer, query, key, value, scale and sinks. Without it the tokens are the last of a sequence. With `attention_mask`,
-    `(batch, 1, new, tokens)`, which is added, tokens stand at any positions; a list `kp_weights` then takes how much
-    the queries look at each key, `(tokens,)`, summed over queries and heads.
+    `(1, new, heads, head_dim)`. An engine passes the function `kp_attend` to compute the attention; its arguments are
+    the layer, query, key, value, scale and sinks. Without it, the tokens are the last of a sequence. An additive
+    `attention_mask`, `(batch, 1, new, tokens)`, allows tokens at any positions. A list `kp_weights` then receives the
+    attention weight of each key, `(tokens,)`, summed over queries and heads.
 
-    Raises `ValueError` when a model asks for what this does not do (softcap, position bias).
+    Raises `ValueError` when a model needs softcap or a position bias, and for sinks outside of an engine's passes.
     """
     asked = [name for name in ("softcap", "position_bias") if extra.get(name) is not None]
     if asked:
@@ -85,7 +88,7 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
     return output.transpose(1, 2).contiguous(), None
 
 
-def attend(  # noqa: PLR0913 - what attention is made of
+def attend(  # noqa: PLR0913 - the inputs of attention
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -94,9 +97,10 @@ def attend(  # noqa: PLR0913 - what attention is made of
     sees: Sees = Sees(),  # noqa: B008 - frozen
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the tokens at `positions`, which ascend, over the keys up to each; shapes as in `tiled_attention`.
+    """Attention of tokens at ascending `positions`, each over the keys up to its own position.
 
-    Keys stand at their positions. Behind the last they may hold any finite numbers; missing ones are padded.
+    Shapes are as in `tiled_attention`, but the result is `(1, heads, new, head_dim)`. Keys are stored at their
+    positions. Keys behind the last position may hold any finite numbers; missing ones are padded.
     """
     if query.device.type != "cpu" or torch.is_grad_enabled():
         return _by_mask(query, key, value, positions, scale, sees, sinks)
@@ -116,7 +120,7 @@ def over_tiles(  # noqa: PLR0913
 ) -> tuple[Tensor, Tensor]:
     """Attention of rows `(1, kv_heads, rows, dim)` over each of `tiles`; a mask of zeros changes no bit.
 
-    Gives results `(tiles, kv_heads, rows, dim)` and their log-sum-exps, `(tiles, kv_heads, rows)`.
+    Returns results `(tiles, kv_heads, rows, dim)` and their log-sum-exps, `(tiles, kv_heads, rows)`.
     """
     rows = grouped.expand(len(tiles), -1, -1, -1)
     return tile_of_each(rows, _tiles(key, tiles), _tiles(value, tiles), mask, scale)
@@ -125,11 +129,12 @@ def over_tiles(  # noqa: PLR0913
 def tile_of_each(
     grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of rows `(batch, kv_heads, rows, dim)` over a tile `(batch, kv_heads, TILE, dim)` each.
+    """Attention of rows `(batch, kv_heads, rows, dim)`, each batch entry over its own tile.
 
-    By the processor's kernel, which gives the log-sum-exp beside the result.
+    Keys and values are `(batch, kv_heads, TILE, dim)`. Returns the results and their log-sum-exps, both from the CPU
+    kernel of flash attention.
     """
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no other gives it
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no public function returns it
     output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
     return output, weight
 
@@ -141,20 +146,20 @@ def _tiles(side: Tensor, tiles: range) -> Tensor:
 
 
 def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
-    """One result `(..., rows, dim)` of those over all tiles, by position.
+    """Join the results over all tiles, in the order of positions, into one result `(..., rows, dim)`.
 
-    `outputs` are `(tiles, ..., rows, dim)` each, `weights` their log-sum-exps, `(tiles, ..., rows)`: minus infinity
-    where a row sees nothing of a tile. Such tiles may follow, and change no bit. `sinks` are log-sum-exps of keys
-    without values, of the shape of a result without its last dimension.
+    `outputs` are `(tiles, ..., rows, dim)` each. `weights` are their log-sum-exps, `(tiles, ..., rows)`: minus infinity
+    where a row sees nothing of a tile. Such tiles at the end change no bit. `sinks` are log-sum-exps of keys without
+    values, `(..., rows)`.
     """
     count = sum(len(each) for each in outputs)
     if count == 1 and sinks is None:
         return outputs[0][0]
     precise = torch.promote_types(dtype, torch.float32)
-    if sinks is not None:  # The first, so that what follows has its place whatever is behind it.
+    if sinks is not None:  # The sink comes first, so that tiles keep their places in the sum however many follow.
         weights = [sinks[None].to(weights[0].dtype), *weights]
     shares = torch.cat(weights) if len(weights) > 1 else weights[0]
-    # Along the last dimension each row is a sum of its own, and of so many numbers always added in the same order.
+    # Along the last dimension each row is summed separately; from `_LANES` numbers on, always in the same order.
     shares = nn.functional.pad(shares.movedim(0, -1), (0, max(_LANES - len(shares), 0)), value=-torch.inf)
     first = int(sinks is not None)
     shares = shares.softmax(dim=-1)[..., first : first + count].movedim(-1, 0)[..., None]
@@ -165,7 +170,7 @@ def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sin
 
 
 def _summed(outputs: list[Tensor], shares: Tensor, tiles: range, precise: torch.dtype) -> Tensor:
-    """The weighted sum over some tiles, one after the other."""
+    """Weighted sum over `tiles`, added in their order."""
     if outputs[0][0].numel() <= _SMALL:  # The same additions in the same order, in fewer calls.
         every = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         some = every[tiles.start : tiles.stop].to(precise) * shares[tiles.start : tiles.stop]
@@ -186,12 +191,12 @@ def _of_rows(  # noqa: PLR0913
     sees: Sees,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of tokens at `positions` of one tile, or of any tiles where they see all before them."""
+    """Attention of tokens at `positions` in one tile, or in any tiles where each token sees all before it."""
     heads, new = query.shape[1:3]
     kv_heads, own = key.shape[1], range(positions[0] // TILE, positions[-1] // TILE + 1)
     share = heads // kv_heads
     grouped, extra = grouped_rows(query, kv_heads)
-    # Of the tiles before their own, all tokens see all from `whole` on, and those before these in part, if at all.
+    # All tokens see the whole of the tiles from `whole` to their own. They see tiles from `first` to `whole` in part.
     first = sees.first(own.start * TILE) // TILE
     whole = min(own.start, -(-sees.first(own.stop * TILE - 1) // TILE))
     past = range(own.start, own.start) if new <= _FEW else range(whole, own.start)
@@ -213,8 +218,8 @@ def _of_rows(  # noqa: PLR0913
 def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:
     """Queries `(batch, heads, new, dim)` as rows for each key head, `(batch, kv_heads, rows, dim)`.
 
-    Query heads that share a key head are rows of one matrix, so that keys are read once; and how many rows were added
-    at the end to make a multiple of `_ROWS`.
+    Query heads that share a key head become rows of one matrix, so that keys are read once. Also returns how many rows
+    were added at the end to make a multiple of `_ROWS`.
     """
     batch, heads, new, dim = query.shape
     rows = heads // kv_heads * new
@@ -226,10 +231,10 @@ def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:
 def _mask(  # noqa: PLR0913
     positions: tuple[int, ...], share: int, extra: int, tiles: range, sees: Sees, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """What is added to the scores of some `tiles`, `(tiles, 1, rows, TILE)`.
+    """Additive mask for the scores of `tiles`, `(tiles, 1, rows, TILE)`, and which rows see nothing of a tile.
 
-    And which rows see nothing of a tile, `(tiles, 1, rows)`, where there are such. Each token is one row for each of
-    `share` query heads, and `extra` rows, which see as the last token does, are at the end.
+    The second result is `(tiles, 1, rows)`, or `None` when each row sees a part of each tile. Each token has one row
+    for each of `share` query heads. `extra` padding rows at the end see what the last token sees.
     """
     rows = torch.tensor(positions).repeat(share)
     rows = nn.functional.pad(rows, (0, extra), value=positions[-1])
@@ -244,12 +249,15 @@ def _mask(  # noqa: PLR0913
 
 @lru_cache(64)
 def _by_tile(positions: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The positions in each tile."""
+    """`positions`, grouped by tile."""
     return [tuple(inside) for _, inside in groupby(positions, lambda at: at // TILE)]
 
 
 def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-    """Keys and values for all tiles up to `stop`, of one size; those of a buffer are as they should be."""
+    """Keys and values padded to whole tiles up to `stop`, and values to the width of keys.
+
+    Those of a buffer already have whole tiles.
+    """
     missing = -(-stop // TILE) * TILE - key.shape[2]
     wider = key.shape[3] - value.shape[3]
     if missing > 0 or wider > 0:
@@ -267,7 +275,7 @@ def _by_mask(  # noqa: PLR0913
     sees: Sees,
     sinks: Tensor | None,
 ) -> Tensor:
-    """The same on an accelerator, by its own kernel; rounds as the shapes of the pass have it."""
+    """`attend` in one call with a mask, on an accelerator or with gradients. Rounding depends on the pass's shapes."""
     stop, new = positions[-1] + 1, query.shape[2]
     key, value = key[:, :, :stop], value[:, :, :stop]
     first = sees.first(positions[-1])
@@ -284,14 +292,14 @@ def _by_mask(  # noqa: PLR0913
     key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
     if sinks is None:
         return _sdpa(query, key, value, attn_mask=seen, scale=scale)
-    # A key that scores as the sink says, with a value of nothing.
+    # A sink is one more key, with the sink as its score and a value of zero.
     scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~seen, -torch.inf)
     scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], dim=-1)
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """The last tokens of a sequence over all of it."""
+    """Attention of the last tokens of a sequence, each over the tokens up to its own."""
     new, tokens = query.shape[2], key.shape[2]
     if new in (1, tokens):
         return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
@@ -304,7 +312,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> T
 def _placed(  # noqa: PLR0913
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, weights: object
 ) -> Tensor:
-    """As the mask says; `weights` is a list to add to, or nothing."""
+    """Attention with an additive `mask`. A list `weights` receives the weight of each key, `(tokens,)`."""
     rows, heads, new, dim = query.shape
     if isinstance(weights, list):
         factor = dim**-0.5 if scale is None else scale

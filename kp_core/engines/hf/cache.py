@@ -1,4 +1,4 @@
-"""A KV buffer as a cache of transformers, which writes through it."""
+"""Shows a KV buffer to transformers as a cache, whose writes go to the buffer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from kp_core.errors import UnsupportedModelError
 __all__ = ["LayersDone", "cache_of", "measured_shape", "placed_cache_of", "states_of"]
 
 
-class LayersDone(Exception):  # noqa: N818 - no error: what was asked for is computed
-    """The last layer that was wanted has its keys and values."""
+class LayersDone(Exception):  # noqa: N818 - no error: all wanted layers are computed
+    """Ends a forward pass when the last wanted layer has its keys and values."""
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -39,23 +39,23 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: a buffer is allocated whole."""
+        """Does nothing: a buffer is allocated whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `BufferLayer.update`; `in_tiles` up to the end of the last tile, as tiled attention reads it."""
+        """See `BufferLayer.update`. With `in_tiles`, returns whole tiles, as tiled attention reads them."""
         found = self._layer.update(key_states, value_states)
         return self._whole(self._layer.length) if self._in_tiles else found
 
     def _whole(self, stop: int) -> tuple[Tensor, Tensor]:
-        """All tiles of the first `stop` tokens."""
+        """Whole tiles that contain the first `stop` tokens."""
         return self._layer.until(-(-stop // TILE) * TILE)
 
     def get_seq_length(self) -> int:
-        """Tokens filled."""
+        """Number of filled tokens."""
         return self._layer.length
 
     def get_max_length(self) -> int:
-        """Tokens there is memory for."""
+        """Capacity in tokens."""
         return int(self.keys.shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -64,14 +64,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
 
 class _Placed(_Layer):
-    """One layer whose new tokens are written to `places` of the buffer, and see its first `stop` tokens."""
+    """One layer that writes new tokens to `places` of the buffer; they see its first `stop` tokens."""
 
     def __init__(self, layer: BufferLayer, places: Tensor, stop: int, *, is_last: bool, in_tiles: bool) -> None:
         super().__init__(layer, in_tiles=in_tiles)
         self._places, self._stop, self._is_last = places, stop, is_last
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `BufferLayer.put`; raises `LayersDone` behind the last layer that is wanted."""
+        """See `BufferLayer.put`; raises `LayersDone` after the last wanted layer."""
         found = self._layer.put(key_states, value_states, self._places, self._stop)
         if self._is_last:
             raise LayersDone
@@ -79,9 +79,9 @@ class _Placed(_Layer):
 
 
 class _Window(_Layer):
-    """One layer whose tokens see `window` tokens: all are kept, and those are given that the new ones may see.
+    """One layer with a sliding window of `window` tokens: keeps all tokens, returns those that the new ones may see.
 
-    That is what transformers gives from a cache which forgets the others, so masks and sums are the same.
+    The cache of transformers, which drops the others, returns the same tokens, so masks and sums are the same.
     """
 
     is_sliding = True
@@ -105,15 +105,15 @@ class _Window(_Layer):
 
 
 class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """A layer that keeps states beside KV."""
+    """A layer that keeps recurrent states and KV."""
 
 
 class _WindowAndStates(_Window, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
-    """A layer that keeps states beside the KV of a window."""
+    """A layer that keeps recurrent states and the KV of a window."""
 
 
 def states_of(cache: Cache) -> tuple[StateShape, ...]:
-    """The states that a cache of transformers with one sequence has, in the order of layers."""
+    """The recurrent states in a transformers cache of one sequence, in the order of layers."""
     return tuple(
         StateShape(at, kind, index, tuple(state.shape[1:]), state.dtype)
         for at, layer in enumerate(cache.layers)
@@ -127,9 +127,9 @@ def states_of(cache: Cache) -> tuple[StateShape, ...]:
 def placed_cache_of(
     buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False, in_tiles: bool = False
 ) -> Cache:
-    """The cache that writes new tokens to `places` of `buffer`, and shows its first `stop` tokens or their whole tiles.
+    """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens or their whole tiles.
 
-    Raises `LayersDone` when the last layer of the buffer has its keys and values, unless the pass `goes_on`.
+    Unless the pass `goes_on`, `LayersDone` is raised when the last layer of the buffer has its keys and values.
     """
     last, layers = len(buffer.layers) - 1, enumerate(buffer.layers)
     return Cache(
@@ -140,10 +140,10 @@ def placed_cache_of(
 
 
 def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: bool = False) -> Cache:
-    """The cache that reads and writes `buffer`.
+    """A cache that reads and writes `buffer`.
 
-    `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it. `in_tiles` layers
-    give whole tiles, as tiled attention reads them, which knows windows by itself.
+    `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it. With `in_tiles`,
+    layers return whole tiles for tiled attention, which applies the windows itself.
     """
     view = buffer.view
     if not isinstance(view, Cache):
@@ -175,7 +175,7 @@ def _states(buffer: KVBuffer, layer: int) -> _States:
 def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, *, in_tiles: bool) -> object:
     if not states:
         if window is None:
-            from transformers.cache_utils import DummyLayer  # Before 5.20 there is none, and no model that needs it.
+            from transformers.cache_utils import DummyLayer  # Older than 5.20 lacks it, and no model there needs it.
 
             return DummyLayer()
         return _Window(next(stored), window) if window else _Layer(next(stored), in_tiles=in_tiles)
@@ -189,7 +189,7 @@ def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, 
         made = _LayerAndStates(next(stored), in_tiles=in_tiles, number_of_states=count)
     made.device, made.dtype = states[0][1].device, states[0][1].dtype
     for shape, state in states:
-        # Forward passes write to it in place, as to a cache of their own.
+        # Forward passes write to the state in place.
         getattr(made, f"{shape.kind}_states")[shape.index] = state
         getattr(made, f"is_{shape.kind}_states_initialized")[shape.index] = True
         if shape.kind == "conv":
@@ -199,9 +199,11 @@ def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, 
 
 @torch.inference_mode()
 def measured_shape(model: Any, windows: Sequence[int | None], count: int, name: str) -> CacheShape:  # noqa: ANN401
-    """What a model caches, seen after a pass of `count` tokens; it takes its cache under this `name`.
+    """The shape of what a model caches, measured by a pass of `count` tokens.
 
-    `windows` as in `Kind`. Raises `UnsupportedModelError` for what is no KV for each token.
+    `windows` is as in `CacheKind`; `name` is the model's parameter for the cache. Raises `UnsupportedModelError` if the
+    model does not run with a cache, if a layer does not cache KV per token, and if a model with recurrent states is on
+    several devices.
     """
     config, device = model.config, model.device
     cache = DynamicCache(config=config)
@@ -212,7 +214,7 @@ def measured_shape(model: Any, windows: Sequence[int | None], count: int, name: 
         raise UnsupportedModelError(
             f"{config.model_type} does not run with a cache of keys and values: {error}"
         ) from error
-    # Its own cache forgets what a window has passed.
+    # The model's own cache drops tokens that left the window.
     tokens = [min(count, window - 1) if window else count for window in windows if window is not None]
     stored = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is not None]
     shapes = []
@@ -226,7 +228,7 @@ def measured_shape(model: Any, windows: Sequence[int | None], count: int, name: 
             )
         shapes.append((found[1], found[3], values[3]))
     states = states_of(cache)
-    if not stored:  # Nothing but states: a layer of no heads counts the tokens.
+    if not stored:  # The model keeps states alone: a layer without heads counts the tokens.
         return CacheShape(((0, 0, 0),), model.dtype, device, states)
     first: Tensor = stored[0].keys
     devices = tuple(layer.keys.device for layer in stored)

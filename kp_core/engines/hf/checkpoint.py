@@ -1,4 +1,4 @@
-"""The files of a checkpoint, and digests of weights: on disk or in memory, the same for the same tensors."""
+"""Finds the files of a checkpoint and digests weights; on disk and in memory, equal tensors have equal digests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""Files of weights, in the order in which transformers looks for them."""
+"""Weight files, in the order in which transformers looks for them."""
 
 _FORMATS = {
     torch.float64: "F64",
@@ -38,11 +38,11 @@ _FORMATS = {
     torch.bfloat16: "BF16",
     torch.int64: "I64",
 }
-_BLOCK = 1 << 20  # Bytes read at a time.
+_BLOCK = 1 << 20  # Bytes per read.
 
 
 def place_of(source: str | Path) -> tuple[str | Path, dict[str, str]]:
-    """Where `from_pretrained` looks for a model, and what else it has to be told: which GGUF file it is."""
+    """The path or id for `from_pretrained`, and its further arguments: `gguf_file` for a GGUF file."""
     path = Path(source)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return path.parent, {"gguf_file": path.name}
@@ -50,9 +50,10 @@ def place_of(source: str | Path) -> tuple[str | Path, dict[str, str]]:
 
 
 def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: itself (or a GGUF file), or that of a repository in the local cache.
+    """The folder of a checkpoint: `source` itself if it is a folder or a GGUF file, else that in the local cache.
 
-    Without the `revision` that was loaded, what is not there yet is downloaded. Raises `OSError` or `ValueError`.
+    With the `revision` that was loaded, nothing is downloaded; without it, missing files are. Raises `OSError` or
+    `ValueError`.
     """
     if Path(source).is_dir() or place_of(source)[1]:
         return Path(source)
@@ -63,7 +64,7 @@ def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
 
 
 def commit_of(source: str | Path, revision: str | None = None) -> str | None:
-    """The commit of a repository that was just read into the local cache; `None` for what is a folder."""
+    """The commit of a repository in the local cache; `None` for a folder, and if it is not there."""
     if Path(source).is_dir():
         return None
     found = try_to_load_from_cache(str(source), "config.json", revision=revision)
@@ -71,15 +72,15 @@ def commit_of(source: str | Path, revision: str | None = None) -> str | None:
 
 
 def is_away(source: str | Path, revision: str | None = None) -> bool:
-    """Whether this names a repository of which nothing is on this machine, so that the hub is going to be asked."""
+    """Whether `source` is a repository that is not on this machine, so that loading it needs the hub."""
     try:
         return not (constants.HF_HUB_OFFLINE or Path(source).exists() or commit_of(source, revision))
-    except HFValidationError:  # A path to what is not there.
+    except HFValidationError:  # A path that does not exist.
         return False
 
 
 def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Sizes and times of the files that make the model, to tell whether they changed."""
+    """Size and modification time of each file of the model, to detect changes."""
     if folder.is_file():
         return {folder.name: (folder.stat().st_size, folder.stat().st_mtime_ns)}
     found = [file for pattern in ("config.json", "model*", "pytorch_model*") for file in folder.glob(pattern)]
@@ -87,10 +88,13 @@ def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Digest of names, dtypes, shapes and bytes, whatever the order; of quantised tensors, those of their parts."""
+    """Digest of the names, dtypes, shapes and bytes of tensors, in any order.
+
+    A quantised tensor counts as its parts (`plain_parts`).
+    """
 
     def one(tensor: Tensor) -> bytes:
-        # numpy knows no bfloat16; bytes are all that is hashed.
+        # numpy has no bfloat16, so the tensor is hashed as bytes.
         raw = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
         return blake2b(raw.data, digest_size=16).digest()
 
@@ -102,9 +106,9 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
 
 
 def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that `tensor` is made of, by name: itself, or what a quantised tensor keeps (numbers and scales).
+    """The plain tensors in `tensor`, by name: itself, or the numbers and scales of a quantised tensor.
 
-    The names say of which kind a quantised tensor is.
+    The names of the latter contain the type of the quantised tensor.
     """
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
@@ -115,10 +119,10 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def digest_files(folder: Path) -> str:
-    """The digest that `digest_tensors` gives of what is stored in the files of weights that transformers would load.
+    """Digest of the weight files that transformers would load; equals `digest_tensors` of the stored tensors.
 
-    Of files in other formats than safetensors, a digest of the whole files. Raises `OSError` or `ValueError` when there
-    are none, or they cannot be read.
+    Files in other formats than safetensors are digested whole. Raises `OSError` or `ValueError` when there are no
+    weight files, or they cannot be read.
     """
     candidates = (folder, *(folder / name for name in _WEIGHTS))
     first = next((file for file in candidates if file.is_file()), None)
@@ -144,7 +148,7 @@ def digest_files(folder: Path) -> str:
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """BLAKE2b-128 of all parts, one after the other."""
+    """BLAKE2b-128 of the concatenated parts."""
     whole = blake2b(digest_size=16)
     for part in parts:
         whole.update(part)
@@ -157,14 +161,14 @@ def _label(name: str, dtype: str, shape: Iterable[int]) -> str:
 
 def _digest_parts(parts: Mapping[str, Callable[[], bytes]]) -> str:
     names = sorted(parts)
-    # hashlib lets go of the interpreter lock while it hashes.
+    # hashlib releases the GIL while it hashes.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: parts[name](), names)
         return digest(f"{name}\0".encode() + each for name, each in zip(names, found, strict=True))
 
 
 def _digest_range(file: Path, start: int, stop: int) -> bytes:
-    # Read, not mapped: a checkpoint that is cut short meanwhile would kill the process.
+    # Read, not mapped: if a mapped file is truncated meanwhile, the process is killed.
     whole, block = blake2b(digest_size=16), memoryview(bytearray(min(_BLOCK, stop - start)))
     with file.open("rb", buffering=0) as opened:
         opened.seek(start)

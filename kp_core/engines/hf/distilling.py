@@ -1,8 +1,8 @@
 """Teacher and student on one model, for soft tokens around packs (KV Packet, arXiv 2604.13226, section 3).
 
-The teacher is the model with full attention over a canonical prompt, the student the same model over packets, as
-`PacketComposer` lays them out. Activations of one sample fit in memory for the documents this is made for, so none are
-computed twice.
+The teacher is the model with full attention over a canonical prompt. The student is the same model over packets, as
+`PacketComposer` places them. The activations of one sample fit in memory for documents of the intended length, so there
+is no gradient checkpointing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Distilling", "Taught"]
 
 @dataclass(frozen=True)
 class Taught:
-    """A sample with its answer, what the teacher says to it, `(answer, vocabulary)`, and its KV before the packets."""
+    """A sample with its answer, the teacher's logits for it, `(answer, vocabulary)`, and the KV before the packets."""
 
     sample: Sample
     answer: tuple[int, ...]
@@ -41,7 +41,7 @@ class Distilling:
         self._ends = model.end_tokens
         self._keeps_logits = model.keeps_logits
         self.spread = float(self._embeddings.weight.detach().float().std())
-        """Spread of the numbers in the model's embeddings."""
+        """Standard deviation of the model's input embeddings."""
 
     @torch.no_grad()
     def embed(self, ids: Sequence[int]) -> Tensor:
@@ -51,7 +51,7 @@ class Distilling:
 
     @torch.no_grad()
     def teach(self, sample: Sample, most: int) -> Taught:
-        """What full attention says to `sample`: to its answer, else to its own greedy one of at most `most` tokens."""
+        """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
         past, logits = self._run(self.embed(sample.prompt), None, 1)
         before, found = past.slice(0, sample.begin).clone(), [logits]
         if sample.answer is not None:
@@ -67,19 +67,19 @@ class Distilling:
         return Taught(sample, tuple(own), torch.cat(found), before)
 
     def divergence(self, taught: Taught, soft: Tensor) -> Tensor:
-        """Mean KL of the answer's tokens, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
+        """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
         expected = taught.logits.float().log_softmax(-1)
         found = self.student(taught, soft).float().log_softmax(-1)
         return (expected.exp() * (expected - found)).sum(-1).mean()
 
     def student(self, taught: Taught, soft: Tensor) -> Tensor:
-        """The logits of the answer's tokens over packets."""
+        """The student's logits for the tokens of the answer, `(answer, vocabulary)`."""
         sample, prefix = taught.sample, taught.sample.prefix
         like = self._embeddings.weight
         header, trailer = soft.to(like.dtype).tensor_split(2)
         parts, at = [taught.before], sample.begin
         for ids in sample.packets:
-            # One by one: documents of several lengths in one batch would be padded to the longest.
+            # One at a time: a batch would pad all documents to the longest.
             inputs = torch.cat([header, self.embed(ids), trailer])
             kv, _ = self._run(inputs, taught.before.slice(0, prefix), 0)
             parts.append(self._rope.move(kv.slice(prefix, kv.tokens), at - prefix))
@@ -88,7 +88,7 @@ class Distilling:
         return self._run(asked, KVTensors.concat(parts), len(taught.answer))[1]
 
     def _run(self, inputs: Tensor, past: KVTensors | None, keep: int) -> tuple[KVTensors, Tensor]:
-        """KV of `past` and `inputs`, which are `(tokens, hidden)`, and the logits behind the last `keep` of them."""
+        """KV of `past` and `inputs`, `(tokens, hidden)`, and the logits at the last `keep` inputs."""
         count, new = 0 if past is None else past.tokens, len(inputs)
         cache = DynamicCache(config=self._model.config)
         for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):

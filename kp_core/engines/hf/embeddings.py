@@ -1,4 +1,4 @@
-"""Input embeddings out of a checkpoint, without the rest of its weights."""
+"""Reads input embeddings from a checkpoint, without the rest of its weights."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _INDEX = "model.safetensors.index.json"
 
 
 class TokenEmbeddings:
-    """Rows of the embeddings of `model`, a folder or an id, read when they are asked for.
+    """Reads rows of the input embeddings of `model`, a folder or an id, on demand.
 
-    Raises `UnsupportedRequestError` for models that make more of a token than a row of one table in safetensors.
+    Raises `UnsupportedRequestError` for models whose input embedding is not a row of one table in safetensors.
     """
 
     def __init__(self, model: str | Path) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face models on this machine."""
+"""Loads Hugging Face models on this machine."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
 ) -> Session:
     """A session with a Hugging Face causal language model.
 
-    `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); without it, the bundled
-    SmolLM2-135M-Instruct. `device` is by default the best there is (CUDA, MPS, CPU), `dtype` bfloat16 where the machine
-    has it (`"auto"`: as the checkpoint is stored). `cache_bytes` is the budget of all KV in memory, of requests and of
-    what is kept for later ones: by default a quarter of the memory where it lives. `chunk_tokens` is the most tokens of
-    one forward pass, for which other requests wait. `template_options` go to the chat template.
-    Code that comes with a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`:
-    `device_map`, `quantization_config`, `attn_implementation` (which is then kept, and part of the numerics),
-    `revision`, `token`, `torch_dtype`.
+    `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); by default the bundled
+    SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
+    if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
+    both of running requests and cached for later ones: by default a quarter of the device's memory. `chunk_tokens` is
+    the most tokens of one forward pass, for which other requests wait. `template_options` go to the chat template.
+    Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
+    `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
+    `token`, `torch_dtype`.
 
-    Raises `OptionError` for other names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
-    whose cache is not kept per token, `TemplateError` without a chat template.
+    Raises `OptionError` for unknown names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
+    that packs cannot serve, `TemplateError` without a chat template.
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
     loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
-    # Made here, so that a missing one is said before the model is probed.
+    # Made first, so that a missing template is reported before the model is probed.
     template = ChatTemplate(found, template_options)
     causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
-    # What was loaded here nobody else can change.
+    # Nobody else can change a model that was loaded here.
     watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
     if loading.get("quantization_config") is not None:
-        source = loaded  # Its files say nothing of its weights.
+        source = loaded  # The files do not have the quantised weights.
 
     def renew() -> None:
         nonlocal source, watch
-        # Whatever its files say: it was changed here.
+        # The model was changed in memory, so its files no longer describe it.
         source, watch = loaded, ModelWatch(loaded)
         causal.renew()
         identity.cache_clear()

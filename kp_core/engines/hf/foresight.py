@@ -1,4 +1,4 @@
-"""What will work with a model, from its configuration alone: no weights are downloaded or read."""
+"""Predicts from a model's configuration what will work with it. No weights are downloaded or read."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ __all__ = ["Foresight", "foresee", "foresee_rope"]
 logger = logging.getLogger(__name__)
 
 _PROBE, _DIMENSIONS = 8, 4
-_INNER = 16  # Numbers of a layer that tell nothing about its keys.
+_INNER = 16  # Inner width of the narrow model's MLPs, which does not affect keys.
 
 
 @dataclass(frozen=True)
 class Foresight:
-    """A model as it would run here, in `dtype`.
+    """Properties of a model as it would run here, in `dtype`.
 
-    `weight_bytes` in that dtype, `None` where the checkpoint is quantised; `bytes_per_token` of KV, `state_bytes` once
-    for each end of a pack; `memory` of the device in bytes; `positions` that the model has.
+    `weight_bytes` is the size of the weights in that dtype, `None` for a quantised checkpoint. `bytes_per_token` is the
+    size of one token's KV, `state_bytes` that of the recurrent states stored once at the end of each pack. `memory` is
+    the device's memory in bytes, `positions` the length of the model's context in tokens.
     """
 
     kind: CacheKind
@@ -48,15 +49,15 @@ class Foresight:
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of a prompt whose KV fits into memory beside the weights, and into what is KV's by default there."""
+        """Most tokens of a prompt whose KV fits into memory beside the weights, and into the default KV budget."""
         left = min(self.memory - (self.weight_bytes or 0), self.memory // KV_SHARE)
         return max(0, min(self.positions, left // max(1, self.bytes_per_token)))
 
 
 def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
-    """What `load_engine(model, dtype=dtype)` would find; of an id on the hub only `config.json` is downloaded.
+    """Predict what `load_engine(model, dtype=dtype)` finds. For an id on the hub, only `config.json` is downloaded.
 
-    Raises `UnsupportedModelError`, with the reason, where packs cannot serve it, `ModelError` where there is no such
+    Raises `UnsupportedModelError`, with the reason, if packs cannot serve the model, `ModelError` if there is no such
     model.
     """
     device = _best_device()
@@ -82,10 +83,10 @@ def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
 
 
 def foresee_rope(model: str | Path) -> Rope:
-    """How the keys of a model turn, from its configuration alone: as a narrow model of its kind turns them.
+    """The RoPE of a model, measured on a narrow random model of the same architecture.
 
-    Heads and layers are what they are, but there are two heads, and the rest is as narrow. Raises `ModelError` where
-    there is no such model, `UnsupportedRequestError` where its keys cannot be moved, or that cannot be told like this.
+    The narrow model has the same layers and head width, but two attention heads and narrow MLPs. Raises `ModelError` if
+    there is no such model, `UnsupportedRequestError` if its keys cannot be moved, or this cannot be determined.
     """
     try:
         place, file = place_of(model)
@@ -125,7 +126,7 @@ def _narrow_rope(config: Any) -> Rope:  # noqa: ANN401
 
 
 def _cache_numbers(empty: Any, config: Any) -> tuple[int, int]:  # noqa: ANN401
-    """Numbers that a token leaves in the cache, and bytes of states: by a pass of shapes, else by the configuration."""
+    """Elements in the cache per token, and bytes of states: by a pass on the meta device, else by the configuration."""
     cache = DynamicCache(config=config)
     try:
         with torch.inference_mode():
@@ -135,7 +136,7 @@ def _cache_numbers(empty: Any, config: Any) -> tuple[int, int]:  # noqa: ANN401
             )
             empty(input_ids=ids, **{takes: cache}, use_cache=True)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
-        # Experts are chosen by what the numbers are, and here are none.
+        # A mixture of experts chooses experts by values, which the meta device does not have.
         logger.debug("%s gives no shapes: %s", config.model_type, error)
         return _by_config(config, sum(type(layer).__name__ != "DummyLayer" for layer in cache.layers)), 0
     kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]

@@ -1,4 +1,4 @@
-"""Which model it is, told by its files or its tensors."""
+"""Identifies a model by its files or its tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _VOLATILE = {
     "transformers_version",
     "use_cache",
 }
-"""What differs from load to load, or release to release, without changing what is computed."""
+"""Fields of a configuration that differ between loads or releases without changing what is computed."""
 
 
 def take_fingerprint(
@@ -47,11 +47,11 @@ def take_fingerprint(
     template: ChatTemplate,
     source: str | Path | PreTrainedModel,
 ) -> ModelFingerprint:
-    """Identity and numerics of a loaded model, where `source` is what `load` was given.
+    """Identity and numerics of a loaded model; `source` is the model argument of `load`.
 
-    For a folder or an id, the identity is that of `identity_of`; for a model object, that of its tensors as they are,
-    which equals it unless transformers renames or splits tensors when it saves them. Raises `ModelChangedError` when a
-    folder is not what it was when it was loaded.
+    For a folder or an id, the identity is that of `identity_of`. For a model object, it is computed from the tensors in
+    memory; both are equal unless transformers renames or splits tensors when it saves them. Raises `ModelChangedError`
+    when the files of a folder changed after loading.
     """
     if isinstance(source, str | Path) and stamp_files(Path(source)) != model.config.checkpoint_stamp:
         raise ModelChangedError(f"The files of {str(source)!r} changed after they were loaded. Make a new engine.")
@@ -69,10 +69,10 @@ def identity_of(
     *,
     trust_remote_code: bool = False,
 ) -> ModelFingerprint:
-    """The identity of a checkpoint from its files alone, whatever engine runs it; the numerics are `unknown`.
+    """The identity of a checkpoint from its files alone, for any engine; the numerics are `unknown`.
 
-    `source` is a folder or an id. Weights count as they are stored: neither how they are spread over safetensors files
-    nor the dtype they are loaded in matters. Raises `ModelError`, and `TemplateError` without a chat template.
+    `source` is a folder or an id. Weights count as stored: neither their distribution over safetensors files nor the
+    dtype in which they are loaded matters. Raises `ModelError`, and `TemplateError` without a chat template.
     """
     if tokenizer is None:
         tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
@@ -81,7 +81,7 @@ def identity_of(
 
 
 def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
-    """The fields of a fingerprint that a tokenizer alone decides."""
+    """The fields of a fingerprint that depend on the tokenizer alone."""
     canonical = json.loads(tokenizer.backend_tokenizer.to_str())
     for state_of_last_call in ("padding", "truncation"):
         canonical.pop(state_of_last_call, None)
@@ -94,13 +94,13 @@ def _identity(
     template: ChatTemplate,
     revision: str | None = None,
 ) -> dict[str, str]:
-    """The fields of a fingerprint that say which model it is."""
+    """The fields of a fingerprint that identify the model."""
     adapters = "none"
     if isinstance(source, str | Path):
         try:
             folder = checkpoint_folder(source, revision)
             place, file = place_of(folder)
-            # A GGUF file has its configuration in it.
+            # A GGUF file contains its configuration.
             config = (
                 json.loads(AutoConfig.from_pretrained(place, **file).to_json_string())
                 if file
@@ -127,7 +127,7 @@ def _identity(
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE as a configuration file says it, in the form of transformers 5 whichever release wrote it."""
+    """The RoPE part of a configuration file of any transformers release, in the form of transformers 5."""
     older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     found = older | (config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = found.pop("type", None)
@@ -139,12 +139,15 @@ def _stable(value: object) -> bytes:
 
 
 def _split(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a model by name, tied ones once: its own, named as without adapters, and those of adapters."""
-    inner = {"base_layer", "original_module"}  # Where peft keeps what it wraps.
+    """The model's own tensors and those of its adapters, by name; tied tensors occur once.
+
+    Own tensors have the names that they have without adapters.
+    """
+    inner = {"base_layer", "original_module"}  # Where peft keeps the wrapped module.
     wrapped, found = adapter_state(model), (dict[str, Tensor](), dict[str, Tensor]())
     seen: set[tuple[object, ...]] = set()
     for name, tensor in model.state_dict().items():
-        # Quantised tensors have no memory of their own, but that of their parts.
+        # The memory of a quantised tensor is that of its parts.
         memory = (tensor.shape, *(part.data_ptr() for _, part in plain_parts("", tensor)))
         if tensor.numel() and memory in seen:
             continue

@@ -1,4 +1,4 @@
-"""What the layers of an architecture cache, and what can be done with packs of it."""
+"""What the layers of an architecture cache, and which capabilities this allows."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _UNFIT = {
     "minimax": _OWN,
     "recurrent_gemma": _OWN,
 }
-"""Model types with recurrent layers that do not go on from a state."""
+"""Model types whose recurrent layers cannot continue from a cached state."""
 _LATENT = "kv_lora_rank"
 _SIZES = ("sliding_window", "attention_chunk_size")
-"""Where transformers reads the size of windows from when it makes masks."""
+"""Fields of a configuration from which transformers reads the window size for masks."""
 _BATCHED = ("plain", "windows")
-"""Kinds of cache with which several answers may be decoded in one pass (`CausalModel.batches`)."""
+"""Kinds of cache for which several answers can be decoded in one pass (`CausalModel.batches`)."""
 _ALIBI = ("bloom",)
-"""Model types that always have it."""
+"""Model types that always use ALiBi."""
 
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What each layer of a model keeps of a token.
+    """What each layer of a model caches per token.
 
-    `windows` has, for each layer of the model, how many tokens a token sees there, itself included: 0 where it sees all
-    before it, `None` where the layer keeps nothing, as it reads the KV of another layer or has no attention.
-    `is_recurrent` where layers keep a state of all tokens, beside KV or instead, which is known at some tokens alone.
-    `is_latent` where the cache holds latents of multi-head latent attention, `is_biased` where attention is by distance
-    in the cache (ALiBi), `is_chunked` where windows are chunks of the positions, that begin anew.
+    `windows` has one entry per layer: how many tokens a token sees there, itself included. It is 0 if the token sees
+    all tokens before it, and `None` if the layer caches no KV, because it reads that of another layer or has no
+    attention. `is_recurrent`: layers keep one state of all tokens, with or without KV, which is known at some tokens
+    only. `is_latent`: the cache holds latents of multi-head latent attention. `is_biased`: attention depends on the
+    distance in the cache (ALiBi). `is_chunked`: windows are consecutive chunks of positions instead of sliding.
     """
 
     windows: tuple[int | None, ...]
@@ -51,7 +51,7 @@ class CacheKind:
 
     @property
     def name(self) -> str:
-        """What it is called in `docs/models.md`."""
+        """Name of the kind in `docs/models.md`."""
         parts = {
             "latent": self.is_latent,
             "windows": any(self.windows),
@@ -62,7 +62,7 @@ class CacheKind:
 
     @property
     def lacks(self) -> dict[str, str]:
-        """Capabilities (`kp_core.engines.base.CAPABILITIES`) that such a cache does not allow, each with the reason."""
+        """Capabilities (`kp_core.engines.base.CAPABILITIES`) that this cache does not allow, each with the reason."""
         found = {}
         if self.is_recurrent:
             why = "some of its layers keep one recurrent state of all tokens"
@@ -86,7 +86,8 @@ class CacheKind:
 def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
     """What an architecture caches, from its configuration.
 
-    Raises `UnsupportedModelError`, with the reason, where that is more than keys and values, or latents, per token.
+    Raises `UnsupportedModelError`, with the reason, for architectures that packs cannot serve: encoders, RoPE
+    frequencies that change with the length, and caches of an unknown kind.
     """
     name = getattr(config, "model_type", type(config).__name__)
     text = config.get_text_config(decoder=True)
@@ -96,7 +97,7 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
         "all",
     )
     rope = rope_parameters(text)
-    # Where layers differ, there is a mapping for each kind of layer.
+    # If layers differ, there is one mapping for each kind of layer.
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     reasons = {
         "it is an encoder-decoder, with cross attention": getattr(config, "is_encoder_decoder", False),
@@ -132,11 +133,11 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
 
 @contextmanager
 def narrowed(kind: CacheKind, config: Any, tokens: int) -> Iterator[CacheKind]:  # noqa: ANN401
-    """`kind` with windows of `tokens` tokens at most; so has `config` meanwhile, that of the text."""
+    """`kind` with windows of at most `tokens` tokens; the text `config` has the same windows inside the context."""
     windows, sizes = tuple(size and min(size, tokens) for size in kind.windows), dict[str, int]()
     try:
         for name in _SIZES if any(windows) else ():
-            # Some configurations do not tell one size, as layers differ, or do not let it be set.
+            # Some configurations have no single size, because layers differ, or cannot be changed.
             with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
                 if size := getattr(config, name):
                     setattr(config, name, min(size, tokens))
@@ -148,6 +149,6 @@ def narrowed(kind: CacheKind, config: Any, tokens: int) -> Iterator[CacheKind]: 
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
-    """The RoPE part of a configuration; empty where there is none."""
+    """The RoPE part of a configuration; empty if there is none."""
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return dict(found)

@@ -1,4 +1,4 @@
-"""Finding a model and a tokenizer, and refusing what cannot be served before it is loaded."""
+"""Loads a model and its tokenizer, and refuses unsupported models before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["KV_SHARE", "LOADING", "causal_lm", "load", "load_tokenizer", "memory
 logger = logging.getLogger(__name__)
 
 LOADING = ("attn_implementation", "device_map", "quantization_config", "revision", "token", "torch_dtype")
-"""What is passed on to `from_pretrained`, beside the arguments of `load`; `torch_dtype` is an older name of `dtype`."""
+"""Further arguments of `load` for `from_pretrained`; `torch_dtype` is an older name of `dtype`."""
 
-# What a file of weights raises that is none, or pickles more than weights: torch unpickles nothing else.
+# Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
 
 
@@ -38,11 +38,11 @@ def load(
     trust_remote_code: bool = False,
     **loading: Any,  # noqa: ANN401
 ) -> tuple[PreTrainedModel, Any]:
-    """Model and tokenizer on `device` in `dtype`; what cannot be served is refused before its weights are loaded.
+    """Load model and tokenizer on `device` in `dtype`; unsupported models are refused before their weights are loaded.
 
-    `loading` are arguments of `from_pretrained`, among those in `LOADING`. Of a model of peft, this is the base model
-    with its adapters inside. Code in a checkpoint runs only with `trust_remote_code`. Raises `ModelError`,
-    `UnsupportedModelError`, and `MissingDependencyError` where a package that reads the weights is not installed.
+    `loading` are arguments of `from_pretrained`, among those in `LOADING`. For a peft model, the result is the base
+    model with the adapters inside. Code in a checkpoint runs only with `trust_remote_code`. Raises `ModelError`,
+    `UnsupportedModelError`, and `MissingDependencyError` if a package that reads the weights is not installed.
     """
     options = {name: value for name, value in loading.items() if value is not None}
     dtype = _agreed(dtype, options.pop("torch_dtype", None))
@@ -60,7 +60,7 @@ def load(
     hub["trust_remote_code"] = trust_remote_code
     try:
         if is_away(place, hub.get("revision")):
-            # Without a network it takes half a minute until that is known.
+            # Without a network, this fails only after half a minute.
             logger.warning("%s is not on this machine; looking for it on the hub.", place)
         _check_folder(Path(place), hub)
         config = AutoConfig.from_pretrained(place, **hub)
@@ -72,13 +72,13 @@ def load(
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(place, **hub)
         if is_quantised or "quantization_config" in options:
-            # Such weights may not be moved once they are made.
+            # Quantised weights cannot be moved after loading.
             options.setdefault("device_map", {"": where})
         stamp = stamp_files(Path(model))
         loaded = AutoModelForCausalLM.from_pretrained(place, dtype=wanted, **hub, **options)
     except _UNREADABLE as error:
         raise unreadable(model, error) from (error if Path(model).exists() else None)
-    # For `kp_core.engines.hf.identity`.
+    # Read by `kp_core.engines.hf.identity`.
     loaded.config.checkpoint_stamp, loaded.config.checkpoint_commit = stamp, commit_of(place, hub.get("revision"))
     _check_present(loaded)
     return (loaded if "device_map" in options else loaded.to(where)), tokenizer
@@ -87,7 +87,7 @@ def load(
 def _as_given(
     model: PreTrainedModel, where: torch.device | None, wanted: torch.dtype | str | None, options: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """A model object, moved where that is asked for."""
+    """A model object, moved to the device `where` if given."""
     base = causal_lm(model)
     if options:
         raise ModelError(f"Got {', '.join(options)} with a model object; give it to its `from_pretrained`.")
@@ -113,7 +113,7 @@ def _agreed(dtype: torch.dtype | str | None, older: torch.dtype | str | None) ->
 
 
 def _check_places(device: object, device_map: object) -> None:
-    """Raise `ModelError` for places that contradict each other, or where weights are not at hand."""
+    """Raise `ModelError` if both arguments are given, or if `device_map` leaves weights on disk or on `meta`."""
     if device is not None and device_map is not None:
         raise ModelError(f"Got device={device!r} and device_map={device_map!r}; expected one of them.")
     places = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
@@ -134,9 +134,9 @@ def _places(where: torch.device, device_map: object) -> list[torch.device]:
 def _check_room(
     folder: Path, stored: torch.dtype | None, wanted: torch.dtype | str, devices: Iterable[torch.device]
 ) -> None:
-    """Raise `ModelError` for weights in `folder` that are more than all memory, before the system ends the process.
+    """Raise `ModelError` if the weights in `folder` exceed all memory, before the system kills the process.
 
-    They take what they take on disk where they are loaded as they are `stored`, or that is not said.
+    The size on disk is scaled from the dtype `stored` to `wanted`; it is unchanged if either is not known.
     """
     scale = wanted.itemsize / stored.itemsize if stored is not None and isinstance(wanted, torch.dtype) else 1
     needed = scale * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -148,7 +148,7 @@ def _check_room(
 
 
 def name_of(model: object) -> str:
-    """What people call a model: its id, the last part of its folder, or what its configuration has of either."""
+    """Display name of a model: its id, the name of its folder or file, or that in the configuration of an object."""
     if model is None:
         return BUNDLED_MODEL
     if isinstance(model, str | Path):
@@ -159,18 +159,18 @@ def name_of(model: object) -> str:
 
 
 KV_SHARE = 4
-"""Memory is this many times what KV may take of it by default."""
+"""By default, KV may take one part in this many of the memory."""
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory where `device` keeps its tensors, in bytes."""
+    """Total memory for tensors of `device`, in bytes: that of the GPU, else that of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
-    """The tokenizer of a folder or an id, which may hold no weights; raises `ModelError`."""
+    """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
     place, file = place_of(source)
     try:
         return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
@@ -179,7 +179,11 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> An
 
 
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
-    """The Hugging Face model that `model` is or, as a model of peft, wraps; refuses what no engine can run."""
+    """The Hugging Face model that `model` is or, as a peft model, wraps.
+
+    Raises `ModelError` for other objects and for weights that are not in memory, `UnsupportedModelError` for models,
+    adapters and quantisation that no engine can run.
+    """
     for adapter in getattr(model, "peft_config", {}).values() if hasattr(model, "get_base_model") else ():
         if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
             raise UnsupportedModelError(
@@ -215,7 +219,7 @@ def _check_present(model: PreTrainedModel) -> None:
 
 
 def unreadable(source: str | Path, error: Exception) -> ModelError:
-    """What to raise, in one line, for a model that raised `error` when it was read."""
+    """The error to raise, in one line, for a model that raised `error` when it was read."""
     reason = " ".join(str(error).split())
     if "trust_remote_code" in reason:
         return ModelError(
@@ -231,7 +235,7 @@ def unreadable(source: str | Path, error: Exception) -> ModelError:
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype | str:
-    """The dtype of that name, or `"auto"`: the one that the checkpoint is stored in."""
+    """The dtype of that name, or `"auto"`, which is that of the checkpoint; raises `ModelError` for others."""
     dtype = getattr(torch, name.removeprefix("torch."), name) if isinstance(name, str) else name
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, "auto"):
         raise ModelError(f"Got dtype={name!r}; expected float32, bfloat16, float16 or auto.")

@@ -1,4 +1,4 @@
-"""A causal language model as the engine needs it: tokens in, KV and logits out."""
+"""Runs a Hugging Face causal language model for the engine: tokens in, KV and logits out."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 _NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
 _PROBE = 8
-"""Tokens of the forward pass that finds out the shape of the cache."""
+"""Tokens of the forward pass that measures the shape of the cache."""
 _NARROW = _PROBE - 3
-"""Tokens of a window while it is probed."""
+"""Tokens of a sliding window during a probe."""
 _PACE_TOKENS = 128
 """Tokens of the forward pass that is timed."""
 
@@ -49,20 +49,20 @@ _PACE_TOKENS = 128
 class CausalModel:
     """Runs the forward passes of a Hugging Face causal LM over KV buffers.
 
-    With `keep_attention` it keeps the attention that it was loaded with, which rounds in its own way.
+    With `keep_attention`, the model keeps the attention it was loaded with, which rounds differently.
 
-    Raises `UnsupportedModelError`, with the reason, for architectures that do not go on from what they cache.
+    Raises `UnsupportedModelError`, with the reason, for architectures that cannot continue from their cache.
     """
 
     def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False) -> None:
         self.kind = kind_of(model.config)
-        """What its layers keep."""
+        """What its layers cache."""
         self._model = own_view(model).eval()
         self.config: Any = self._model.config
         """The architecture's configuration."""
         self._text: Any = self.config.get_text_config(decoder=True)
         self.device: torch.device = self._model.device
-        """Where token ids go in."""
+        """Device of the input token ids."""
         one_pass = partial(self._model.base_model, input_ids=self._probe_ids(), use_cache=False)
         self._packed = pack_weights(self._model, one_pass)
         if self.kind.is_recurrent:
@@ -71,27 +71,27 @@ class CausalModel:
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         parameters = inspect.signature(self._model.forward).parameters
         self._takes_cache = "cache_params" if "cache_params" in parameters else "past_key_values"
-        # Where layers differ, some models count from 0 at each pass.
+        # Some models with different layers count positions from 0 in each pass.
         self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
         self.keeps_logits = "logits_to_keep" in parameters
-        """Whether it can be asked for the logits of some tokens alone."""
+        """Whether a pass can return the logits of some tokens alone."""
         self.shape = measured_shape(self._model, self.kind.windows, _PROBE, self._takes_cache)
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
         self.engine = "local"
-        """Kind of engine, for the fingerprint."""
+        """Name of the engine in the fingerprint."""
         if keep_attention:
-            self.engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers keeps it there alone
+            self.engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
         else:
             self._install_attention()
         if self.kind.is_recurrent:
             self._check_states()
         self.lacks = self._found_lacks()
         """See `LocalModel.lacks`."""
-        let_go()  # Requests may come in other threads.
+        let_go()  # Other threads may run the requests.
 
     def renew(self) -> None:
-        """Take the weights as they are now, and probe what is done with them."""
+        """Read the current weights, and probe again which capabilities the model lacks."""
         buffer = KVBuffer(self.shape, 2 * _PROBE)
         self._packed = pack_weights(self._model, partial(self.forward, self._probe_ids(), buffer, logits=False))
         self.lacks = self._found_lacks()
@@ -110,7 +110,7 @@ class CausalModel:
     def max_positions(self) -> int:
         """Most tokens a sequence may have.
 
-        Where RoPE frequencies change with the length (`longrope`), this is the length up to which they do not.
+        If the RoPE frequencies change with the length (`longrope`), this is the length up to which they are constant.
         """
         config, rope = self._text, rope_parameters(self._text)
         limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31 - 1
@@ -120,7 +120,7 @@ class CausalModel:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn, as configuration and generation configuration say."""
+        """Tokens that end a turn, from the configuration and the generation configuration."""
         found: set[int] = set()
         for config in (self.config, self._text, getattr(self._model, "generation_config", None)):
             token = getattr(config, "eos_token_id", None)
@@ -129,9 +129,9 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids` of shape `(1, new)` behind what `buffer` holds, and write their KV there.
+        """Run `ids` of shape `(1, new)` behind the tokens in `buffer`, and write their KV there.
 
-        Gives the logits behind the last token, `(1, vocabulary)`; `None` without `logits`, which spares the head.
+        Returns the logits at the last token, `(1, vocabulary)`. Without `logits`, skips the head and returns `None`.
         """
         if not logits:
             self._run(self._model.base_model, ids, buffer)
@@ -142,12 +142,12 @@ class CausalModel:
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward`, with the logits behind every token: `(new, vocabulary)`."""
+        """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
         every: Tensor = self._run(self._model, ids, buffer).logits[0]
         return every.clone()
 
     def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
-        """A forward pass of the model, or of its base, behind what `buffer` holds."""
+        """A forward pass of the model, or of its base, behind the tokens in `buffer`."""
         start, stop = buffer.length, buffer.length + ids.shape[1]
         cache = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
         about: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
@@ -158,13 +158,13 @@ class CausalModel:
         return output
 
     def _attention(self, positions: Sequence[int], buffer: KVBuffer) -> dict[str, Any]:
-        """How the tokens of a pass attend, for the model's attention; nothing where that is the model's own."""
+        """Arguments of a pass that tell tiled attention how its tokens attend; none if the model's own is used."""
         if not self.attends:
             return {}
         buffer.blank(max(buffer.length, positions[-1] + 1))
         sees = self.sees
 
-        def attend_here(  # noqa: PLR0913 - what attention is made of
+        def attend_here(  # noqa: PLR0913 - the inputs of attention
             layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
         ) -> Tensor:
             return attend(query, key, value, positions, scale, sees[layer], sinks)
@@ -173,7 +173,7 @@ class CausalModel:
 
     @property
     def passes(self) -> str:
-        """How its passes are computed, as far as bits depend on it: a part of the fingerprint."""
+        """How passes are computed, as far as the bits depend on it; part of the fingerprint."""
         if "bitwise" in self.lacks:
             return "any"
         version, cpu = torch.__version__.partition("+")[0], torch.cpu
@@ -188,14 +188,14 @@ class CausalModel:
 
     @cached_property
     def batches(self) -> bool:
-        """Whether several sequences decode in one pass here: the model lets attention know of its rows, and agrees."""
+        """Whether several sequences can decode in one pass: attention is tiled, and the logits of a probe agree."""
         if not self._is_ours("plain", "windows") or self.shape.devices:
             return False
         with self._narrowed():
             return self._rows_agree()
 
     def _is_ours(self, *kinds: str) -> bool:
-        """Whether attention is ours, and given what the buffers hold."""
+        """Whether attention is tiled, and the cache is one of these `kinds`."""
         return self.attends and self.kind.name in kinds
 
     def _rows_agree(self) -> bool:
@@ -218,27 +218,27 @@ class CausalModel:
         return self._agree(torch.cat(steps).float(), torch.cat([each for each in expected if each is not None]).float())
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
-        """A step of one token of each of these sequences."""
+        """A function that decodes one token of each of these sequences in one pass."""
         options = {"logits_to_keep": 1} if self.keeps_logits else {}
         return Rows(self._model, buffers, self.sees, **options).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """So many tokens behind each of these sequences, in one pass; the logits behind the last of each."""
+        """Run `tokens` behind each of these sequences in one pass; returns the logits at the last token of each."""
         return run_ragged(self._model, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
 
     @property
     def network(self) -> PreTrainedModel:
-        """The model itself, for what needs gradients."""
+        """The model itself, for code that needs gradients."""
         return self._model
 
     def seconds_per_token(self) -> float:
-        """What prefilling a token takes about, by one forward pass."""
+        """Approximate seconds to prefill one token, measured by one forward pass."""
         tokens = min(_PACE_TOKENS, self.max_positions)
         ids, buffer = torch.zeros(1, tokens, dtype=torch.long, device=self.device), KVBuffer(self.shape, tokens)
         began = time.perf_counter()
         logits = self.forward(ids, buffer)
         if logits is not None:
-            logits.cpu()  # An accelerator is waited for.
+            logits.cpu()  # Waits for an accelerator.
         return (time.perf_counter() - began) / tokens
 
     def forward_at(
@@ -257,7 +257,7 @@ class CausalModel:
         )
 
     @torch.inference_mode()
-    def forward_among(  # noqa: PLR0913 - as `LocalModel` has it
+    def forward_among(  # noqa: PLR0913 - the signature of `LocalModel`
         self,
         ids: Sequence[int],
         positions: Sequence[int],
@@ -287,7 +287,7 @@ class CausalModel:
 
     @cached_property
     def rope(self) -> Rope:
-        """How keys are moved; raises `UnsupportedRequestError` where they cannot be."""
+        """Moves keys; raises `UnsupportedRequestError` if the model's keys cannot be moved."""
         self._refuse_moving()
         return rope_of(self._model.base_model, self.shape, rope_parameters(self._text), self._attention)
 
@@ -296,13 +296,13 @@ class CausalModel:
             raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
 
     def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
-        """How the next token is chosen."""
+        """A function that chooses the next token."""
         return Sampler(sampling, prompt_ids, self.shape.device, constraint)
 
     @torch.inference_mode()
     def _install_attention(self) -> None:
-        """Switch to tiled attention where the model takes it and answers the same with it."""
-        before = self.config._attn_implementation  # noqa: SLF001 - the only place transformers keeps it
+        """Switch to tiled attention if the model accepts it and gives the same logits with it."""
+        before = self.config._attn_implementation  # noqa: SLF001 - transformers has no public name
         if not getattr(self._model, "_supports_attention_backend", False):
             return
         with self._narrowed():
@@ -314,14 +314,14 @@ class CausalModel:
             except (ValueError, TypeError, RuntimeError) as error:
                 logger.info("%s keeps %s attention: %s", self.config.model_type, before, error)
                 found = None
-        # Gemma 3's own attention in bfloat16 is 8 % from that in float32, and 6 % from this one.
+        # In bfloat16, the logits of Gemma 3 differ by 8 % from those in float32, and by 6 % from those of tiles.
         if found is None or not self._agree(found, expected, rounding=0.1):
             self._model.set_attn_implementation(before)
             self.attends = False
 
     @contextmanager
     def _narrowed(self) -> Iterator[None]:
-        """Windows of a few tokens, so that those of a probe cross them."""
+        """Shorten sliding windows to a few tokens, so that a probe is longer than a window."""
         kind = self.kind
         try:
             with narrowed(kind, self._text, _NARROW) as self.kind:
@@ -330,9 +330,9 @@ class CausalModel:
             self.kind = kind
 
     def _check_states(self) -> None:
-        """Refuse a model that answers otherwise when it goes on from its states than in one pass."""
+        """Refuse a model whose logits differ between one pass and passes that continue from its states."""
         found, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
-        # In bfloat16 a mixture of experts may take another expert; to forget a state is worse.
+        # In bfloat16, a mixture of experts may choose another expert. A lost state changes the logits more.
         if not self._agree(found, expected, rounding=0.2):
             raise UnsupportedModelError(
                 f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
@@ -341,18 +341,19 @@ class CausalModel:
             )
 
     def _agree(self, found: Tensor, expected: Tensor, rounding: float = 0.05) -> bool:
-        """Whether logits are the same but for rounding, which in short dtypes may be the given share of them."""
+        """Whether logits are equal up to a relative error: 1e-3 in float32, `rounding` in shorter dtypes."""
         tolerance = 1e-3 if self.shape.dtype == torch.float32 else rounding
         return bool(((found - expected).norm(dim=1) <= tolerance * expected.norm(dim=1)).all())
 
     def _probe_ids(self) -> Tensor:
-        # Random tokens: the first of a vocabulary are special ones, behind which some models amplify rounding errors.
+        # Random tokens: the first ids of a vocabulary are special tokens, and some models amplify rounding errors
+        # behind these.
         ids = torch.randint(self._text.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
     @torch.inference_mode()
     def _probe_logits(self, edges: Sequence[int] = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)) -> Tensor:
-        """Logits over a prefill, a pass behind it, and a decoding step."""
+        """Logits at the last token of each pass between `edges`: by default a prefill, another pass, a decode step."""
         ids = self._probe_ids()
         buffer = KVBuffer(self.shape, 2 * _PROBE)
         steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]

@@ -1,4 +1,4 @@
-"""The engine's own view of a model, with weights in the layout that the processor multiplies in."""
+"""Packs the weights of linear layers into oneDNN's layout, in the engine's own view of a model."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from transformers import PreTrainedModel
 __all__ = ["PackedLinear", "own_view", "pack_weights", "rows_agree", "rows_needed"]
 
 _MOST_BYTES = 2 * 2**30
-"""Of packed weights, which are a second copy: what they spare is the more the smaller the model is."""
+"""Most bytes of packed weights, which are a second copy. Packing saves more time in smaller models."""
 _LEAST_ROWS = (1, 2, 4, 8, 16, 32)
-"""To how many rows products may have to be padded, so that a row's bits do not depend on the other rows."""
+"""Numbers of rows tried for the padding of products, so that a row's bits do not depend on the other rows."""
 _ROWS, _COUNTS = 320, (1, 2, 3, 5, 8, 15, 17, 32, 33, 64, 100, 256)
-"""Of the batch, and of the parts of it that are tried."""
+"""Rows of the test batch, and of the parts of it that are tried."""
 _TRIES = 64
-"""Rows that are tried of each number, in parts of so many: what goes wrong does so for some rows alone."""
+"""Rows tried in total for each length of part, because a difference may show in a few rows only."""
 _SPREAD = 1.5
 
 
 class PackedLinear:
-    """Linear layers that are given the same input, as one product with packed weights.
+    """Computes linear layers with the same input as one product with packed weights.
 
-    The first layer that is called multiplies for all of them, and keeps the result until the last one has its part: one
+    The first layer that is called multiplies for all of them. The result is kept until the last layer has its part. One
     product of 960 columns takes half as long as three of 576, 192 and 192. `layers` are in the order of their calls.
-    With gradients each layer computes as before. Weights that change later are not followed.
+    With gradients, each layer computes as before. Later changes of the weights have no effect.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         first = layers[0]
         self.layers = tuple(layers)
         self.rows = 1
-        """The fewest rows that are multiplied; fewer are padded."""
+        """Inputs of fewer rows are padded to this number."""
         self.in_features, self.dtype = first.in_features, first.weight.dtype
         self._columns = [layer.out_features for layer in layers]
         self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
@@ -57,7 +57,7 @@ class PackedLinear:
         return sum(self._columns)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """What all layers give of `rows`, side by side: `(..., in_features)` to `(..., out_features)`."""
+        """The outputs of all layers for `rows`, side by side: `(..., in_features)` to `(..., out_features)`."""
         count = rows.numel() // self.in_features
         if count >= self.rows:
             return self._product(rows)
@@ -65,14 +65,14 @@ class PackedLinear:
         return self._product(padded)[:count].reshape(*rows.shape[:-1], self.out_features)
 
     def _output(self, at: int, plain: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:  # noqa: A002 - as `nn.Linear`
-        """What layer `at` gives; `plain` computes it by itself."""
+        """The output of layer `at`; `plain` computes this layer alone."""
         if torch.is_grad_enabled():
             return plain(input)
         if len(self.layers) == 1:
             return self(input)
         last = self._last
         if last is None or last[0] is not input:
-            # As each would give it: what follows may round by where a row begins in memory.
+            # Contiguous, as from separate layers: rounding may depend on where a row begins in memory.
             last = input, tuple(part.contiguous() for part in self(input).split_with_sizes(self._columns, -1))
         self._last = None if at == len(self.layers) - 1 else last
         return last[1][at]
@@ -83,18 +83,19 @@ class PackedLinear:
 
 
 def pack_weights(model: nn.Module, one_pass: Callable[[], object] | None = None) -> list[PackedLinear]:
-    """Let the linear layers of `model` multiply with packed weights; gives the products.
+    """Make the linear layers of `model` multiply with packed weights; returns the products.
 
-    For bfloat16 and float32 on a CPU that oneDNN knows. There a plain linear layer in bfloat16 brings its weights into
-    oneDNN's own layout anew at each call, which takes as long as 20 to 40 tokens do; and a row of a product has the
-    same bits whatever rows are beside it, which in float32 the plain one does not give. Which layers are given the same
-    input is seen in `one_pass` of the model. Only those of attention multiply together: what other layers give is so
-    large that to bring it apart takes as long as it spares.
+    This applies to bfloat16 and float32 on a CPU that oneDNN supports. There, a plain linear layer in bfloat16 converts
+    its weights into oneDNN's layout at each call, which takes as long as 20 to 40 tokens. Packed, a row of a product
+    also has the same bits whatever the other rows are, which plain layers in float32 do not guarantee. `one_pass` of
+    the model shows which layers have the same input. Only layers of attention are multiplied together: the outputs of
+    other layers are so large that splitting them takes as long as it saves. With more than 2 GiB of weights, nothing is
+    packed.
     """
     layers = [each for each in model.modules() if type(each) is nn.Linear]
     for layer in layers:
         vars(layer).pop("forward", None)
-    # Quantised weights are of other types, whatever dtype they say they have.
+    # Quantised weights are of other types, whatever dtype they report.
     layers = [each for each in layers if type(each.weight) is nn.Parameter and _is_known(each.weight)]
     if sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
         return []
@@ -104,12 +105,12 @@ def pack_weights(model: nn.Module, one_pass: Callable[[], object] | None = None)
 
 
 def _sharing_input(layers: Sequence[nn.Linear], one_pass: Callable[[], object] | None) -> list[list[nn.Linear]]:
-    """The layers, together where each is called once in a pass, with the same tensor."""
+    """The layers in groups that are called once in a pass, with the same input tensor."""
     calls: list[tuple[nn.Linear, Tensor]] = []
     hooks = [layer.register_forward_pre_hook(lambda called, args: calls.append((called, args[0]))) for layer in layers]
     try:
         with suppress(TypeError, ValueError, AttributeError, LookupError, RuntimeError), torch.inference_mode():
-            if one_pass is not None:  # A model that does not run is refused where its cache is looked at.
+            if one_pass is not None:  # `measured_shape` refuses a model that does not run.
                 one_pass()
     finally:
         for hook in hooks:
@@ -126,10 +127,10 @@ def _sharing_input(layers: Sequence[nn.Linear], one_pass: Callable[[], object] |
 
 @torch.inference_mode()
 def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> int | None:
-    """The fewest rows to which `packed` products are padded so that each row has the same bits in any batch.
+    """The fewest rows to which `packed` products must be padded so that each row has the same bits in any batch.
 
-    `None` where no number does, or one of `layers` that are not packed needs more than one row. Tried on one product of
-    each shape, with parts of many lengths out of one batch; where that shape needs it, products pad by themselves.
+    `None` if no number suffices, or if one of `layers` that is not packed needs more than one row. One product of each
+    shape is tested with parts of many lengths of one batch. Products of that shape then pad their input themselves.
     """
     shapes: dict[tuple[int, int], list[PackedLinear]] = {}
     for product in packed:
@@ -151,7 +152,7 @@ def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> 
 
 
 def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """What a layer multiplies, whatever else a kind of layer of its own does."""
+    """The matrix product of a layer alone; subclasses of `nn.Linear` may do more."""
     is_plain = type(layer).forward is nn.Linear.forward
     return layer if is_plain else partial(nn.functional.linear, weight=layer.weight, bias=layer.bias)
 
@@ -160,16 +161,16 @@ def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 def rows_agree(
     multiply: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype, *, rows: int = _ROWS, tries: int = _TRIES
 ) -> bool:
-    """Whether a product of rows of so many elements gives each row the same bits, whatever rows are beside it.
+    """Whether a product of rows of `width` elements gives each row the same bits, whatever the other rows are.
 
-    The elements are very unlike in size: where a few large ones are added to many small ones, the order of a sum shows.
+    The elements differ strongly in size: when a few large ones are added to many small ones, the order changes the sum.
     """
     chance = torch.Generator().manual_seed(0)
     plain = torch.randn(1, rows, width, generator=chance)
     batch = (plain * torch.exp(_SPREAD * torch.randn(plain.shape, generator=chance))).to(dtype)
     whole = multiply(batch)
     for count in _COUNTS:
-        # A single row is what a kernel of its own is most often for.
+        # Libraries most often have a separate kernel for a single row.
         several = torch.randint(rows - count + 1, (max(tries // count, 2),), generator=chance).tolist()
         for start in range(rows) if count == 1 else several:
             if not torch.equal(multiply(batch[:, start : start + count]), whole[:, start : start + count]):
@@ -178,9 +179,9 @@ def rows_agree(
 
 
 def own_view(model: PreTrainedModel) -> PreTrainedModel:
-    """A structural copy that shares its tensors: the caller's model keeps its own attention setting.
+    """A copy of the modules that shares the tensors, so that the caller's model keeps its own attention setting.
 
-    Frequencies of RoPE it has for itself, as `longrope` writes them at every pass.
+    RoPE frequencies are copied, because `longrope` writes them in every pass.
     """
     shared = (buffer for name, buffer in model.named_buffers() if not name.endswith("inv_freq"))
     tensors = itertools.chain(model.parameters(), shared)
@@ -188,7 +189,7 @@ def own_view(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _is_known(weight: Tensor) -> bool:
-    """Whether oneDNN packs weights like these here."""
+    """Whether oneDNN can pack this weight on this machine."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Forward passes whose tokens stand at any positions, over keys in any order; and how the keys of a model are moved."""
+"""Forward passes with tokens at any positions, over keys in any order; and how to move the keys of a model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from kp_core.rope import Rope
 __all__ = ["forward_among", "forward_at", "forward_soft", "rope_of"]
 
 Attention: TypeAlias = Callable[[Sequence[int], KVBuffer], dict[str, Any]]
-"""What a model is told of how tokens at ascending positions attend, over what a buffer holds."""
+"""Returns keyword arguments of a pass that say how tokens at ascending positions attend over a buffer."""
 
 _GROWING = ("dynamic", "longrope")
 _TOLERANCE = {torch.float32: 1e-3}
 _APART = 37
-"""Positions between the two at which a key is computed to see how it turns."""
+"""Distance of the two positions at which a key is computed to find its rotation."""
 
 
 @torch.inference_mode()
@@ -40,9 +40,9 @@ def forward_at(  # noqa: PLR0913
     *,
     layers: int | None = None,
 ) -> KVTensors:
-    """KV of `ids` at `positions`, which see all of `past` and of one another at no later position.
+    """KV of `ids` at `positions`; each token sees the tokens of `past` and of `ids` up to its own position.
 
-    Only the first `layers` layers are run, if given.
+    If `layers` is given, only the first `layers` layers are run.
     """
     count = 0 if past is None else past.tokens
     buffer = KVBuffer(replace(shape, layers=shape.layers[:layers]), count + len(ids))
@@ -55,7 +55,7 @@ def forward_at(  # noqa: PLR0913
 
 @torch.inference_mode()
 def forward_among(  # noqa: PLR0913
-    model: Any,  # noqa: ANN401 - of transformers, without its head where no logits are wanted
+    model: Any,  # noqa: ANN401 - a transformers model, without its head if no logits are wanted
     buffer: KVBuffer,
     ids: Sequence[int],
     positions: Sequence[int],
@@ -70,9 +70,10 @@ def forward_among(  # noqa: PLR0913
 ) -> Any:  # noqa: ANN401 - as transformers
     """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `LocalModel.forward_among`.
 
-    `held` are the positions of what the buffer holds, by default its places. It may have the first layers alone. Where
-    all stands at its position, tokens attend as `attention` says. Gives what the model gives if the pass `goes_on`
-    behind the last keys, as it does for `weights` too; else `None`.
+    `held` are the positions of the tokens in the buffer, by default their places. The buffer may have the first layers
+    alone. If every token stands at its position, tokens attend as `attention` says. The pass stops at the keys of the
+    last layer and the result is `None`, unless it `goes_on` or collects `weights`: then the result is the model's
+    output. Raises `UnsupportedRequestError` if the model's attention does not report weights.
     """
     device, dtype, output = model.device, buffer.shape.dtype, None
     own, into = (torch.tensor(list(each), device=device) for each in (positions, places))
@@ -83,7 +84,7 @@ def forward_among(  # noqa: PLR0913
     if unseen:
         hidden = torch.tensor(list(unseen), device=device)
         stand[hidden] = torch.iinfo(stand.dtype).max
-        for layer in buffer.layers:  # A weight of nothing, times no number, is no number.
+        for layer in buffer.layers:  # A weight of zero times NaN would be NaN.
             layer.keys[:, :, hidden] = 0
             layer.values[:, :, hidden] = 0
     stand[into] = own
@@ -91,7 +92,7 @@ def forward_among(  # noqa: PLR0913
     ascends = all(one < other for one, other in pairwise(places))
     if weights is None and ascends and torch.equal(stand, torch.arange(stop, device=device)):
         options_of_pass = attention(list(places), buffer)
-    # What stands in order behind all else needs no mask, which is the sooner the longer it is.
+    # Tokens in order behind all others need no mask, which is faster, and more so for longer passes.
     elif (
         weights is not None
         or not torch.equal(own, stand[buffer.length :])
@@ -133,7 +134,7 @@ def forward_soft(  # noqa: PLR0913
     trailer: Tensor,
     attention: Attention,
 ) -> KVTensors:
-    """KV of `header`, `ids` and `trailer` behind the tokens `before`; see `kp_core.compose.Forward.soft`."""
+    """KV of `header`, `ids` and `trailer` behind the prefix `before`; see `kp_core.compose.Forward.soft`."""
     embed = base.get_input_embeddings()
     tokens = embed(torch.tensor([*before, *ids], device=base.device))
     soft = (part.to(tokens.device, tokens.dtype) for part in (header, trailer))
@@ -151,11 +152,11 @@ def rope_of(
     parameters: Mapping[str, Any],
     attention: Attention = lambda *_: {},
 ) -> Rope:
-    """How the keys of this model turn, found out by computing some at two positions.
+    """The RoPE of this model, verified by computing some keys at two positions.
 
-    A token that stands alone sees nothing but itself, so its keys at two positions differ by the rotation alone, in
-    every layer. Raises `UnsupportedRequestError` for frequencies that change with the length, and for keys that turn
-    in no way known here.
+    A single token sees nothing but itself, so in every layer its keys at two positions differ by the rotation alone.
+    Raises `UnsupportedRequestError` for frequencies that change with the length, for a model without RoPE, and for keys
+    whose rotation does not match.
     """
     kind = parameters.get("rope_type", "default")
     if kind in _GROWING:
@@ -187,7 +188,7 @@ def rope_of(
 
 
 def _alone(base: Any, shape: CacheShape, position: int, attention: Attention) -> KVTensors:  # noqa: ANN401
-    """KV of some tokens, each alone, at a position."""
+    """KV of four random tokens, each computed alone at `position`."""
     vocabulary = base.config.get_text_config(decoder=True).vocab_size
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (4,), generator=draw).tolist()

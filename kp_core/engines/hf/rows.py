@@ -1,4 +1,4 @@
-"""Tokens of several sequences in one forward pass, each over its own KV buffer."""
+"""Runs tokens of several sequences in one forward pass, each over its own KV buffer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from kp_core.engines.local.tree import common_tokens
 __all__ = ["Rows", "run_ragged"]
 
 _SHORT = 2 * TILE
-"""Tokens of rows that are attended to in one call though they share nothing: each has a copy of its keys there."""
+"""Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
 
 
 class Rows:
     """Decodes one token of each of `buffers` in one forward pass.
 
     Rows whose buffers begin with the same tiles of KV attend to these together: their queries are rows of one matrix,
-    and the keys are read once. What each has of its own is attended to beside it, and joined as in `attention`, so
-    every row has the bits that it has alone. Other rows attend one by one; so do all in layers that see a window.
+    and the keys are read once. Each row attends to its own tiles separately, and the results are joined as in
+    `attention`. So every row has the same bits as alone. Other rows attend one at a time, and so do all rows in layers
+    with a window.
     """
 
     @torch.inference_mode()
@@ -45,7 +46,7 @@ class Rows:
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Run a token behind each buffer, and write its KV there; the logits, `(rows, vocabulary)`."""
+        """Run one token behind each buffer and write its KV there; returns the logits, `(rows, vocabulary)`."""
         device = self._buffers[0].layers[0].keys.device
         for buffer in self._buffers:
             buffer.blank(buffer.length + 1)
@@ -65,7 +66,7 @@ class Rows:
     def attend(  # noqa: PLR0913
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of `query`, `(rows, heads, 1, head_dim)`, whose keys and values the buffers hold already."""
+        """Attention of `query`, `(rows, heads, 1, head_dim)`. The buffers already hold the keys and values."""
         found = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
         alone = range(len(self._buffers)) if self._sees[layer].window else self._alone
         for row in alone:
@@ -87,9 +88,9 @@ def run_ragged(
     *,
     keeps_logits: bool,
 ) -> Tensor:
-    """Run as many `tokens` behind each of `buffers` as there are, in one pass; the logits, `(rows, vocabulary)`.
+    """Run `tokens`, one list per buffer, behind `buffers` in one pass; returns the last logits, `(rows, vocabulary)`.
 
-    The tokens are one sequence for all that looks at each token alone, and each row attends over its own buffer.
+    The model receives the tokens as one sequence. In attention, each row attends over its own buffer.
     """
     counts, device = [len(each) for each in tokens], buffers[0].layers[0].keys.device
     last = torch.tensor(list(accumulate(counts)), device=device) - 1
@@ -119,7 +120,10 @@ def run_ragged(
 
 
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
-    """The rows that begin with the same tiles, and how many tiles these are; long rows that share none are left out."""
+    """Groups of rows that begin with the same tiles, and the number of these tiles.
+
+    Short rows without common tiles form one group with 0 tiles. Long ones are left out, and on an accelerator all are.
+    """
     groups: list[tuple[list[int], int]] = []
     if buffers[0].layers[0].keys.device.type != "cpu":
         return groups
@@ -137,9 +141,9 @@ def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
 
 
 class _Group:
-    """Some `rows` of `buffers` that share their first `tiles`, if any, with a copy of what each has behind these.
+    """Some `rows` of `buffers` that share their first `tiles`, if any, with a copy of each row's own tiles behind them.
 
-    Only in `layers`; the others see windows.
+    Only for `layers`; the other layers have windows.
     """
 
     def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], tiles: int, layers: Sequence[int]) -> None:
@@ -148,11 +152,11 @@ class _Group:
         self._index = torch.tensor(rows)
         self._own: dict[int, tuple[Tensor, Tensor]] = {}
         self._at: dict[tuple[int, int], int] = {}
-        """Where a tile of a row is in `_own`, by tile and row: one that is begun later stands behind the others."""
+        """Index in `_own` of each pair of tile and row. Tiles that begin later are appended."""
         self._room = 0
 
     def begin(self) -> None:
-        """Before each step: where its tokens go, and what each row sees of its own tiles."""
+        """Prepare a step: where its tokens are written, and the mask of each row over its own tiles."""
         ends = torch.tensor([buffer.length for buffer in self._buffers]) - len(self._tiles) * TILE
         last = (ends // TILE).tolist()
         needed = [(tile, row) for tile in range(max(last) + 1) for row in range(len(last)) if tile <= last[row]]
@@ -178,7 +182,7 @@ class _Group:
         sinks: Tensor | None,
         found: Tensor,
     ) -> None:
-        """Attention of these rows of `query`, `(all rows, heads, 1, head_dim)`, written to their rows of `found`."""
+        """Write the attention of these rows of `query`, `(all rows, heads, 1, head_dim)`, to their rows of `found`."""
         if len(self.rows) < len(query):
             query, key, value = query[self._index], key[self._index], value[self._index]
         own_keys, own_values = self._own[layer]
@@ -199,7 +203,7 @@ class _Group:
     def _attend_shared(
         self, query: Tensor, held: BufferLayer, kv_heads: int, scale: float | None
     ) -> tuple[Tensor, Tensor]:
-        """Results and log-sum-exps over the shared tiles, `(tiles, rows, kv_heads, share, ...)`: keys are read once."""
+        """Results and log-sum-exps over the shared tiles, `(tiles, rows, kv_heads, share, ...)`. Keys are read once."""
         count, heads, _, dim = query.shape
         share = heads // kv_heads
         together = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
@@ -210,7 +214,7 @@ class _Group:
         return shared, weight[:, :, : count * share].reshape(shape).transpose(1, 2)
 
     def _by_tile(self, side: Tensor, missing: float) -> Tensor:
-        """What each pair of tile and row has, `(tiles, rows, ...)`."""
+        """Rearrange `side` from one entry per pair of tile and row to `(tiles, rows, ...)`, filled with `missing`."""
         rows, shape = len(self.rows), side.shape[1:]
         if self._is_full:
             return side.reshape(-1, rows, *shape)
@@ -219,7 +223,7 @@ class _Group:
         return every
 
     def _copied(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the rows' own tiles, with room for more: `(room, kv_heads, TILE, head_dim)`."""
+        """Copies of keys and values of the rows' own tiles, `(room, kv_heads, TILE, head_dim)`, with room for more."""
         held = [buffer.layers[layer] for buffer in self._buffers]
         made = []
         for sides in ([each.keys for each in held], [each.values for each in held]):
@@ -233,13 +237,13 @@ class _Group:
 
 
 def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = ()) -> Cache:
-    """The buffers as one cache: of a token each, or of `counts` tokens that come as one sequence."""
+    """The buffers as one cache, for one new token each, or for `counts` new tokens in one sequence."""
     layers = range(len(buffers[0].layers))
     return Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers], counts) for at in layers])
 
 
 class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of several buffers: takes tokens for each, and gives back what it took."""
+    """One layer of several buffers: writes the new tokens of each, and returns only these."""
 
     is_sliding = False
 
@@ -250,10 +254,10 @@ class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: buffers are allocated whole."""
+        """Does nothing: buffers are allocated whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Write row by row; attention finds what is before in the buffers."""
+        """Write row by row; attention reads earlier tokens from the buffers."""
         parts = [
             side.split_with_sizes(self._counts, 2) if self._counts else side.chunk(len(self._layers))
             for side in (key_states, value_states)
@@ -263,11 +267,11 @@ class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         return key_states, value_states
 
     def get_seq_length(self) -> int:
-        """Tokens filled in the longest row."""
+        """Number of filled tokens in the longest row."""
         return max(layer.length for layer in self._layers)
 
     def get_max_length(self) -> int:
-        """Tokens there is memory for."""
+        """Capacity of the shortest buffer in tokens."""
         return min(layer.keys.shape[2] for layer in self._layers)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

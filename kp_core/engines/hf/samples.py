@@ -1,4 +1,4 @@
-"""What soft tokens are trained on: a question over documents, each of which is a packet."""
+"""Draws samples for the training of soft tokens: a question over documents, each of which is a packet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kp_core.packs.view import Packs
 __all__ = ["Documents", "PacketTraining", "Sample", "Samples"]
 
 Documents = Sequence[tuple[str, str]]
-"""Title (may be empty) and text of each."""
+"""Title (may be empty) and text of each document."""
 
 _QUESTIONS = (
     "What is said about {}?",
@@ -36,25 +36,28 @@ _SECRET = b"packs in training"
 
 @dataclass(frozen=True)
 class PacketTraining:
-    """How soft tokens are trained; all of it decides the result. Raises `WrapperError` for a value out of range."""
+    """Settings of the training of soft tokens. All of them affect the result.
+
+    Raises `WrapperError` for a value out of range.
+    """
 
     soft: int = 8
     """Tokens of the header, and of the trailer."""
     steps: int = 1000
     batch: int = 2
-    """Samples of one step."""
+    """Samples per step."""
     rate: float = 0.05
-    """First step size of Adam, in units of the spread of the model's own embeddings; it falls to 0 as a cosine."""
+    """Initial step size of Adam, in standard deviations of the model's embeddings; it falls to 0 as a cosine."""
     documents: tuple[int, int] = (1, 10)
     """Fewest and most documents of a sample."""
     tokens: tuple[int, int] = (128, 1024)
-    """Length of documents: shorter ones are left out, longer ones cut."""
+    """Least and greatest length of documents in tokens: shorter ones are left out, longer ones cut."""
     answer: int = 24
     """Most tokens of an answer."""
     every: int = 50
-    """Steps between two looks at held-out documents."""
+    """Steps between two evaluations on held-out documents."""
     patience: int = 6
-    """So many looks in a row without an improvement end the training."""
+    """Evaluations in a row without an improvement that end the training."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,7 +72,7 @@ class PacketTraining:
                 raise WrapperError(f"Got {name}={low}-{high}; expected two numbers from 1 on, the smaller one first.")
 
     def to_dict(self) -> dict[str, Any]:
-        """As a training record has them."""
+        """The settings as in a training record."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -81,10 +84,10 @@ class PacketTraining:
 
 @dataclass(frozen=True)
 class Sample:
-    """One question over documents: `prompt` is the canonical one, in which `packets` begin at `begin`.
+    """One question over documents: in the canonical `prompt`, `packets` begin at position `begin`.
 
-    Each packet is the tokens of a document, with the blank ones behind it, and was compiled behind the first `prefix`
-    tokens; `behind` follows the last of them. Without `answer` the model's own is wanted.
+    Each packet has the tokens of a document and of the blanks behind it, and is compiled behind the first `prefix`
+    tokens of the prompt. `behind` are the tokens after the last packet. If `answer` is `None`, the teacher writes it.
     """
 
     prompt: tuple[int, ...]
@@ -96,9 +99,9 @@ class Sample:
 
 
 class Samples:
-    """Draws samples from documents, some of which are held out; one number gives one sample, whatever was drawn before.
+    """Draws samples from documents, some of which are held out.
 
-    Raises `WrapperError` for too few documents.
+    The number of a sample determines it, whatever was drawn before. Raises `WrapperError` for too few documents.
     """
 
     def __init__(self, session: Session, texts: Documents, settings: PacketTraining) -> None:
@@ -125,11 +128,14 @@ class Samples:
 
     @property
     def held(self) -> Documents:
-        """The documents that no sample for training has."""
+        """The held-out documents, which no training sample contains."""
         return self._pools["held"]
 
     def draw(self, kind: str, number: int, count: int | None = None) -> Sample:
-        """Sample `number` of those for `"train"`, or of `"held"` out documents; of `count` documents, if given."""
+        """Draw sample `number` for `"train"`, or of the `"held"` out documents; with `count` documents, if given.
+
+        Raises `WrapperError` for too few held-out documents, and if none of 50 attempts fits.
+        """
         if count is not None and count > len(self._pools[kind]):
             raise WrapperError(f"Got {len(self._pools[kind])} documents that are held out; expected at least {count}.")
         for attempt in range(_TRIES):
@@ -159,7 +165,7 @@ class Samples:
             or len(prompt) + 2 * self._settings.soft * len(spans) > self._positions
         ):
             return None
-        # Elsewhere than at the start of a message the first document is a packet as well.
+        # The first document stands where its pack was compiled. Alone, or in a share of samples, it is a packet too.
         first = 0 if len(spans) == 1 or draw.random() < _SHARE_OF_ALL else 1
         prefix = spans[0].start
         starts = [span.start for span in spans[first:]]
@@ -170,7 +176,7 @@ class Samples:
         return Sample(ids, prefix, starts[0], packets, ids[ends[-1] :], answer)
 
     def _asked(self, draw: random.Random, title: str, text: str) -> tuple[str, tuple[int, ...] | None]:
-        """A question about a document, and what it says as an answer, or nothing."""
+        """A question about a document, and the tokens of its answer; `None` if the teacher is to write it."""
         sentences = re.split(r"(?<=[.!?])\s+", text)
         if len(sentences) > 1 and draw.random() < _SHARE_OF_NEXT:
             at = draw.randrange(len(sentences) - 1)
@@ -187,7 +193,7 @@ class Samples:
 
 
 class _Memory(Packs):
-    """Packs in memory."""
+    """Pack store in memory."""
 
     def __init__(self) -> None:
         self._packs: dict[Handle, KnowledgePack] = {}

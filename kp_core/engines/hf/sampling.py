@@ -1,4 +1,4 @@
-"""Choosing the next token, with the logits processors of transformers."""
+"""Chooses the next token with the logits processors of transformers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kp_core.plan import Sampling
 __all__ = ["Sampler"]
 
 _PART = 16384
-"""Logits looked at in one go: of more than twice as many torch's threads take a share, which those of answers that are
-decoded together would have to start anew each time."""
-_COLDEST = 1e-5  # Below it scores leave the range of numbers, and the likeliest token is chosen anyway.
+"""Logits per call of `max`. torch divides more than twice as many among threads, which answers decoded together
+would have to restart for each token."""
+_COLDEST = 1e-5  # Below this temperature, scores overflow, and sampling would be greedy anyway.
 
 
 class Sampler:
     """Chooses tokens as `Sampling` says; greedy at temperature 0. Equal seeds choose equal tokens.
 
-    With a `constraint`, among the tokens that it allows.
+    With a `constraint`, it chooses among the allowed tokens.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Sampler:
             if sampling.top_p < 1:
                 processors.append(TopPLogitsWarper(sampling.top_p))
         self._processors = processors
-        # The penalty is the only processor that looks at the tokens so far.
+        # The repetition penalty is the only processor that reads earlier tokens.
         self._ids = torch.tensor([prompt_ids], device=device) if sampling.repetition_penalty != 1 else None
         self._generator = torch.Generator(device=device)
         if sampling.seed is None:
@@ -59,8 +59,8 @@ class Sampler:
             self._generator.manual_seed(sampling.seed)
 
     def __call__(self, logits: Tensor, left: int) -> int:
-        """The next token, from logits of shape `(vocabulary,)`; `left` may still come, this one included."""
-        # Elsewhere each look would wait for the device.
+        """The next token, from logits of shape `(vocabulary,)`; at most `left` tokens may follow, this one included."""
+        # On an accelerator, each part would wait for the device.
         is_plain = self._constraint is None and not self._processors and logits.device.type == "cpu"
         if self._greedy and is_plain:
             likeliest, logit = _likeliest(logits)
@@ -70,7 +70,7 @@ class Sampler:
         if self._constraint is not None:
             scores = self._constraint.mask(scores)
         ids = self._ids if self._ids is not None else torch.empty(1, 0, dtype=torch.long, device=logits.device)
-        # A penalty of next to nothing makes infinite ones of scores, and none of them may be no number.
+        # A repetition penalty near zero makes scores infinite; later steps must not see NaN.
         scores = self._processors(ids, scores).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         if self._greedy:
             token = scores.argmax(dim=-1)
@@ -84,7 +84,7 @@ class Sampler:
 
 
 def _likeliest(logits: Tensor) -> tuple[int, float]:
-    """The first of the largest logits, and how large that is; found in parts for which torch starts no threads."""
+    """Index and value of the first largest logit, or NaN as the value; in parts, so that torch starts no threads."""
     token, most, start = 0, -math.inf, 0
     for part in torch.split(logits, _PART):
         value, at = part.max(dim=0)

@@ -1,4 +1,4 @@
-"""The selective scan of Mamba, Falcon Mamba, Jamba and Zamba 1 from a state; transformers' begins from nothing."""
+"""Selective scan of Mamba, Falcon Mamba, Jamba and Zamba 1 from a state; that of transformers begins at zero."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["scan_from_states"]
 _SCAN = "mamba_selective_scan"
 _NONE = (lambda: None).__code__
 _HEADS = 4
-"""Dimensions of a state with heads."""
+"""Number of dimensions of a state with heads."""
 
 
 def scan_from_states(model: nn.Module) -> int:
-    """Let the mixers of `model` that scan selectively take up the state of their cache; gives how many do.
+    """Make the selective scans of `model` start from the cached state; returns the number of mixers changed.
 
-    The model is changed, its class is not: each mixer runs the code of its class with another scan.
+    The classes stay unchanged: each mixer object runs the code of its class with another scan function.
     """
     mixers = [each for each in model.modules() if _SCAN in getattr(_own_forward(each), "__code__", _NONE).co_names]
     for mixer in mixers:
@@ -43,7 +43,7 @@ def _going_on(mixer: Any) -> Callable[..., Tensor]:  # noqa: ANN401 - a mixer of
         if state is None or hidden_states.shape[1] == 1:
             found: Tensor = plain(hidden_states, cache_params=cache_params, **more)
             return found
-        # Zamba has heads, and scans one after the other.
+        # Zamba has heads, and scans them one after the other.
         parts = iter(state.unbind(1) if state.ndim == _HEADS else [state])
         known = {**own.__globals__, _SCAN: lambda *given, **options: _scan(scan, next(parts), *given, **options)}
         made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
@@ -53,12 +53,12 @@ def _going_on(mixer: Any) -> Callable[..., Tensor]:  # noqa: ANN401 - a mixer of
     return forward
 
 
-def _scan(  # noqa: PLR0913 - as transformers has it
+def _scan(  # noqa: PLR0913 - the signature of transformers
     plain: Callable[..., tuple[Tensor, Tensor]],
     state: Tensor,
     hidden_states: Tensor,
     dt: Tensor,
-    A: Tensor,  # noqa: N803 - as the paper has it
+    A: Tensor,  # noqa: N803 - the paper's name
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
     D: Tensor | None = None,  # noqa: N803
@@ -66,11 +66,11 @@ def _scan(  # noqa: PLR0913 - as transformers has it
     delta_bias: Tensor | None = None,
     **more: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor]:
-    """The scan of tokens behind `state`, `(batch, channels, state size)`, and the state behind them.
+    """The output of a scan that starts from `state`, `(batch, channels, state size)`, and the state at its end.
 
     `hidden_states`, `dt` and `z` are `(batch, channels, tokens)`, `A` is `(channels, state size)`, `B` and `C` are
-    `(batch, state size, tokens)`. A scan is linear in the state before it: what `plain` makes from nothing, plus that
-    state as it decays (Mamba, arXiv 2312.00752, section 3).
+    `(batch, state size, tokens)`. A scan is linear in its initial state: the result is that of `plain` from a zero
+    state, plus the decayed initial state (Mamba, arXiv 2312.00752, section 3).
     """
     options = {**more, "delta_bias": delta_bias, "return_last_state": True}
     output, last = plain(hidden_states, dt, A, B, C, D=D, z=None, **options)

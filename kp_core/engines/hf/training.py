@@ -1,7 +1,7 @@
-"""Training of soft tokens around packs by self-distillation (KV Packet, arXiv 2604.13226, section 3).
+"""Trains soft tokens around packs by self-distillation (KV Packet, arXiv 2604.13226, section 3).
 
-The loss is the divergence (KL) of the student's distributions of the answer's tokens from the teacher's. Model and
-documents are frozen; gradients reach the soft tokens alone, through the packets' own keys and values.
+The loss is the KL divergence between the teacher's and the student's distributions at the tokens of the answer. The
+model is frozen; gradients reach only the soft tokens, through the keys and values of the packets.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ from kp_core.progress import bar_of
 __all__ = ["checkpoint_of", "train_wrapper", "wrapper_scores"]
 
 _CHECKPOINT = Envelope("knowledge-pack-training", "content", ("1",), covers_tensors=True)
-_AVERAGED = 0.05  # Share of the present soft tokens in their running average, which is what is measured and kept.
+_AVERAGED = 0.05  # Weight of the current soft tokens in their running average, which is evaluated and saved.
 _HELD = 8
 
 
 @dataclass
 class _State:
-    """What a checkpoint holds: soft tokens `(2 * soft, hidden)` as they are, averaged and at their best, and Adam's."""
+    """Content of a checkpoint: soft tokens, their average and the best average, and the two moments of Adam.
+
+    All five are `(2 * soft, hidden)`.
+    """
 
     soft: Tensor
     average: Tensor
@@ -51,12 +54,12 @@ class _State:
 
     @property
     def least(self) -> dict[str, float]:
-        """The best look."""
+        """The evaluation with the least divergence."""
         return min(self.looks, key=lambda look: look["held_kl"])
 
 
 def checkpoint_of(out: Path) -> Path:
-    """Where the checkpoint of a training to `out` lies."""
+    """Path of the checkpoint of a training that writes `out`."""
     return out.with_name(out.name + ".training")
 
 
@@ -70,13 +73,12 @@ def train_wrapper(  # noqa: PLR0913
     about: str = "",
     progress: bool = True,
 ) -> Wrapper:
-    """Soft tokens for the model of `session`, trained on `documents` and written to `out`.
+    """Train soft tokens for the model of `session` on `documents`, and write them to `out`.
 
-    A checkpoint, written after each step, lies beside `out` until the training is over; the same call goes on from
-    there and ends, on the same machine, with the same bits. After `minutes` the best so far is written, and the
-    checkpoint stays. `about` goes to the training record. Raises `WrapperError` for too few documents, a checkpoint of
-    other settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging
-    Face's.
+    A checkpoint beside `out` is written after each step and deleted at the end. The same call resumes from it and gives
+    the same bits on the same machine. After `minutes`, the best soft tokens so far are written and the checkpoint
+    stays. `about` goes to the training record. Raises `WrapperError` for too few documents, a checkpoint of other
+    settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging Face's.
     """
     chosen, target = settings or PacketTraining(), Path(out)
     model = _model_of(session)
@@ -97,11 +99,11 @@ def wrapper_scores(  # noqa: PLR0913
     *,
     tokens: tuple[int, int] | None = None,
 ) -> list[dict[str, float]]:
-    """How far `wrapper` is from full attention, in nats over the answer's tokens, for each number of documents.
+    """Mean KL divergence of `wrapper` from full attention, in nats per token of the answer, for each of `counts`.
 
-    Where it was trained on these documents, with the settings of its training record, those are taken that were held
-    out. `without_soft_tokens_kl` is that of the same packets spliced, `nearer` the number of questions for which the
-    soft tokens brought the answer nearer.
+    Each row is measured on `questions` samples of `count` documents. If the wrapper was trained on these documents with
+    the settings of its training record, only held-out documents are used. `without_soft_tokens_kl` is the divergence of
+    the same packets without soft tokens. `nearer` is the number of questions for which soft tokens reduce it.
     """
     settings = PacketTraining.from_dict(wrapper.training.get("settings", {"soft": len(wrapper.header)}))
     samples = Samples(session, documents, settings if tokens is None else replace(settings, tokens=tokens))
@@ -110,7 +112,7 @@ def wrapper_scores(  # noqa: PLR0913
     rows = []
     for count in counts:
         pairs = []
-        # Other samples than those that chose the best soft tokens.
+        # These samples were not used to choose the best soft tokens.
         for number in range(_HELD, _HELD + questions):
             taught = distilling.teach(samples.draw("held", number, count), settings.answer)
             pairs.append([float(distilling.divergence(taught, each)) for each in (soft, soft[:0])])
@@ -138,7 +140,7 @@ class _Training:
         self._held = cache(lambda number: distilling.teach(samples.draw("held", number), settings.answer))
 
     def run(self, minutes: float | None, about: str, progress: bool) -> Wrapper:  # noqa: FBT001
-        """Train to the end, or for `minutes`."""
+        """Train to the end, or for `minutes`, and write the wrapper."""
         state, settings = self._state, self._settings
         began, before = time.monotonic(), state.seconds
         soft = state.soft.to(self._distilling.device).requires_grad_()
@@ -191,7 +193,7 @@ class _Training:
 
     @torch.no_grad()
     def _look(self, soft: Tensor) -> float:
-        """Mean divergence on held-out documents; without soft tokens where there are none in `soft`."""
+        """Mean divergence on held-out documents; an empty `soft` measures packets without soft tokens."""
         return sum(float(self._distilling.divergence(self._held(number), soft)) for number in range(_HELD)) / _HELD
 
     def _is_done(self) -> bool:
@@ -200,7 +202,7 @@ class _Training:
         return state.step >= self._settings.steps or since >= self._settings.patience
 
     def _fresh(self) -> _State:
-        """Soft tokens that begin as blank lines: of what was tried, the nearest to no soft tokens."""
+        """Initial soft tokens: embeddings of line breaks, the closest to no soft tokens among those tried."""
         blank = self._session.tokenizer.encode("\n", add_special_tokens=False)[:1]
         soft = self._distilling.embed(blank * (2 * self._settings.soft)).float()
         return _State(soft, soft.clone(), soft.clone(), torch.zeros_like(soft), torch.zeros_like(soft))
@@ -255,7 +257,7 @@ def _model_of(session: Session) -> CausalModel:
 
 @contextmanager
 def _frozen(model: CausalModel) -> Iterator[None]:
-    """No gradients for the weights, which may be another's, while soft tokens are trained."""
+    """Disable gradients of the weights during training, and restore them, as the caller may own the model."""
     wanted = [weight for weight in model.network.parameters() if weight.requires_grad]
     for weight in wanted:
         weight.requires_grad_(False)  # noqa: FBT003

@@ -1,4 +1,4 @@
-"""What adapters do to a model, and whether a model is still what it was."""
+"""Detects changes to a model and to the adapters on it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _SAMPLE = 64  # Bytes.
 
 
 def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
-    """Per adapted module, by its path: names of adapters, which of them act, how strongly, which are merged.
+    """By path of each adapted module: the names, activation, scale and merging of its adapters.
 
-    Empty for a model without adapters of peft.
+    Empty for a model without peft adapters.
     """
     return {
         path: {name: value for name, value in vars(module).items() if _says_what_acts(name) and _is_plain(value)}
@@ -31,10 +31,10 @@ def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
 
 
 class ModelWatch:
-    """Notices when a model, whose tensors an engine shares, is changed by its owner: trained, adapted, moved, replaced.
+    """Detects when the owner of a model that an engine uses trains, adapts or moves it, or replaces parts of it.
 
-    A check takes a fraction of a millisecond: it compares versions and addresses of tensors, some bytes of each on the
-    CPU, the modules themselves and the state of adapters. A write through `.data` that spares these bytes is not seen.
+    A check takes a fraction of a millisecond. It compares versions and addresses of tensors, some bytes of each tensor
+    on the CPU, the modules and the state of adapters. A write through `.data` to other bytes is not detected.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -49,12 +49,12 @@ class ModelWatch:
         self._tables, self._tensors = [table for _, table in tables], list(tensors.values())
         self._samples = [sample for _, sample in samples]
         self._names = [*adapters, *(path for path, _ in tables), *tensors, *(name for name, _ in samples)]
-        # Objects are compared by their ids, so they are kept: an id may be given again.
+        # Objects are compared by id. They are kept alive, because Python reuses ids.
         self._kept = [list(table.values()) for table in self._tables]
         self._before = copy.deepcopy(self._state())
 
     def check(self) -> None:
-        """Raise `ModelChangedError`, naming a module or tensor, when the model is no longer what it was."""
+        """Raise `ModelChangedError`, naming a module or tensor, when the model has changed."""
         now = self._state()
         if now == self._before:
             return
@@ -80,7 +80,7 @@ def _says_what_acts(name: str) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a value is data, not an object that has no stable form."""
+    """Whether a value is plain data, which has a stable form."""
     if isinstance(value, dict):
         return all(isinstance(name, str) for name in value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple | set):
@@ -95,7 +95,7 @@ def _version(tensor: Tensor) -> tuple[int, int]:
 
 
 def _sample(tensor: Tensor) -> memoryview | None:
-    """Some bytes from the middle of a tensor, as a view of its memory."""
+    """View of some bytes from the middle of a tensor; `None` unless it is a plain contiguous tensor on the CPU."""
     if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     raw = tensor.detach().view(-1).view(torch.uint8)
