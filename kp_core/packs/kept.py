@@ -156,7 +156,7 @@ class KeptEntries:
         return pack.kv.slice(0, same) if pack.kv and same else None
 
     def write(self, entry: KeptEntry, kv: KVTensors) -> bool:
-        """Store `kv` for `entry`; `False` if the budget has no room, or if one of its packs is not stored (any more)."""
+        """Store `kv` for `entry`; `False` if the budget has no room, or if one of its packs is not stored."""
         pack = KnowledgePack(entry.text, entry.home, entry.token_ids, Prefix(), entry.model, kv).compressed("lossless")
         pack = pack if self._seal is None else self._seal.sealed(pack)
         handle, file = self._files.handle(pack.text, pack.namespace), encode_pack(pack)

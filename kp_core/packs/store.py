@@ -95,7 +95,7 @@ class PackStore(Packs):
         """Kept KV: KV that was computed behind other packs (see the option `keep` of a request)."""
         # Threads free space one at a time, so that together they stay within the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
-        # The finalizer must not refer to the store: the cycle would let the garbage collector write in any thread.
+        # Nothing that the store holds refers back to it: in a cycle, the garbage collector would flush in any thread.
         weakref.finalize(self, self._uses.flush)
 
     def __repr__(self) -> str:
