@@ -190,7 +190,7 @@ class ChromaFactStore(BaseFactStore):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of Chroma's files; 0 for what is not in a folder."""
+        """Bytes of Chroma's files; 0 without a folder."""
         if self.path is None:
             return 0
         files = [self.path / "chroma.sqlite3", *self.path.glob("*-*-*-*-*/*")]

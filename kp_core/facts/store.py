@@ -95,7 +95,7 @@ class BaseFactStore(ABC):
 
     @abstractmethod
     def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
-        """For each of `vectors`, return the `count` banks with the nearest centroids (number, cosine), nearest first."""
+        """For each of `vectors`, return the `count` banks with the nearest centroids: (number, cosine), best first."""
 
     @abstractmethod
     def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
