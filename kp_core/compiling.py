@@ -56,10 +56,10 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
 
     A pack is in the namespace of its fact, or in `namespace` if the fact has none of its own. Each pack is stored as
-    soon as it is compiled, and packs already stored for this model and position are skipped, so an interrupted run can
-    be repeated. `lazy` packs are computed on first use. With `compress="int8"` or `accept`, packs that this model made
-    in other numerics count as stored, too. A text too short to have a token of its own, or too long for the model, has
-    no pack: its handle is `None`, and a warning names it. Raises `PackError` for an unknown `compress`.
+    soon as it is compiled, and packs already stored for this model and position are skipped, so an interrupted run
+    continues where it stopped. `lazy` packs are computed on first use. With `compress="int8"` or `accept`, packs that
+    this model made in other numerics count as stored, too. A text too short to have a token of its own, or too long for
+    the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an unknown `compress`.
     """
     check_compression(compress)
     accept = accept or compress == "int8"

@@ -120,7 +120,7 @@ class Plan:
     token_budget: int = 0
     """Maximum tokens of the answer; with 0, the prompt is only prefilled."""
     grammar: str | None = None
-    """The Lark grammar of the answer."""
+    """The Lark grammar of the answer; with `opened`, the prompt has already begun a `<think>` block."""
     opened: bool = False
     forced: tuple[int, ...] = ()
     """The answer itself, if the request asks for its likelihood."""

@@ -500,7 +500,7 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:
             return embed(texts)
-        except Exception as error:  # Whatever it raises, and from wherever it downloads.
+        except Exception as error:  # The function may call or download anything.
             raise FactError(
                 f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
                 "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "

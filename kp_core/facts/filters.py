@@ -12,9 +12,9 @@ Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`,
 `$contains`, `$icontains` (ignores case), `$number`; between filters: `$and`, `$or`, `$not`. A field is a metadata field
 of the fact, else `id`, `title`, `source`, `namespace`, `version`, `expires` or `digest` (of its text). `kp:source` and
 so on always mean the fact's own field, whatever its metadata. A fact without the field matches only `$ne`, `$nin` and
-`{"$exists": False}`. Numbers compare with numbers, and strings with strings; other comparisons are false. A list, or a
-string that is a JSON array, contains its elements; any other string contains its substrings. `$number` counts booleans
-as 0 and 1.
+`{"$exists": False}`. `$gt`, `$gte`, `$lt` and `$lte` order numbers among numbers and strings among strings; a mixed
+pair never matches. A list, or a string that is a JSON array, contains its elements; any other string contains its
+substrings. `$number` counts booleans as 0 and 1.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def _understood(how: str, value: object) -> bool:
 
 def _scalar(value: object) -> bool:
     if isinstance(value, float):
-        return math.isfinite(value)  # JSON, the language of servers, has no other floats.
+        return math.isfinite(value)  # Servers are asked in JSON, which has no other floats.
     return isinstance(value, str | bool) or (isinstance(value, int) and -_LARGEST <= value < _LARGEST)
 
 

@@ -91,7 +91,7 @@ class BaseFactStore(ABC):
 
     @abstractmethod
     def _bank_count(self, space: str) -> int | None:
-        """Number of banks made (0, 1, 2, …), including those that have lost all facts; `None` if there are no banks."""
+        """Number of banks made, numbered from 0, including those without facts now; `None` if there are none."""
 
     @abstractmethod
     def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:

@@ -41,7 +41,7 @@ COMPRESSIONS: tuple[Compression, ...] = ("none", "lossless", "int8")
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(3, min_match=7)
 _own = threading.local()
 _POOL_FROM = 1_000_000  # Below this number of bytes, starting threads costs more than it saves.
-_LEAST_EXPONENT = {torch.float16: -24}  # The smallest scale that float16 can represent; -126 for the rest.
+_LEAST_EXPONENT = {torch.float16: -24}  # Exponent of the smallest scale in float16; -126 for the rest.
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")

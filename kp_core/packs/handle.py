@@ -20,7 +20,7 @@ _NAMESPACE = r"[a-z0-9_-]{1,64}"
 _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
 # In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on its own line follows an
 # escaped line feed, and so the letter n, r or t.
-_JOINTS = (":", "/", "-")  # Characters that may precede a handle within an incomplete handle.
+_JOINTS = (":", "/", "-")  # An incomplete handle may end with these, right before another handle.
 _PATTERN = re.compile(rf"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
 
 

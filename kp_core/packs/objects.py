@@ -240,8 +240,7 @@ class NearBlobs:
     that the disk refuses are not kept.
 
     We do not use fsspec's `filecache`: it has no byte budget, raises when a disk refuses, and does not check its
-    copies. With 12 packs whose local copies were damaged, the store took all 12 packs for damaged and moved them to
-    quarantine.
+    copies. With it, 12 damaged local copies made the store take all 12 packs for damaged and move them to quarantine.
     """
 
     def __init__(self, place: str, max_bytes: int) -> None:

@@ -29,7 +29,7 @@ _MOST_NAMES = 100_000
 
 
 class LastUse:
-    """When each name was last used: in memory, and merged into the blob `used` at most once a minute and at exit.
+    """When each name was last used: in memory, and merged into the blob `used` at most once a minute and at the end.
 
     File access times are no substitute: mounts may disable them, and object storage has none. The times are only good
     for an order. If two processes write at once, the later write wins until the other writes again. A killed process
