@@ -203,9 +203,9 @@ def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, nam
     """Return `pack` as `model` may use it: unchanged, or as its text alone, to be computed anew.
 
     A pack of another model raises `FingerprintMismatchError`; with `mismatch="rebuild"` its text alone is returned.
-    With `"accept"`, a pack of the same model in other numerics is returned unchanged. Two kinds of pack are always
-    computed anew: one recovered from its text alone, and one of the same model whose passes were computed differently
-    (by another release or another kind of processor).
+    With `"accept"`, a pack of the same model in other numerics is returned unchanged. Two kinds of pack
+    are computed anew without an error: one recovered from its text alone, and, unless accepted, one of the same model
+    whose passes were computed differently (by another release or another kind of processor).
     """
     made = pack.fingerprint
     if made in (model, ModelFingerprint.unknown()):
