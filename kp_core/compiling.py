@@ -1,4 +1,4 @@
-"""From facts to packs: which are stored already, and compiling the others."""
+"""Compiles facts to packs, except those that are already stored."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_MANY = 256  # What fewer packs take, nobody asks beforehand.
+_MANY = 256  # Below this number of packs, the cost is not estimated.
 _LOOKED_AT, _SAMPLE = 1024, 64
 _COUNTED, _TIMED = 256, 8
 MUCH_BYTES = 10**9
-"""A compile that fills more of the disk is warned of."""
+"""A compile that writes more bytes logs a warning."""
 
 
 def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -53,13 +53,13 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     accept: bool = False,
     progress: bool = True,
 ) -> list[Handle | None]:
-    """The handles of the packs of `facts`, compiled into `store` for the position `compiled_for`.
+    """Compile `facts` into `store` for the position `compiled_for`; returns the handles of their packs.
 
-    Each is in its fact's namespace, or in `namespace` where the fact has none of its own. Each is stored as soon as it
-    is made, and what is stored already for this model and position is not made again: an interrupted run goes on where
-    it stopped. `lazy` packs are computed on first use instead. With `compress="int8"`, and where requests `accept` it,
-    what this model made in other numerics is stored already as well. A text too short to own a token, or too long
-    for the model, has no pack: `None`, with a warning that names it. Raises `PackError` for an unknown `compress`.
+    A pack is in the namespace of its fact, or in `namespace` if the fact has none of its own. Each pack is stored as
+    soon as it is compiled, and packs already stored for this model and position are skipped, so an interrupted run
+    continues where it stopped. `lazy` packs are computed on first use. With `compress="int8"` or `accept`, packs that
+    this model made in other numerics count as stored, too. A text too short to have a token of its own, or too long for
+    the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an unknown `compress`.
     """
     check_compression(compress)
     accept = accept or compress == "int8"
@@ -72,7 +72,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
                 wanted.setdefault(fact.text, fact)
 
         def short(text: str, error: PromptError, wanted: dict[str, Fact] = wanted) -> None:
-            # A template that carries none has said so, once.
+            # A template that carries no packs has already logged a warning.
             level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
             logger.log(level, "The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
@@ -96,7 +96,7 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
 
 @dataclass(frozen=True)
 class CompileCost:
-    """What compiling texts takes: packs, their tokens, the bytes of their files, and seconds of computing."""
+    """The cost of compiling texts: packs, their tokens, the bytes of their files, and seconds of computing."""
 
     packs: int
     tokens: int
@@ -107,7 +107,7 @@ class CompileCost:
 def compile_cost(
     texts: Sequence[str], engine: Session, *, lazy: bool = False, compress: Compression = "none"
 ) -> CompileCost:
-    """What compiling `texts` will take, by the tokens of up to 256 of them, and by compiling 8 of these."""
+    """Estimate the cost of compiling `texts` from the tokens of up to 256 of them, and by compiling 8 of these."""
     if not texts:
         return CompileCost(0, 0, 0, 0.0)
     sample = texts[:: -(-len(texts) // _COUNTED)]
@@ -115,7 +115,7 @@ def compile_cost(
     counted = list(engine.build_packs(sample, lazy=True, progress=False, on_short=lambda *_: None))
     tokens = round(scale * sum(len(pack.token_ids) for pack in counted))
     nbytes = scale * sum(encode_pack(pack).nbytes + len(pack.text.encode()) for pack in counted)
-    # The first pack of a process is slow: kernels load, and what stands before every pack is computed once.
+    # The first pack of a process is slow: kernels load, and the common prefix is computed.
     timed = [pack.text for pack in counted[:: max(1, len(counted) // _TIMED)]]
     list(engine.build_packs(timed[:1], lazy=lazy, progress=False))
     began = time.perf_counter()
@@ -136,7 +136,7 @@ def _say_cost(cost: CompileCost) -> None:
 
 
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
-    """What goes into the pack of a unit beside its text: `Delivery.gc` knows by it what was made of facts."""
+    """Return the provenance of a unit's pack; `Delivery.gc` uses it to find packs made of facts."""
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
     about = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
     return {name: said for name, said in about.items() if said}
@@ -150,11 +150,11 @@ def _done(
     *,
     progress: bool,
 ) -> set[str]:
-    """The texts whose packs need no compiling.
+    """Return the texts whose packs need no compiling.
 
-    Of very many a sample is looked at: where that is right, the rest is taken to be, and looked at when it is found.
+    If there are very many, it checks a sample. If the sample is right, the rest is assumed to be; a search checks it.
     """
-    # What stands before a pack is the same for all of them, or nearly; the others are planned anew.
+    # The prefix is nearly always the same for all packs; the others are planned again.
     first = next(iter(build(list(stored)[:1], lazy=True, progress=False)), None)
     if first is None:
         return set()
@@ -174,12 +174,12 @@ def _done(
 
 
 def _edited(pack: KnowledgePack | None) -> dict[str, str]:
-    """What was edited in a text that is compiled again, in one go."""
+    """Return the edits of a stored pack as provenance, for a text that is compiled again."""
     return replace(pack.edits, starts=()).written({}) if pack is not None and pack.history else {}
 
 
 def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool, accept: bool) -> bool:
-    """Whether a stored pack is of the model and position of `plan`, and has its KV unless `lazy`."""
+    """Whether a stored pack has the model and position of `plan`, and its KV unless `lazy`."""
     fits = pack.fingerprint.same_model(plan.fingerprint) if accept else pack.fingerprint == plan.fingerprint
     if not fits or pack.prefix != plan.prefix:
         return False
@@ -187,7 +187,7 @@ def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: 
 
 
 def refuse_unreadable(facts: Iterable[Fact], engine: Session, compiled_for: CompiledFor) -> None:
-    """See `Delivery.refuse_unreadable`; computes nothing, and is for what strangers and models want to store."""
+    """See `Delivery.refuse_unreadable`; computes nothing. Meant for texts from strangers and models."""
     most = engine.max_positions // 2
     for fact in facts:
         for pack in engine.build_packs(
@@ -205,10 +205,9 @@ def open_facts(
     embedder: Embedder | object | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> FactStore:
-    """`facts`, or a store made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in memory.
+    """Return `facts`, or a new store with `embedder` (default: the bundled MiniLM), in Chroma at `path` or in memory.
 
-    Raises `FactError` for what is no fact store or no embedder, and for a store together with what only a new one
-    takes.
+    Raises `FactError` for an invalid fact store or embedder, and for a store given together with an embedder or a path.
     """
     if facts is not None and not isinstance(facts, FactStore):
         raise FactError(f"Got {type(facts)} as fact store; expected a FactStore, e.g. `ChromaFactStore(path)`.")

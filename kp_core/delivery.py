@@ -1,4 +1,4 @@
-"""From facts to packs to handles: what a search finds, compiled by fact, by bank or by document."""
+"""Delivers search results as handles of packs, compiled by fact, bank or document."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 KV: TypeAlias = Literal["stored", "lazy"]
 Precompile: TypeAlias = Literal["use", "background"]
 
-_GROWTH = 4  # Facts looked at per unit wanted, and how many times more when those were too few.
+_GROWTH = 4  # Facts fetched per wanted unit, and the growth factor if those were too few.
 
 
 @dataclass(frozen=True)
 class Found:
-    """A unit that a search found: its best fact, the unit as one fact, and the handle of its pack where it has one."""
+    """A unit that a search found: its best fact, the unit as one fact, and the handle of its pack if there is one."""
 
     hit: Hit
     unit: Fact
@@ -44,24 +44,24 @@ class Found:
 
     @property
     def content(self) -> str:
-        """What a model is sent: the handle, else the text, in which handles are made inert: they are not followed."""
+        """What a model gets: the handle, else the text. Handles inside the text are made inert and not resolved."""
         return inert(self.unit.text) if self.handle is None else str(self.handle)
 
 
 class Delivery:
     """Delivers `facts` as packs in `store`, compiled by `engine` for the position `compiled_for`.
 
-    `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they came in; `document` all
-    facts of one source in that order (a fact without a source is its own document). No unit crosses namespaces: its
-    pack is in that of its facts. Searches see `namespace` alone; `None` is all of them. `kv`: `stored` compiles a pack
-    when it is first found and keeps its KV, `lazy` keeps text and tokens alone: say so where the store is slower than
-    the model. `compress` is how KV is stored (see `KnowledgePack.compressed`). With `accept` packs of this model in
-    other numerics, such as int8, are not made again: requests are to say `mismatch="accept"`. With
-    `precompile="background"` what is first found goes as text, and is compiled when the engine is idle. Without an
-    `engine` packs are only looked up. Without `facts` there is only `deliver`.
+    `unit`: `fact` is one fact; `bank` all facts of a bank, one per line, in the order they were added; `document` all
+    facts of one source in that order (a fact without a source is its own document). A unit's pack is in the namespace
+    of its facts, and no unit crosses namespaces. Searches are limited to `namespace`; `None` is all of them. `kv`:
+    `stored` compiles a pack when a search first finds it, and stores its KV. `lazy` stores only text and tokens; use it
+    if the store is slower than the model. `compress` is how KV is stored (see `KnowledgePack.compressed`). With
+    `accept`, packs of this model in other numerics, such as int8, are not made again; requests must then say
+    `mismatch="accept"`. With `precompile="background"`, a unit found for the first time goes as text, and is compiled
+    when the engine is idle. Without an `engine`, packs are only looked up. Without `facts`, only `deliver` works.
 
-    What has no pack goes as text, with a warning. Raises `FactError` for a unit, kv, compress or precompile that is
-    none of these, `HandleError` for a namespace that is none.
+    A unit without a pack goes as text, with a warning. Raises `FactError` for an unknown unit, kv, compress or
+    precompile, `HandleError` for an invalid namespace.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per part it is made of
@@ -89,7 +89,7 @@ class Delivery:
 
     @property
     def facts(self) -> FactStore:
-        """The fact store; raises `FactError` where there is none."""
+        """The fact store; raises `FactError` if there is none."""
         return self._units.facts
 
     def add(
@@ -100,10 +100,10 @@ class Delivery:
         vectors: NDArray[np.float32] | None = None,
         progress: bool = True,
     ) -> Added:
-        """Keep `facts`, those without a namespace of their own in this one, and compile their units.
+        """Add `facts` (those without a namespace to this one) and compile their units.
 
-        With units larger than facts, those that the new facts are in: facts that come regroup the others. With
-        `overwrite` (see `FactStore.add`, also of `vectors`) the packs of texts that are not there any more go.
+        Units larger than a fact are compiled if they contain new facts, which may regroup others. With `overwrite` (see
+        `FactStore.add`, also for `vectors`), packs of replaced texts are deleted.
         """
         self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
@@ -119,7 +119,7 @@ class Delivery:
         return report
 
     def update(self, fact: Fact) -> Fact:
-        """Put `fact` in the place of the one with its id; its old pack goes, and the new one is compiled."""
+        """Replace the fact with the same id by `fact`; deletes its old pack and compiles the new one."""
         fact = fact.moved(self.namespace)
         old = self.facts.get(fact.id, namespace=fact.namespace)
         fact = self.facts.update(fact)
@@ -129,12 +129,12 @@ class Delivery:
         return fact
 
     def edit(self, fact_id: str, old: str, new: str, *, how: How = "amend") -> Fact:
-        """Correct a fact: where it says `old`, `new` holds (see `kp_core.edit`). Gives the fact as it is now.
+        """Correct a fact: replace the statement `old` by `new` (see `kp_core.edit`). Returns the corrected fact.
 
-        Its pack is the edited one, whose handle every search gives from now on; the pack of the old text stays, under
-        its own handle, until `gc`. A unit of several facts is compiled anew, with `how="rebuild"` alone. Raises
-        `FactError` for other ways there, and for a fact that is not there, `PackError` for a statement that the fact
-        does not make exactly once, and where packs are lazy (`kv`).
+        Its pack is the edited one, and searches return its handle from now on. The pack of the old text keeps its own
+        handle until `gc`. A unit of several facts is compiled anew, only with `how="rebuild"`. Raises `FactError` for
+        other ways there, and for an unknown fact; `PackError` if the fact does not contain the statement exactly once,
+        and if packs are lazy (`kv`).
         """
         fact = self.facts.get(fact_id, namespace=self.namespace)
         if self.unit != "fact":
@@ -153,9 +153,9 @@ class Delivery:
     def delete(
         self, ids: Iterable[str] | None = None, *, where: Filter | None = None, source: str | None = None
     ) -> list[Fact]:
-        """Remove facts by id, by filter or by the document they are from, and the packs that no fact uses any more.
+        """Delete facts by id, by filter or by source document, and the packs that no fact uses any more.
 
-        Gives the facts that are gone. Packs of this object's unit go at once, those of others with `gc`.
+        Returns the deleted facts. Packs of this object's unit are deleted now, those of other units by `gc`.
         """
         if ids is None and not where and not source:
             raise FactError("Got nothing to delete by; expected ids, where or source.")
@@ -169,7 +169,7 @@ class Delivery:
         return gone
 
     def orphans(self) -> list[Handle]:
-        """The packs, in the namespaces seen here, that were made of facts which are not there any more."""
+        """Return the packs, in the namespaces of this object, whose facts no longer exist."""
         seen = [handle for handle in self.store if self.namespace in (None, handle.namespace)]
         made = [(h, pack) for h in seen if (pack := self.store.peek(h)) and "unit" in pack.provenance]
         kinds = {str(pack.provenance["unit"]) for _, pack in made}
@@ -180,7 +180,7 @@ class Delivery:
         return [handle for handle, _ in made if handle not in live]
 
     def gc(self) -> list[Handle]:
-        """Remove the packs that `orphans` names."""
+        """Delete the packs that `orphans` returns."""
         stale = self.orphans()
         for handle in stale:
             self.forget(handle)
@@ -197,13 +197,13 @@ class Delivery:
         score_threshold: float | None = None,
         rerank: Reranker | None = None,
     ) -> list[Found]:
-        """The `k` units with the best facts, best first; raises as `FactStore.search`.
+        """Return the `k` units with the best facts, best first; raises as `FactStore.search`.
 
-        A unit's facts count whose cosine is at least `score_threshold`.
+        Ignores facts with a cosine below `score_threshold`.
         """
         namespace = self.namespace if namespace is None else check_namespace(namespace)
         least = -math.inf if score_threshold is None else score_threshold
-        # All that a reranker saw counts: a unit may have its first fact anywhere in it.
+        # Use all hits that a reranker saw, because the best fact of a unit may be anywhere in it.
         asked = max(hits_wanted(k, rerank), k if self.unit == "fact" else _GROWTH * k)
         while True:
             best: dict[object, Hit] = {}
@@ -211,7 +211,7 @@ class Delivery:
             kept = [hit for hit in hits if hit.score >= least]
             for key, hit in zip(self._units.keys([hit.fact for hit in kept]), kept, strict=True):
                 best.setdefault(key, hit)
-            # Behind a hit that is not similar enough there is none that is.
+            # Hits come in order of similarity: behind one below the threshold there is none above it.
             if len(best) >= k or len(kept) < asked:
                 break
             asked *= _GROWTH
@@ -220,7 +220,7 @@ class Delivery:
         return self.deliver(list(best.values())[:k])
 
     def deliver(self, hits: Sequence[Hit]) -> list[Found]:
-        """What was found, here or by any other search, as units with the handles of their packs, in the same order."""
+        """Turn hits, of this or any other search, into units with the handles of their packs, in the same order."""
         units = [self._units.around(hit.fact) for hit in hits]
         if self.engine is None:
             handles = [self._lookup(unit) for unit in units]
@@ -228,7 +228,7 @@ class Delivery:
             handles = [self.store.handle(unit.text, unit.namespace) for unit in units]
             missing = [unit for unit, h in zip(units, handles, strict=True) if h and self.store.peek(h) is None]
             if missing:
-                with suppress(BusyError):  # What finds no room now is found again.
+                with suppress(BusyError):  # If the engine is busy now, the next search finds them again.
                     self.engine.when_idle(lambda: (self.compile([unit], progress=False) for unit in missing))
             handles = [None if unit in missing else handle for unit, handle in zip(units, handles, strict=True)]
         else:
@@ -236,7 +236,7 @@ class Delivery:
         return [Found(hit, unit, handle) for hit, unit, handle in zip(hits, units, handles, strict=True)]
 
     def compile(self, units: Iterable[Fact], *, progress: bool = True) -> list[Handle | None]:
-        """As `compile_facts`, with what this object was given."""
+        """Run `compile_facts` with the settings of this object."""
         return compile_facts(
             *(units, self._compiler, self.store),
             unit=self.unit,
@@ -248,16 +248,16 @@ class Delivery:
         )
 
     def refuse_unreadable(self, facts: Iterable[Fact]) -> None:
-        """Raise `PackError` for a text of more than half of what the model reads: requests that find it would fail."""
+        """Raise `PackError` for a text longer than half of the model's context: requests that find it would fail."""
         refuse_unreadable(facts, self._compiler, self.compiled_for)
 
     def forget(self, handle: Handle) -> None:
-        """Remove a pack; nothing where there is none."""
+        """Delete a pack, if it exists."""
         with suppress(PackNotFoundError):
             self.store.remove(handle)
 
     def all_units(self) -> list[Fact]:
-        """All units in the namespace seen here."""
+        """Return all units in the namespace of this object."""
         return self._units.of(self.facts.facts(namespace=self.namespace))
 
     @property
@@ -274,10 +274,10 @@ class Delivery:
         return None
 
     def _discard(self, gone: Sequence[Fact]) -> None:
-        """Remove the packs of facts that are gone: their own, and those of units that they were in."""
+        """Delete the packs of deleted facts: their own, and those of units that contained them."""
         digests = [fact.digest for fact in gone]
         held = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
-        kept = {(fact.namespace, fact.text) for fact in held}  # Another fact may say the same.
+        kept = {(fact.namespace, fact.text) for fact in held}  # Another fact may have the same text.
         for fact in gone:
             if (fact.namespace, fact.text) not in kept:
                 self.forget(self.store.handle(fact.text, fact.namespace))
@@ -291,7 +291,7 @@ class Delivery:
                 self.forget(handle)
 
     def _held(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Those of `facts` that are stored; the text of another one may be, under another id."""
+        """Return those of `facts` that are stored; another fact's text may be stored under another id."""
         ids = list(dict.fromkeys(fact.id for fact in facts))
         held = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
         return [fact for fact in facts if (fact.namespace, fact.id) in held]

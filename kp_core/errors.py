@@ -3,35 +3,35 @@
     KnowledgePackError
     ├── PromptError                 the conversation cannot become a prompt
     │   ├── TemplateError           the chat template refused it, or lacks what was asked for
-    │   │   └── ShortTextError      a text that owns no token at its position, so it can be no pack
+    │   │   └── ShortTextError      a text without a token of its own at its position: no pack
     │   ├── UnsupportedContentError content other than text for a text model
     │   ├── HandleError             not a handle, a bad namespace
-    │   ├── ToolError               a tool, a tool choice or a schema that cannot be honoured
+    │   ├── ToolError               an invalid or impossible tool, tool choice or schema
     │   └── ContextOverflowError    more tokens than the model has positions
     ├── ModelError
-    │   ├── UnsupportedModelError   what this architecture caches cannot be taken up again
-    │   ├── ModelChangedError       weights or adapters changed under an engine that runs them
+    │   ├── UnsupportedModelError   an architecture whose cache cannot be reused
+    │   ├── ModelChangedError       weights or adapters changed while an engine runs them
     │   └── MissingDependencyError  an optional package is not installed
     ├── PackError
     │   ├── KVShapeError            tensors that do not form one KV cache
-    │   ├── FingerprintMismatchError a pack of another model, or of the same with other numerics
+    │   ├── FingerprintMismatchError a pack of another model, or of the same in other numerics
     │   ├── PackNotFoundError       no such pack in the store
-    │   ├── PackCorruptError        a file that cannot be trusted, and no text to rebuild it from
+    │   ├── PackCorruptError        a damaged file, and no text to rebuild it from
     │   ├── PackVersionError        an intact file of a format version this release does not know
     │   └── QuotaError              the store is full
-    ├── FactError                   a fact, a search or a task that makes no sense; a fact store that is empty or fails
+    ├── FactError                   an invalid fact, search or task; a fact store that is empty or fails
     │   ├── FactStoreLockedError    a fact store that another process writes to
-    │   └── SourceError             a file of knowledge that cannot be read as such
-    ├── SteeringError               contrastive pairs, a steering or a strength that cannot be used
+    │   └── SourceError             a file of facts that cannot be read
+    ├── SteeringError               invalid contrastive pairs, steering or strength
     │   └── SteeringMismatchError   a steering of another model; a FingerprintMismatchError as well
-    ├── OptionError                 an option that does not exist, with the near miss
-    ├── WrapperError                soft tokens, their training or their file that cannot be used
+    ├── OptionError                 an option that does not exist, with the closest name
+    ├── WrapperError                invalid soft tokens, training or file of them
     │   └── WrapperMismatchError    soft tokens of another model; a FingerprintMismatchError as well
-    ├── UnsupportedRequestError     what this engine cannot do, and which one can
+    ├── UnsupportedRequestError     what this engine cannot do, and which engine can
     ├── SamplingError               generation options out of range
-    ├── CacheBudgetError            a request whose KV is larger than all memory for KV
-    ├── BusyError                   more background work than an engine keeps
-    └── GenerationTimeoutError      an answer that took longer than it was given
+    ├── CacheBudgetError            a request with more KV than the memory for KV
+    ├── BusyError                   an engine's queue of background work is full
+    └── GenerationTimeoutError      an answer that took longer than its timeout
 
 Each message says what was got, what was expected and what to do.
 """
@@ -89,7 +89,7 @@ class TemplateError(PromptError):
 
 
 class ShortTextError(TemplateError):
-    """A text of which no token stays the same whatever stands around it; it can be no pack at its position."""
+    """A text without a token that stays the same whatever surrounds it, so it cannot be a pack at its position."""
 
 
 class UnsupportedContentError(PromptError):
@@ -105,9 +105,9 @@ class ToolError(PromptError):
 
 
 class ContextOverflowError(PromptError):
-    """Prompt plus answer need more positions than the model has; raised before any compute.
+    """Prompt and answer need more positions than the model has; raised before any compute.
 
-    Attributes: `prompt_tokens` (pack tokens included), `max_tokens` asked for, `limit` positions of the model.
+    Attributes: `prompt_tokens` (pack tokens included), the requested `max_tokens`, and `limit`, the model's positions.
     """
 
     def __init__(self, prompt_tokens: int, max_tokens: int, limit: int) -> None:
@@ -124,15 +124,15 @@ class ModelError(KnowledgePackError):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture keeps something other than keys and values, or latents, of every token."""
+    """The architecture does not cache keys and values, or latents, of every token."""
 
 
 class ModelChangedError(ModelError):
-    """Weights, modules or adapters of a model that were changed under an engine that runs it."""
+    """Weights, modules or adapters of a model changed while an engine runs it."""
 
 
 class MissingDependencyError(ModelError, ImportError):
-    """An optional package is absent; the message holds the line that installs it."""
+    """An optional package is missing; the message contains the command that installs it."""
 
 
 class PackError(KnowledgePackError):
@@ -144,10 +144,10 @@ class KVShapeError(PackError, ValueError):
 
 
 class FingerprintMismatchError(PackError):
-    """A pack that was made by something else than the model that is to read it.
+    """A pack that another model made, or the same model in other numerics.
 
-    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`; `same_model`, whether they
-    are of numerics alone. `kind` and `advice` are for what is no pack: its name, and what to do with it.
+    Attributes: `differences`, mapping each differing field to `(of the pack, of the model)`; `same_model`, whether only
+    numerics differ. For objects other than packs, `kind` is their name and `advice` says what to do.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class PackNotFoundError(PackError, LookupError):
 
 
 class PackCorruptError(PackError):
-    """A pack file that cannot be trusted, and no intact text to rebuild it from."""
+    """A damaged pack file, and no intact text to rebuild it from."""
 
 
 class PackVersionError(PackError):
@@ -185,19 +185,19 @@ class PackVersionError(PackError):
 
 
 class QuotaError(PackError):
-    """The store has no room for this pack even after dropping every KV that may be dropped."""
+    """The store has no room for this pack, even after dropping all KV that may be dropped."""
 
 
 class FactError(KnowledgePackError, ValueError):
-    """A fact, a search, a filter or a task that makes no sense, or a fact store that is empty, not ours or fails."""
+    """An invalid fact, search, filter or task, or a fact store that is empty, not ours or fails."""
 
 
 class FactStoreLockedError(FactError):
-    """A fact store that is open for writing elsewhere."""
+    """Another process has the fact store open for writing."""
 
 
 class SourceError(FactError):
-    """A file of knowledge, or a row of one, that cannot be read as such; the message names file and line."""
+    """A file of facts, or a row of one, that cannot be read; the message names file and line."""
 
 
 class OptionError(KnowledgePackError, TypeError):
@@ -205,7 +205,7 @@ class OptionError(KnowledgePackError, TypeError):
 
 
 class UnsupportedRequestError(KnowledgePackError):
-    """Something that an engine does not offer; the message says what does."""
+    """An engine does not support the request; the message says which one does."""
 
 
 class SamplingError(KnowledgePackError, ValueError):
@@ -213,11 +213,11 @@ class SamplingError(KnowledgePackError, ValueError):
 
 
 class SteeringError(KnowledgePackError, ValueError):
-    """Contrastive pairs that say nothing, a steering that does not fit, or a strength out of range."""
+    """Contrastive pairs without a difference, a steering that does not fit, or a strength out of range."""
 
 
 class SteeringMismatchError(FingerprintMismatchError, SteeringError):
-    """A steering that was made with another model than the one it is to act on."""
+    """A steering that another model made."""
 
 
 class WrapperError(KnowledgePackError, ValueError):
@@ -225,16 +225,16 @@ class WrapperError(KnowledgePackError, ValueError):
 
 
 class WrapperMismatchError(FingerprintMismatchError, WrapperError):
-    """Soft tokens that were trained for another model than the one they are to wrap packs for."""
+    """Soft tokens that were trained for another model."""
 
 
 class BusyError(KnowledgePackError):
-    """More background work was given to an engine than it keeps."""
+    """The engine's queue of background work is full."""
 
 
 class CacheBudgetError(KnowledgePackError, MemoryError):
-    """A prompt with its answer has more KV than the engine's memory for KV, `cache_bytes`, may hold in all."""
+    """The KV of prompt and answer exceeds `cache_bytes`, the engine's memory for KV."""
 
 
 class GenerationTimeoutError(KnowledgePackError, TimeoutError):
-    """An answer that took longer than `timeout` seconds; its memory was given back."""
+    """An answer took longer than `timeout` seconds; its memory was released."""

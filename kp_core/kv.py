@@ -1,4 +1,4 @@
-"""Keys and values of a run of tokens, as immutable data."""
+"""Keys and values of consecutive tokens, as immutable data."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = ["KVTensors"]
 
 @dataclass(frozen=True, eq=False)
 class KVTensors:
-    """KV cache of one run of tokens: per layer, keys and values of shape `(kv_heads, tokens, head_dim)`.
+    """KV cache of consecutive tokens: per layer, keys and values of shape `(kv_heads, tokens, head_dim)`.
 
-    Keys are stored as the model caches them, that is after RoPE, so they belong to the positions they were computed at.
-    All layers share dtype, device and token count; kv_heads and head_dim may differ from layer to layer, and values may
-    have another head_dim than keys. Tensors are shared, never copied, by `slice`; nothing here writes to them.
+    Keys are stored as the model caches them, after RoPE, so they belong to the positions they were computed at. All
+    layers have the same dtype and token count, and a layer's keys and values the same device. kv_heads and head_dim may
+    differ between layers, and the head_dim of values from that of keys. `slice` shares tensors and never copies;
+    nothing here writes to them.
 
-    `states` are what recurrent layers have of all tokens up to the end of the run, in an order that the model sets,
-    each of any shape and dtype: empty where the model has none, and where they are not known for this end. A model that
-    has nothing but states has one layer of no heads here, `(0, tokens, 0)`.
+    `states` are the states of recurrent layers at the end of the tokens, in the model's order, each of any shape and
+    dtype. They are empty if the model has none, or if they are unknown at this end. A model with only states has one
+    layer without heads, `(0, tokens, 0)`.
 
-    Raises `KVShapeError` when the tensors do not form one cache.
+    Raises `KVShapeError` if the tensors do not form one cache.
     """
 
     keys: tuple[Tensor, ...]
@@ -74,21 +75,21 @@ class KVTensors:
 
     @property
     def device(self) -> torch.device:
-        """Device of the first layer; a model on several devices has its KV where its layers are."""
+        """Device of the first layer; the KV of a model on several devices lies with its layers."""
         return self.keys[0].device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, whatever storage they are views of."""
+        """Bytes of all elements, even if they are views of larger storage."""
         return self.state_bytes + sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
     @property
     def state_bytes(self) -> int:
-        """Those of them that the states have."""
+        """Bytes of the states."""
         return sum(tensor.nbytes for tensor in self.states)
 
     def slice(self, start: int, stop: int) -> KVTensors:
-        """The tokens `start:stop`, as views; with the states if `stop` is the end."""
+        """Return the tokens `start:stop` as views, with the states if `stop` is the end."""
         if not 0 <= start <= stop <= self.tokens:
             raise KVShapeError(f"Got the slice {start}:{stop} of {self.tokens} tokens; expected 0 <= start <= stop.")
         return KVTensors(
@@ -99,7 +100,7 @@ class KVTensors:
 
     @staticmethod
     def concat(parts: Iterable[KVTensors]) -> KVTensors:
-        """The parts one after the other, as new tensors."""
+        """Join the parts in order, as new tensors."""
         runs: Sequence[KVTensors] = tuple(parts)
         if not runs:
             raise KVShapeError("Got nothing to concatenate; expected at least one KVTensors.")
@@ -115,15 +116,15 @@ class KVTensors:
             raise KVShapeError(f"The parts do not fit together: {error}") from error
 
     def clone(self) -> KVTensors:
-        """A compact copy that shares no storage with this one."""
+        """Return a compact copy that shares no storage."""
         return self._each(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
 
     def to(self, device: torch.device | str) -> KVTensors:
-        """The same numbers on another device."""
+        """Return the same numbers on another device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def equal(self, other: KVTensors) -> bool:
-        """Whether both hold the same bits."""
+        """Whether both have the same bits."""
         return (
             self.layers == other.layers
             and self.dtype == other.dtype

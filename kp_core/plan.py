@@ -1,4 +1,4 @@
-"""What a request comes down to: a prompt, where the KV of each part of it comes from, and how its answer is made."""
+"""The plan of a request: a prompt, the source of KV for each of its regions, and how the answer is made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kp_core.steering import Scope, Steering
 __all__ = ["Limit", "Plan", "Region", "Sampling", "number", "plan_regions", "plan_steered"]
 
 _GAP_TOKENS = 64
-"""Text between two packs of one composed region; longer text is computed by itself."""
+"""Maximum text between two packs of one composed region; longer text is a region of its own."""
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,23 @@ class Sampling:
     """How the next token is chosen; the defaults are greedy. Raises `SamplingError` for a value out of range."""
 
     max_tokens: int | None = None
-    """Most tokens to generate; `None` is 512, or fewer where the context ends sooner."""
+    """Maximum number of generated tokens; `None` is 512, or less if the context ends sooner."""
     temperature: float = 0.0
-    """0 is greedy, and so is what is below 1e-5."""
+    """Values below 1e-5 are greedy."""
     top_p: float = 1.0
-    """Smallest share of probability that the tokens to choose from have together."""
+    """Sample from the smallest set of most likely tokens with this total probability."""
     top_k: int = 0
-    """How many of the likeliest tokens to choose from; 0 is all."""
+    """Sample from this many most likely tokens; 0 is all."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that stood before become less likely."""
+    """Above 1, earlier tokens become less likely."""
     seed: int | None = None
     """Equal seeds choose equal tokens."""
     stop: Sequence[str] = ()
-    """Strings that end the answer and are left out of it; they may span tokens."""
+    """Strings that end the answer and are not part of it; they may span tokens."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
-        # Whoever gives an integer for a number means that number, and the library that samples asks for a float.
+        # Convert integers, because the sampling library expects floats.
         for name in ("temperature", "top_p", "repetition_penalty"):
             object.__setattr__(self, name, number(getattr(self, name), name))
         checks = {
@@ -67,7 +67,7 @@ class Sampling:
 
 
 def number(value: object, name: str) -> float:
-    """`value` of an option as a float; raises `SamplingError` for what is no number."""
+    """Convert the `value` of an option to float; raises `SamplingError` if it is no number."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             return float(value)
@@ -82,7 +82,7 @@ def _is_whole(value: object, least: int, most: int | None = None) -> bool:
 
 @dataclass(frozen=True)
 class Limit:
-    """Whether a generation must end: it was cancelled, or its time is up."""
+    """When a generation must end: if it is cancelled, or its time is up."""
 
     cancel: threading.Event | None = None
     timeout: float | None = None
@@ -91,12 +91,12 @@ class Limit:
     """On the clock of `time.perf_counter`."""
 
     def is_set(self) -> bool:
-        """Whether it must end; the same question as to an event."""
+        """Whether it must end; named as the method of an event."""
         return self.is_over or (self.cancel is not None and self.cancel.is_set())
 
     @property
     def may_end(self) -> bool:
-        """Whether anything could end it."""
+        """Whether there is a timeout or a cancel event."""
         return self.cancel is not None or self.timeout is not None
 
     @property
@@ -118,49 +118,50 @@ class Plan:
     regions: tuple[Region, ...]
     sampling: Sampling = field(default_factory=Sampling)
     token_budget: int = 0
-    """Most tokens of the answer; with 0 the prompt is prefilled and nothing more."""
+    """Maximum tokens of the answer; with 0, the prompt is only prefilled."""
     grammar: str | None = None
-    """The Lark grammar that the answer is held to; with `opened`, the prompt has begun a `<think>` block."""
+    """The Lark grammar of the answer; with `opened`, the prompt has already begun a `<think>` block."""
     opened: bool = False
     forced: tuple[int, ...] = ()
-    """The answer itself, where its likelihood is asked for and not an answer."""
+    """The answer itself, if the request asks for its likelihood."""
     packs: PackView | None = None
-    """Where the KV of packs is read; what its namespaces own may be met in the prefix tree."""
+    """Where the KV of packs is read. The prompt may also use KV of these namespaces from the prefix tree."""
     kept: KeptKV | None = field(default=None, compare=False)
-    """Where the KV of chunks with packs is read that was computed before, and kept for later."""
+    """Kept KV of chunks with packs: where the plan reads it and stores new KV."""
     below: Plan | None = None
-    """For a steered prompt: the plain one up to the end of its first steered region, which stands behind plain KV."""
+    """For a steered prompt: the plain plan up to the end of its first steered region, which follows plain KV."""
     wanted: tuple[int, int] = (0, 0)
-    """The tokens whose KV `Engine.kv` gives: from the regions as far as these go, the rest is computed behind them."""
+    """The token range whose KV `Engine.kv` returns. Regions provide it as far as they go; the rest is computed behind
+    them."""
     reuse: bool = True
     plain: Prompt | None = None
-    """The canonical prompt, where `prompt` has tokens of a composer beside its own."""
+    """The canonical prompt, if a composer added tokens to `prompt`."""
     reordered: int = 0
-    """Packs at another place among their neighbours than they were named at."""
+    """Number of packs whose order among their neighbours changed."""
     limit: Limit = field(default_factory=Limit, compare=False)
 
     def until(self, stop: int) -> Plan:
-        """The plan for the first `stop` tokens of the prompt, to be prefilled and not answered."""
+        """Return the plan that only prefills the first `stop` tokens of the prompt."""
         regions = tuple(replace(each, stop=min(each.stop, stop)) for each in self.regions if each.start < stop)
         prompt = self.prompt.until(stop)
         return replace(self, prompt=prompt, regions=regions, token_budget=0, grammar=None, limit=Limit())
 
     @property
     def owners(self) -> frozenset[str]:
-        """Whose KV the prompt may meet in the prefix tree."""
+        """The namespaces whose KV this prompt may use from the prefix tree."""
         packs = (*self.prompt.spans, *self.prompt.as_text)
         readable = () if self.packs is None else self.packs.namespaces
         return frozenset({self.prompt.owner, *readable, *(span.pack.namespace for span in packs)})
 
     @property
     def ends(self) -> frozenset[int]:
-        """Where the states of recurrent layers are kept, if the model has any: packs and messages end there."""
+        """Positions at which states of recurrent layers are kept, if any: the ends of packs, messages and regions."""
         packs = (span.stop for span in self.prompt.spans)
         return frozenset({*self.prompt.breaks, *packs, *(region.stop for region in self.regions)})
 
     @property
     def labels(self) -> Mapping[int, tuple[int, int]]:
-        """By where they begin, the ends and the labels of those regions that have one."""
+        """End and label of each region with a label, by its start."""
         return {region.start: (region.stop, region.label) for region in self.regions if region.label}
 
 
@@ -170,10 +171,10 @@ def plan_regions(
     composed: Mapping[Span, Composer] | None = None,
     steered: Sequence[Region] = (),
 ) -> tuple[Region, ...]:
-    """The regions of a prompt, in order: the spans of `packs` from their own KV, others `composed`.
+    """Divide a prompt into regions, in order: `packs` use their own KV, `composed` spans their composer.
 
-    With `steered` ones all packs are computed: in them and behind them KV was made behind altered KV, and before them a
-    plan without steering brings it (`Plan.below`).
+    With `steered` regions, all packs are computed. In and behind a steered region, KV follows changed KV; the KV before
+    it comes from a plan without steering (`Plan.below`).
     """
     made = steered or [
         Region(span.start, span.stop, "composed" if composer else "pack", (span,), composer)
@@ -192,7 +193,7 @@ def plan_regions(
 
 
 def _composed(regions: Sequence[Region], prompt: Prompt) -> tuple[Region, ...]:
-    """`regions` with what one composer makes, and the few tokens between, as one: it is filled in one go."""
+    """Join neighbouring regions of one composer, with the few tokens between, because it fills them together."""
     made: list[Region] = []
     for region in regions:
         new = region
@@ -205,7 +206,7 @@ def _composed(regions: Sequence[Region], prompt: Prompt) -> tuple[Region, ...]:
                 first, spans = before, (*before.spans, *spans)
                 del made[-1 if gap is None else -2 :]
             elif gap is not None and before is not None and before.source == "pack":
-                first = made.pop()  # What stands between a pack and this one joins it.
+                first = made.pop()  # Text between a pack and this region joins the region.
             ids = prompt.token_ids[first.start : region.stop]
             new = replace(region, start=first.start, spans=spans, token_ids=ids)
         made.append(new)
@@ -219,15 +220,15 @@ def plan_steered(
     *,
     answering: bool = True,
 ) -> tuple[Region, ...]:
-    """The steered regions of `prompt`, in order: for its steered packs, and for what `steering` and `scope` ask.
+    """Return the steered regions of `prompt`, in order, for its steered packs and for `steering` and `scope`.
 
-    Without `scope` the system head is steered, packs in it included; the packs alone where some stand elsewhere or are
-    steered themselves. Parts of one message form one region: all are computed, then all are altered. When `answering`,
-    the last token of the prompt belongs to none: it is computed behind the altered KV, which is how the first token
-    of the answer comes to see it.
+    Without `scope`, the system head is steered, with its packs; but only the packs if some stand elsewhere or have a
+    steering of their own. Parts of one message form one region: all are computed, then all are steered. When
+    `answering`, the last token of the prompt is in no region. It is computed behind the steered KV, so the first token
+    of the answer sees the steering.
 
-    Raises `SteeringError` when the scope is not in the prompt, when two steerings would meet at one position, and for
-    key deltas on more than one position.
+    Raises `SteeringError` if the prompt lacks the scope, if two steerings would overlap, and for key deltas on more
+    than one position.
     """
     if scope not in (None, *get_args(Scope)):
         raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
@@ -271,7 +272,7 @@ def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: 
 
 
 def _heads(prompt: Prompt) -> bool:
-    """Whether all packs stand, plain, in the head of the prompt; steering all of it does more than packs alone."""
+    """Whether all packs are unsteered and in the head of the prompt; steering the head then includes them."""
     stop = prompt.breaks[0] if prompt.breaks else len(prompt)
     return all(span.stop <= stop and span.pack.steering is None for span in prompt.spans)
 
@@ -283,7 +284,7 @@ def _range(prompt: Prompt, scope: Scope | None, end: int) -> tuple[int, int]:
 
 
 def _total(own: object, steering: Steering | None) -> Steering | None:
-    """What is added to a pack that has a steering of its own."""
+    """Return the sum of a pack's own steering and `steering`."""
     if own is None:
         return steering
     if not isinstance(own, Steering):

@@ -1,4 +1,4 @@
-"""Progress of long work: a bar where somebody looks, lines where a file or a pipe does."""
+"""Progress of long work: a bar in a terminal or notebook, lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LINE_EVERY_S = 5.0
 
 
 class _Lines:
-    """Where a bar goes when there is no terminal: each of its states on a line of its own."""
+    """A file for tqdm without a terminal: writes each state on its own line."""
 
     _last = ""
 
@@ -31,9 +31,9 @@ class _Lines:
 def bar_of(  # noqa: PLR0913 - what a bar says
     name: str, total: int | None, unit: str, items: Iterable[Any] | None = None, *, done: int = 0, shown: bool = True
 ) -> tqdm[Any]:
-    """A progress bar, of `items` where they are given; without a terminal or a notebook, a line every few seconds.
+    """Return a progress bar, over `items` if given; without a terminal or notebook, it prints a line every few seconds.
 
-    `done` of the `total` were done before.
+    `done` of the `total` are already finished.
     """
     wide = sys.stderr.isatty() or "ipykernel" in sys.modules
     every = 0.1 if wide else _LINE_EVERY_S

@@ -1,4 +1,4 @@
-"""Moving cached keys: what RoPE made of a token's key at one position, turned to another."""
+"""Moves cached keys from one position to another by rotating them (RoPE)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Rope"]
 class Rope:
     """Rotary embedding with frequencies that do not change with the length (RoFormer, arXiv 2104.09864, section 3.2).
 
-    `frequencies` are the angles per position, in radians, `(rotary_dim / 2,)`; where a head has more than `rotary_dim`
-    dimensions, the rest is not turned. `layers` says for each layer whether its keys are turned at all. `interleaved`
-    tells whether neighbouring dimensions make a pair, or the two halves of the rotary ones.
+    `frequencies` are the angles per position, in radians, `(rotary_dim / 2,)`. Dimensions of a head beyond `rotary_dim`
+    are not rotated. `layers` says for each layer whether its keys are rotated at all. If `interleaved`, neighbouring
+    dimensions form a pair; otherwise the two halves of the rotary dimensions do.
     """
 
     frequencies: Tensor
@@ -30,7 +30,7 @@ class Rope:
     interleaved: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the value as JSON."""
         return {"frequencies": self.frequencies.tolist(), "layers": self.layers, "interleaved": self.interleaved}
 
     @classmethod
@@ -39,11 +39,11 @@ class Rope:
         return cls(torch.tensor(data["frequencies"]), tuple(map(bool, data["layers"])), bool(data["interleaved"]))
 
     def move(self, kv: KVTensors, by: int, out: KVTensors | None = None) -> KVTensors:
-        """`kv` as it would be `by` positions later: keys turned in float32 and rounded once, values as they are.
+        """Move `kv` by `by` positions: rotates keys in float32 and rounds once; values stay the same.
 
-        With `out`, of the same shapes, all is written there, in the dtype and on the device of that. Move what the
-        model computed and never what was moved, or rounding adds up. Raises `KVShapeError` for KV with another number
-        of layers, or heads smaller than the rotary dimensions.
+        With `out`, of the same shapes, writes the result there, in its dtype and on its device. Move only what the
+        model computed, never moved KV, or rounding errors add up. Raises `KVShapeError` for another number of layers,
+        and for heads smaller than the rotary dimensions.
         """
         if kv.layers != len(self.layers):
             raise KVShapeError(f"Got KV of {kv.layers} layers; expected the {len(self.layers)} of this model.")
@@ -52,7 +52,7 @@ class Rope:
         device = kv.device if out is None else out.device
         turn = self._turn(by, device)
         rooms: dict[torch.Size, Tensor] = {}
-        # One after the other: what was turned is still in the processor's cache when it is written.
+        # One at a time: rotated keys are still in the processor's cache when they are written.
         keys = (
             self._turned(key.to(device), turn, {} if out is None else rooms) if by and turns else key
             for key, turns in zip(kv.keys, self.layers, strict=True)
@@ -64,11 +64,11 @@ class Rope:
         return out
 
     def turned(self, keys: Tensor, by: int) -> Tensor:
-        """Keys of shape `(kv_heads, tokens, head_dim)`, `by` positions later."""
+        """Move keys of shape `(kv_heads, tokens, head_dim)` by `by` positions."""
         return self._turned(keys, self._turn(by, keys.device), {}).to(keys.dtype)
 
     def _turn(self, by: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """What each rotary dimension is multiplied by, and what the other one of its pair is: `(rotary_dim,)` each."""
+        """Return the factors of each rotary dimension and of its partner: `(rotary_dim,)` each."""
         angles = by * self.frequencies.to(device, torch.float64)
         cos, sin = angles.cos().float(), angles.sin().float()
         if self.interleaved:
@@ -76,7 +76,7 @@ class Rope:
         return cos.repeat(2), torch.cat((-sin, sin))
 
     def _turned(self, keys: Tensor, turn: tuple[Tensor, Tensor], rooms: dict[torch.Size, Tensor]) -> Tensor:
-        """Keys by what `_turn` gave, in float32; in the memory of `rooms` for keys of this shape, if there is any."""
+        """Rotate keys by the factors of `_turn`, in float32; `rooms` provides reusable memory by shape."""
         width = 2 * len(self.frequencies)
         if keys.shape[-1] < width:
             raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
@@ -84,7 +84,7 @@ class Rope:
         if self.interleaved:
             one, other = slice(0, width, 2), slice(1, width, 2)
         if keys.requires_grad:
-            # Gradients need memory of their own.
+            # Gradients need their own memory.
             plain, turned = keys.float(), keys.float().clone()
             turned[..., :width] = plain[..., :width] * turn[0]
         else:

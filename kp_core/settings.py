@@ -1,6 +1,6 @@
-"""The settings of a chat model, the same in both adapters: what it is made with, and what it does by default.
+"""Settings of a chat model, shared by both adapters: its constructor fields and the defaults of its options.
 
-Needs pydantic, which both frameworks bring; nothing else in the core imports it.
+Needs pydantic, which both frameworks install; nothing else in the core imports it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kp_core.steering import as_steering
 __all__ = ["CALL_OPTIONS", "GIVEN", "MODEL_OPTIONS", "EngineSettings", "ModelSettings", "core_choice", "core_role"]
 
 MODEL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where == "model")
-"""Options that are fields of a model as well as options of a call."""
+"""Options that are model fields as well as call options."""
 CALL_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.where != "core")
 """Options of a call."""
 
 GIVEN = ("composer", "engine", "steering", "store")
-"""Fields that are objects: no description holds them, they are given again."""
+"""Fields that are objects: they are not serialised, and must be passed again."""
 
 _ROLES = {
     "human": "user",
@@ -51,12 +51,12 @@ _ROLES = {
 if TYPE_CHECKING:
 
     class _Options(BaseModel):
-        """Type checkers cannot read the table."""
+        """Type checkers cannot read the table of options."""
 
         def __getattr__(self, name: str) -> Any: ...  # noqa: ANN401
 
 else:
-    # Pydantic checks what it can; the objects check themselves, and a field holds handles, not packs.
+    # Pydantic checks simple types; objects check themselves. The field `packs` takes handles, not packs.
     _TYPES = get_type_hints(Request) | {"composer": Any, "steering": Any, "packs": tuple[str, ...], "stop": list[str]}
     _ALIASES = {"stop": AliasChoices("stop", "stop_sequences")}
     _Options = create_model(
@@ -78,7 +78,7 @@ else:
 
 
 class EngineSettings(BaseModel):
-    """What runs a model and where its packs are: an engine or the name of a model, a store, and roles to trust."""
+    """The engine of a model (or the model's name), its pack store, and the trusted roles."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
@@ -126,7 +126,7 @@ class EngineSettings(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """What the model is called in metadata and traces."""
+        """Name of the model in metadata and traces."""
         return self.model or (BUNDLED_MODEL if self.engine is None else self.engine.name)
 
     def _engine(self, model: str | None = None) -> Session:
@@ -141,10 +141,10 @@ class EngineSettings(BaseModel):
 
 
 class ModelSettings(EngineSettings, _Options):
-    """What a chat model is made with: `EngineSettings`, the namespaces it may read, and a field per option.
+    """Settings of a chat model: `EngineSettings`, the namespaces it may read, and one field per option.
 
-    A field of `None` is at its default. Values are checked when the model is made. Raises `OptionError` for a field
-    that does not exist, with the near miss, and `ModelError` for an engine that is none.
+    A field of `None` has its default. Values are checked on construction. Raises `OptionError` for an unknown field,
+    with the closest name, and `ModelError` for an invalid engine.
     """
 
     namespaces: tuple[str, ...] = Field(
@@ -153,7 +153,7 @@ class ModelSettings(EngineSettings, _Options):
 
     @classmethod
     def _checked(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
-        """The fields `given`, without those `ignored`."""
+        """Return the fields in `given`, except those in `ignored`."""
         aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
         known = {*cls.model_fields, *(name for names in aliases for name in names)}
         named = checked_options(given, cls.__name__, (*known, *ignored))
@@ -175,7 +175,7 @@ class ModelSettings(EngineSettings, _Options):
             raise ValueError("Got an engine or a base_url together with dtype or device; the engine has its own.")
         if self.engine is not None and self.base_url:
             raise ValueError("Got an engine and a base_url; expected one of them.")
-        self._view()  # Namespaces are checked where they are made.
+        self._view()  # Creating the view checks the namespaces.
         as_steering(self._defaults().steering)
         return self
 
@@ -186,18 +186,18 @@ class ModelSettings(EngineSettings, _Options):
         return {name: getattr(self, name) for name in MODEL_OPTIONS}
 
     def _defaults(self) -> Request:
-        """What a call without options asks for; checked."""
+        """Return the request of a call without options; checks it."""
         return Request.of(self._set())
 
     def remembering(self) -> dict[str, Any]:
-        """What requests of an agent's memory ask for besides: what was read is kept, unless the model says otherwise.
+        """Return extra options for an agent's memory: keep computed KV, unless the model sets `keep`.
 
-        An agent that goes on after a restart then reads it, and computes none of it.
+        An agent that continues after a restart then reads this KV and computes none of it.
         """
         return {} if "keep" in self.model_fields_set and self.keep is not None else {"keep": "always"}
 
     def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:
-        """The settings, overridden by the `options` of one call; `also` are options of this model alone."""
+        """Merge the settings with the `options` of one call; `also` are options of this model only."""
         asked = checked_options(options, type(self).__name__, (*CALL_OPTIONS, *also))
         if "tool_choice" in asked:
             asked["tool_choice"] = core_choice(asked["tool_choice"])
@@ -205,14 +205,14 @@ class ModelSettings(EngineSettings, _Options):
 
 
 def core_role(name: str) -> str:
-    """The core's name for a role: `human` is `user`, `ai` is `assistant`; others stay as they are."""
+    """Return the core's name of a role: `human` is `user`, `ai` is `assistant`; other names stay."""
     return _ROLES.get(name, name)
 
 
 def core_choice(choice: object) -> str:
-    """The core's word for a tool choice, in whichever way a framework or OpenAI say it.
+    """Return the core's name of a tool choice in the form of a framework or of OpenAI.
 
-    `"required"` and `True` are `"any"`, a mapping names the function; raises `ToolError` for one that does not.
+    `"required"` and `True` are `"any"`; a mapping names the function. Raises `ToolError` if it names none.
     """
     if isinstance(choice, bool) or choice == "required":
         return "any" if choice else "none"

@@ -1,4 +1,4 @@
-"""Tiny models of the supported architectures, with random weights, and a small tokenizer: tests need no network."""
+"""Tiny models of the supported architectures with random weights, and a small tokenizer; tests need no network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The plainest template: every role, in ChatML."""
+"""The simplest template: every role, in ChatML."""
 
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>", "</s>")
 
@@ -58,11 +58,11 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         **_COMMON, **_GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
 }
-"""Configurations by name; add an architecture here and it joins every test matrix."""
+"""Configurations by name; an architecture added here joins every test matrix."""
 
 
 def tiny_model(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A model of one of `ARCHITECTURES` with two layers and random weights."""
+    """Return a model of one of `ARCHITECTURES` with two layers and random weights."""
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         ARCHITECTURES[architecture](), dtype=dtype, trust_remote_code=False
@@ -71,14 +71,14 @@ def tiny_model(architecture: str, dtype: torch.dtype = torch.float32, seed: int 
 
 
 def tiny_tokenizer(chat_template: str = CHATML, merges: int = 0) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of 256 bytes and five special tokens, with `chat_template`.
+    """Return a byte-level tokenizer of 256 bytes and five special tokens, with `chat_template`.
 
-    `merges` adds that many merges of digits, letters and line feeds, so that tokens may reach over the edges of a pack.
+    `merges` is a number of merges of digits, letters and line feeds, so that tokens may cross the edges of a pack.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    # Special tokens have fixed ids, whatever the number of merges: the tiny models' configurations name them.
+    # Special tokens have fixed ids for any number of merges, because the tiny models' configurations name them.
     vocabulary = {token: index for index, token in enumerate((*alphabet, *_SPECIAL))}
-    # "Ċ" is how byte-level alphabets write a line feed.
+    # Byte-level alphabets write a line feed as "Ċ".
     pairs = [("Ċ", "Ċ"), (".", "Ċ"), (".", "ĊĊ"), ("t", "h"), ("a", "n"), ("e", "r"), ("th", "e")][:merges]
     for left, right in pairs:
         vocabulary[left + right] = len(vocabulary)

@@ -1,4 +1,4 @@
-"""What one pack holds: a fact, all facts of a bank, or all facts of a document."""
+"""The content of a pack: one fact, all facts of a bank, or all facts of a document."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Unit: TypeAlias = Literal["fact", "bank", "document"]
 
 @dataclass(frozen=True)
 class Units:
-    """The facts of `store` by `unit`, each a fact itself: the texts of its members, one per line, as they came in.
+    """Groups the facts of `store` by `unit`. A unit is a fact with the texts of its members, one per line, in order.
 
-    A fact without a source is its own document. Without a `store` there are single facts only.
+    A fact without a source is its own document. Without a `store`, only single facts work.
     """
 
     store: FactStore | None
@@ -26,20 +26,20 @@ class Units:
 
     @property
     def facts(self) -> FactStore:
-        """The fact store; raises `FactError` where there is none."""
+        """The fact store; raises `FactError` if there is none."""
         if self.store is None:
             raise FactError("There is no fact store to search or change; pass one: `Delivery(facts, engine, store)`.")
         return self.store
 
     def keys(self, facts: Sequence[Fact]) -> list[object]:
-        """What tells the units of these facts apart."""
+        """Return a key per fact that identifies its unit."""
         if self.unit == "bank":
             return list(self.facts.bank_of(facts)) if facts else []
         by_source = self.unit == "document"
         return [(f.namespace, f.source, "") if by_source and f.source else (f.namespace, "", f.text) for f in facts]
 
     def of(self, facts: Iterable[Fact]) -> list[Fact]:
-        """The units that these facts are in, each once."""
+        """Return the units of these facts, each once."""
         facts = list(facts)
         first: dict[object, Fact] = {}
         for key, fact in zip(self.keys(facts), facts, strict=True):
@@ -47,7 +47,7 @@ class Units:
         return [self.around(fact) for fact in first.values()]
 
     def around(self, fact: Fact) -> Fact:
-        """The unit that `fact` is in; its members' ids stand in its metadata."""
+        """Return the unit of `fact`; its metadata lists the ids of its members."""
         if self.unit == "fact" or (self.unit == "document" and not fact.source):
             return fact
         title, source = "", fact.source

@@ -1,4 +1,4 @@
-"""Fact banks: find the facts for a question. Importing this loads neither Chroma nor scikit-learn nor an embedder."""
+"""Facts: stores that find the facts for a question. Importing this loads no Chroma, scikit-learn or embedding model."""
 
 from __future__ import annotations
 

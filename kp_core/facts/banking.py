@@ -1,4 +1,4 @@
-"""Banks: groups of about twenty facts that say similar things, by k-means over their vectors (§2.3)."""
+"""Banks: groups of about twenty similar facts, by k-means over their vectors (§2.3)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["BANK_SIZE", "LARGEST", "Vectors", "cluster"]
 Vectors = NDArray[np.float32]
 
 BANK_SIZE = 20
-"""Facts in a bank where nothing is said, as in the paper."""
+"""Default number of facts in a bank, as in the paper."""
 
 LARGEST = 2
-"""A bank of more than so many times its size is halved as it is made."""
+"""A new bank with more than this many times the bank size is split in half."""
 
 _PLUS_PLUS_UP_TO = 5000
 _ROUNDS = 20
@@ -23,17 +23,17 @@ _SEED = 0
 
 
 def cluster(vectors: Vectors, bank_size: int) -> tuple[NDArray[np.int32], Vectors]:
-    """The bank of each of `vectors`, shape `(n, dimensions)`, and the centroids, shape `(banks, dimensions)`.
+    """Cluster `vectors`, `(n, dimensions)`; returns the bank of each, and the centroids, `(banks, dimensions)`.
 
-    Banks are numbered from 0 on and hold about `bank_size` vectors, none more than `LARGEST` times that. A centroid is
-    the normalised mean. Raises `MissingDependencyError` where scikit-learn is absent.
+    Banks are numbered from 0 and hold about `bank_size` vectors, at most `LARGEST` times that. A centroid is the
+    normalised mean. Raises `MissingDependencyError` if scikit-learn is not installed.
     """
     with needing("Making banks needs scikit-learn", "chroma"):
         from sklearn.cluster import KMeans
     count = -(-len(vectors) // bank_size)
     labels = np.zeros(len(vectors), np.int32)
     if count > 1:
-        # Choosing centres far apart takes longer than all else where there are thousands, and changes little there.
+        # For thousands of vectors, k-means++ takes most of the time and changes little.
         begin = "k-means++" if len(vectors) <= _PLUS_PLUS_UP_TO else "random"
         means = KMeans(count, init=begin, n_init=1, max_iter=_ROUNDS, random_state=_SEED)
         labels = np.asarray(means.fit_predict(vectors), np.int32)
@@ -49,7 +49,7 @@ def cluster(vectors: Vectors, bank_size: int) -> tuple[NDArray[np.int32], Vector
 
 
 def _half(vectors: Vectors) -> NDArray[np.intp]:
-    """The rows of one of two groups; of vectors that are all alike, every second."""
+    """Return the rows of one of two groups; for identical vectors, every second row."""
     from sklearn.cluster import KMeans
 
     spread = float(np.ptp(vectors, axis=0).max())
@@ -60,6 +60,6 @@ def _half(vectors: Vectors) -> NDArray[np.intp]:
 
 def _normalised(sums: Vectors) -> Vectors:
     lengths = np.linalg.norm(sums, axis=1, keepdims=True)
-    # Vectors that point everywhere have no mean direction; any will do.
+    # Vectors that cancel out have no mean direction; any direction will do.
     first_axis = np.eye(1, sums.shape[1], dtype=np.float32)
     return np.where(lengths > 1e-6, sums / np.maximum(lengths, 1e-6), first_axis).astype(np.float32)

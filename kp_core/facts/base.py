@@ -1,4 +1,4 @@
-"""Facts, and what every fact store offers."""
+"""`Fact`, and the `FactStore` protocol."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _DIGEST_BYTES = 16
 _DEFAULT_NAMESPACE = "default"
 _DEEPEST, _BITS = 16, 4096
 LATEST = 1e15
-"""The longest time, in seconds."""
+"""The largest time and duration, in seconds."""
 
 Value: TypeAlias = str | int | float | bool | Sequence["Value"] | Mapping[str, "Value"] | None
-"""What a metadata field may hold: what JSON can say."""
+"""Values that a metadata field may have: everything JSON can express."""
 
 Filter: TypeAlias = Mapping[str, object]
-"""Which facts to look at; see `kp_core.facts.filters`."""
+"""Selects facts; see `kp_core.facts.filters`."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One piece of knowledge: `text` is what is embedded and what goes into a pack; the rest is for people.
+    """One piece of knowledge: `text` is embedded and goes into a pack; the other fields describe it.
 
-    `id` is the BLAKE2b digest of the text (32 hexadecimal characters; outside the namespace `default`, of namespace and
-    text) unless given. `namespace` keeps knowledge apart: a fact's is that of its pack, and a search may
-    be held to one. From `expires` (seconds since 1970, UTC) on, no search finds the fact. `version` counts the texts
-    that a store has held under this id, from 1.
+    The default `id` is the BLAKE2b digest of the text (32 hexadecimal characters), outside the namespace `default` of
+    namespace and text. `namespace` separates knowledge: the fact's pack has the same namespace, and a search may be
+    limited to one. Searches ignore the fact from `expires` on (seconds since 1970, UTC). `version` counts the texts
+    that a store has had under this id, from 1.
 
-    Raises `FactError` for a text that is blank or is not Unicode (half a surrogate pair), for an id that is not
-    printable, and for metadata that is not what JSON can say; `HandleError` for a namespace that is not one.
+    Raises `FactError` for a text that is blank or not Unicode (half a surrogate pair), for an unprintable id, and for
+    metadata that JSON cannot express; `HandleError` for an invalid namespace.
     """
 
     text: str
@@ -76,31 +76,31 @@ class Fact:
             object.__setattr__(self, "id", content_id(self.text, self.namespace))
 
     def moved(self, namespace: str | None) -> Fact:
-        """The fact in `namespace`, unless that is `None` or the fact has one of its own: any but `default`."""
+        """Return the fact in `namespace`; unchanged if that is `None` or if the fact's namespace is not `default`."""
         if namespace is None or self.namespace != _DEFAULT_NAMESPACE or namespace == self.namespace:
             return self
         return replace(self, namespace=namespace, id="" if self.id == content_id(self.text) else self.id)
 
     @property
     def digest(self) -> str:
-        """What tells texts apart: the BLAKE2b digest of this one."""
+        """BLAKE2b digest of the text."""
         return content_id(self.text)
 
     def __reduce__(self) -> tuple[type[Fact], tuple[object, ...]]:
-        # A mapping proxy cannot be pickled, and facts travel between processes.
+        # A mapping proxy cannot be pickled, and facts are sent between processes.
         about = (self.text, self.title, self.source, dict(self.metadata), self.id, self.namespace)
         return Fact, (*about, self.expires, self.version)
 
 
 def content_id(text: str, namespace: str = _DEFAULT_NAMESPACE) -> str:
-    """The id of a fact that is given none."""
+    """Return the default id of a fact."""
     content = text if namespace == _DEFAULT_NAMESPACE else f"{namespace}\0{text}"
     return hashlib.blake2b(content.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A fact that a search found: its cosine to the question, in [-1, 1], and its bank where banks were searched."""
+    """A search result: the fact, its cosine with the question in [-1, 1], and its bank if banks were searched."""
 
     fact: Fact
     score: float
@@ -109,7 +109,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class NearDuplicate:
-    """A fact that says nearly what an earlier one of its namespace says: their ids, and the cosine between them."""
+    """A fact that nearly repeats an earlier one of its namespace: both ids, and their cosine."""
 
     id: str
     earlier: str
@@ -118,10 +118,10 @@ class NearDuplicate:
 
 @dataclass(frozen=True)
 class Added:
-    """What became of facts that were given to a store: how many are new, how many were held, which resemble others.
+    """The result of adding facts: how many are new, how many were already stored, and which resemble others.
 
-    A fact is held when one with the same text stands in its namespace. `near_duplicates` were added all the same.
-    `superseded` are the ids under which the store holds a later version, that of a correction, which stays.
+    A fact counts as stored if its namespace has one with the same text. `near_duplicates` were added nevertheless.
+    `superseded` are ids for which the store has a later, corrected version, which stays.
     """
 
     added: int = 0
@@ -137,24 +137,24 @@ class Added:
 
 @runtime_checkable
 class Reranker(Protocol):
-    """A second look at what a search found, which puts it into a better order; see `kp_core.facts.rerank`."""
+    """Sorts the hits of a search into a better order; see `kp_core.facts.rerank`."""
 
     @property
     def depth(self) -> int:
-        """How many hits it wants to see, where fewer are asked for."""
+        """How many hits to rerank, if a caller wants fewer."""
 
     def __call__(self, question: str, hits: Sequence[Hit]) -> list[Hit]:
-        """All of `hits`, which come nearest first, best first."""
+        """Return all `hits`, best first; they come nearest first."""
 
 
 @runtime_checkable
 class FactStore(Protocol):
-    """Finds facts for a question. Facts stand in namespaces, and within these in banks of about `bank_size` (§2.3).
+    """Finds facts for a question. Facts are grouped by namespace, and within it into banks of about `bank_size` (§2.3).
 
-    A bank is named by its namespace and its number there, e.g. `default/3`. Banks are made by `rebuild`, and where
-    there are none when they are first asked for. A fact that is added or updated later joins the bank with the nearest
-    centroid, however large that is; once banks hold twice `bank_size` on average, they are made anew when next asked
-    for. All methods may be called from several threads. `namespace=None` is all of them.
+    The name of a bank is its namespace and its number there, e.g. `default/3`. `rebuild` makes the banks; otherwise
+    their first use does. A fact added or updated later joins the bank with the nearest centroid, however large the bank
+    is. When banks hold twice `bank_size` on average, their next use makes them anew. All methods are thread-safe.
+    `namespace=None` means all namespaces.
     """
 
     embedder: Embedder
@@ -170,33 +170,33 @@ class FactStore(Protocol):
         vectors: NDArray[np.float32] | None = None,
         overwrite: bool = False,
     ) -> Added:
-        """Keep `facts`, in batches, so that any number may come; those of the batches before an error stay.
+        """Add `facts` in batches, so any number is fine; batches before an error stay.
 
-        A text that its namespace holds already is not stored again: its first fact stays. `ttl`: seconds until those
-        expire that do not say it themselves. `vectors`, one normalised row per fact, spare the embedder. Raises
-        `FactError` for an id that its namespace holds with another text, but for one that was corrected since (its
-        version is above 1): the correction stays, and the report names it.
+        A text that its namespace already has is not stored again; its first fact stays. `ttl`: seconds until facts
+        without `expires` expire. With `vectors`, one normalised row per fact, nothing is embedded. Raises `FactError`
+        for an id that its namespace has with another text, unless that text is a correction (version above 1): then the
+        correction stays, and the result lists the id.
 
-        With `overwrite` ids count, not texts: a fact takes the place of the one with its id, as the next version where
-        its text is another, and facts with other ids may say the same, as chunks of several documents do.
+        With `overwrite`, ids decide instead of texts. A fact replaces the one with its id, and is its next version if
+        the text differs. Facts with different ids may have the same text, e.g. chunks of several documents.
         """
 
     def update(self, fact: Fact) -> Fact:
-        """Put `fact` in the place of the one with its id in its namespace; gives it with its new version.
+        """Replace the fact with the same id and namespace by `fact`; returns it with its new version.
 
-        Raises `FactError` when no fact has this id, or when another one has this text.
+        Raises `FactError` if no fact has this id, or if another fact has this text.
         """
 
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
-        """Remove the facts with these ids; how many there were."""
+        """Delete the facts with these ids; returns how many existed."""
 
     def facts(
         self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
     ) -> Iterator[Fact]:
-        """The facts that match, of `ids` those that there are, namespace by namespace, in the order they came in."""
+        """Yield the facts that match, by namespace and in the order they were added; missing `ids` are skipped."""
 
     def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
-        """The fact with this id; raises `FactError` when there is none."""
+        """Return the fact with this id; raises `FactError` if there is none."""
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -208,31 +208,30 @@ class FactStore(Protocol):
         namespace: str | None = None,
         rerank: Reranker | None = None,
     ) -> list[Hit]:
-        """The `k` facts nearest to `question`, best first; fewer only where there are fewer.
+        """Return the `k` facts nearest to `question`, best first; fewer only if there are fewer.
 
-        `probes=None` searches all facts; a number, the facts of so many banks with the nearest centroids, as in the
-        paper, and of further ones, nearest first, where those hold fewer than `k`. `where` says which facts count (see
-        `kp_core.facts.filters`). With `rerank` the best `rerank.depth` are found so, and put into its order, of which
-        the first `k` count.
+        `probes=None` searches all facts. A number searches only the `probes` banks with the nearest centroids, as in
+        the paper, and further ones, nearest first, until there are `k` facts. `where` filters facts (see
+        `kp_core.facts.filters`). `rerank` sorts the best `rerank.depth` hits, and the first `k` are returned.
 
-        Raises `FactError` for a blank question, for `k` or `probes` below 1, for a filter that makes no sense, for a
-        `rerank` that is no `Reranker`, and as long as there are no facts.
+        Raises `FactError` for a blank question, for `k` or `probes` below 1, for an invalid filter, for a `rerank` that
+        is no `Reranker`, and if the store is empty.
         """
 
     def namespaces(self) -> tuple[str, ...]:
-        """The namespaces that hold facts, in alphabetical order."""
+        """The namespaces that have facts, in alphabetical order."""
 
     def banks(self, namespace: str | None = None) -> tuple[str, ...]:
         """The names of all banks."""
 
     def bank_facts(self, bank: str) -> tuple[Fact, ...]:
-        """The facts of one bank, in the order they came in; raises `FactError` when there is no such bank."""
+        """Return the facts of one bank, in the order they were added; raises `FactError` for an unknown bank."""
 
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
-        """The bank that each of these facts stands in; raises `FactError` for one that stands in none."""
+        """Return the bank of each fact; raises `FactError` for a fact in no bank."""
 
     def route(self, question: str, *, namespace: str | None = None) -> str:
-        """The bank whose centroid has the highest cosine to `question`."""
+        """Return the bank whose centroid has the highest cosine with `question`."""
 
     def rebuild(self) -> None:
         """Make all banks anew."""

@@ -1,4 +1,4 @@
-"""Facts in Chroma: in a folder, on a server, or wherever a client leads; and those of collections of others."""
+"""Facts in Chroma: in a folder, on a server or through any client; also reads collections made by others."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ _HNSW = {"space": "cosine", "ef_search": 200}
 _BANK, _BANKS = OURS + "bank", OURS + "banks"
 _GROWTH, _PAGE = 4, 1000
 _NO_VECTOR = np.zeros(0, np.float32)
-# So many records of others are embedded; the embedder is theirs from this cosine to their own vectors on.
+# Check the embedder on this many records of a foreign collection. From this cosine on, it is the same embedder.
 _SAMPLE, _SAME = 4, 0.98
 
 
 class ChromaFactStore(BaseFactStore):
-    """A `FactStore` in Chroma: text as document, metadata as metadata, a collection `kp-<namespace>-facts` each.
+    """A `FactStore` in Chroma: one collection `kp-<namespace>-facts` per namespace, with texts as documents.
 
-    The number of a fact's bank is metadata; centroids are a second collection. How many banks there are is metadata of
-    the collection of facts, written last.
+    Metadata is Chroma metadata, and so is the number of a fact's bank. Centroids are in a second collection. The number
+    of banks is metadata of the collection of facts, and is written last.
 
-    `path` is a folder, for one process at a time and readable by its owner alone, or the URL of a Chroma server, for
-    any number; or hand in a `client` (e.g. a `CloudClient`). `tenant`, `database`, `headers` go to the server;
-    `timeout_s` is how long it may take for a call. What a call has returned for is kept, whatever happens to the
-    process. Collections and folders that we did not make are never changed; to read them, see `from_collection`.
+    `path` is a folder or the URL of a Chroma server; or pass a `client` (e.g. a `CloudClient`). A folder is for one
+    process at a time, readable by its owner only; a server is for any number. `tenant`, `database` and `headers` go to
+    the server; `timeout_s` limits each call. Once a call has returned, its changes are safe, even if the process is
+    killed. Foreign collections and folders are never changed; to read them, see `from_collection`.
 
-    Without an `embedder` a folder is opened with the one it was made with, a new one with the bundled MiniLM;
-    LangChain `Embeddings` and LlamaIndex embeddings are embedders too. `bank_size` is kept with the collections; for
-    it and `near_duplicate` see `BaseFactStore`. The same folder may be opened again in one process. With `read_only`
-    nothing is locked or changed, and what another process writes is seen when the folder is opened again. Use it as a
+    Without an `embedder`, a folder uses the one it was made with, and a new one the bundled MiniLM. LangChain
+    `Embeddings` and LlamaIndex embeddings work too. `bank_size` is stored with the collections; for it and
+    `near_duplicate` see `BaseFactStore`. One process may open the same folder several times. `read_only` locks and
+    changes nothing; changes by other processes become visible when the folder is opened again. Use the store as a
     context manager, or `close` it.
 
-    Raises `FactStoreLockedError` when another process does not let go of the folder within `wait` seconds; `FactError`
-    for a folder or collection that is not ours, another embedder (both are named), a server that is away, or nothing to
-    read; `MissingDependencyError` where Chroma is not installed.
+    Raises `FactStoreLockedError` if another process keeps the folder open for more than `wait` seconds; `FactError` for
+    a folder or collection that is not ours, another embedder (both are named), an unreachable server, or nothing to
+    read; `MissingDependencyError` if Chroma is not installed.
     """
 
     path: Path | None = None
-    """The folder; `None` of what is elsewhere."""
+    """The folder; `None` for a server or client."""
     collection: str | None = None
-    """The name of the collection of somebody else that is read; `None` of ours."""
+    """Name of the foreign collection that is read; `None` for our own."""
     _client: Any = None
     _lock: FileLock | None = None
     _closed = False
@@ -103,7 +103,7 @@ class ChromaFactStore(BaseFactStore):
             )
             self._spaces(None)
             if self.path is not None:
-                # Two objects on one folder see each other's changes, and change it one at a time.
+                # Two stores on one folder see each other's changes, and write one at a time.
                 self._writing = _WRITING.setdefault(str(self.path.resolve()), self._writing)
                 if self._lock is not None:
                     self._mend(self.path)
@@ -122,16 +122,17 @@ class ChromaFactStore(BaseFactStore):
         namespace: str = "default",
         **server: Any,  # noqa: ANN401
     ) -> Self:
-        """The facts of any Chroma collection, found, listed and compiled as facts of `namespace`, and never changed.
+        """Open any Chroma collection as facts of `namespace`: searched, listed and compiled, but never changed.
 
-        `collection` is one, or its name in a folder, server or client; the name may be left out where there is but one.
-        Ids, documents and metadata are theirs; `title` and `source` of a fact are the metadata of these names. A hit's
-        score is the cosine; under the distance `ip` the dot product, and under `l2` of vectors that are not of length 1
-        what orders as it does. Questions are embedded by `embedder`, else by the collection's own embedding function,
-        else by the bundled MiniLM; a few texts are embedded and compared first. There are no banks.
+        `collection` is a collection, or its name in a folder, server or client. The name may be omitted if there is
+        only one. Ids, documents and metadata are used unchanged; `title` and `source` of a fact are the metadata of
+        these names. A hit's score is the cosine; for the distance `ip` the dot product; for `l2` over vectors of other
+        lengths a value in the same order. Questions are embedded by `embedder`, else by the collection's own embedding
+        function, else by the bundled MiniLM. A few texts are embedded first to compare their vectors. There are no
+        banks.
 
-        Raises `FactError` where there is no such collection, naming those that there are, and for an embedder whose
-        vectors are not those of the collection (both are described).
+        Raises `FactError` if there is no such collection, naming the existing ones, and for an embedder whose vectors
+        differ from those of the collection (both are described).
         """
         where = str(path or "Chroma")
         if collection is None or isinstance(collection, str):
@@ -150,12 +151,12 @@ class ChromaFactStore(BaseFactStore):
                     )
                     raise FactError(f"{which} {where}; there are {names}.")
                 collection = client.get_collection(collection)
-        store = cls.__new__(cls)  # Nothing is made, locked or looked for.
+        store = cls.__new__(cls)  # Skip `__init__`, which would create, lock and check files.
         store._read(collection, embedder, check_namespace(namespace), where)  # noqa: SLF001 - one of ours
         return store
 
     def _read(self, collection: Any, embedder: Any, namespace: str, where: str) -> None:  # noqa: ANN401
-        """What `__init__` is for a collection of somebody else."""
+        """Initialise the store for a foreign collection, in place of `__init__`."""
         self.collection, self.where = collection.name, f"{where}, collection {collection.name!r}"
         self.read_only = True
         with _told(self.where):
@@ -168,7 +169,7 @@ class ChromaFactStore(BaseFactStore):
         self._check_embedder(collection)
 
     def close(self) -> None:
-        """Let go of the folder; a second call does nothing."""
+        """Release the folder; a second call does nothing."""
         if not self._closed:
             self._closed = True
             if self._client is not None and self.path is not None:
@@ -189,16 +190,16 @@ class ChromaFactStore(BaseFactStore):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of Chroma's files; 0 for what is not in a folder."""
+        """Bytes of Chroma's files; 0 without a folder."""
         if self.path is None:
             return 0
         files = [self.path / "chroma.sqlite3", *self.path.glob("*-*-*-*-*/*")]
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def vacuum(self) -> None:
-        """Take what was removed off the disk: until then Chroma keeps it in free pages and in its log of changes.
+        """Delete removed data from the disk, which Chroma keeps in free pages and in its change log.
 
-        For a folder that nothing else in this process has open; elsewhere that is the server's work.
+        No other store in this process may have the folder open. Servers do this themselves.
         """
         self._check_writes()
         if self.path is None:
@@ -220,7 +221,7 @@ class ChromaFactStore(BaseFactStore):
                     own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
 
     def _mend(self, path: Path) -> None:
-        """Put right what a process left that was killed: indexes that it was writing."""
+        """Repair indexes that a killed process was writing."""
         with self._writing, _told(self.where):
             if needs_repair(path):
                 for space in self._spaces(None):
@@ -228,18 +229,18 @@ class ChromaFactStore(BaseFactStore):
                 end_repair(path)
 
     def _listed(self) -> dict[str, Any]:
-        """The collections of facts that carry our marker, by namespace."""
+        """Return our fact collections, by namespace."""
         return {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
 
     def _own_collections(self) -> list[Any]:
-        """The collections that carry our marker; others in the same database are somebody else's."""
+        """Return all collections with our marker; other collections in the database are not ours."""
         ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
         return [self._client.get_collection(name, embedding_function=None) for name in ours]
 
     def _spaces(self, namespace: str | None) -> list[str]:
         self._check_open()
         if namespace not in self._opened and self.collection is None:
-            # Another object, or another process on the server, may have made some.
+            # Another store, or another process on the server, may have added some.
             with _told(self.where):
                 for name, each in self._listed().items():
                     if name not in self._opened:
@@ -267,7 +268,7 @@ class ChromaFactStore(BaseFactStore):
     ) -> Iterator[Row]:
         test = pushed_down(where) if bank is None else {_BANK: bank}
         include = ["documents", "metadatas", *["embeddings"] * vectors]
-        unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses an id that is named twice.
+        unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses repeated ids.
         for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
             page = {"limit": _PAGE, "offset": at, "where": test} if unique is None else {"ids": unique[at : at + _PAGE]}
             found = self._call(self._opened[space], "get", include=include, **page)
@@ -298,7 +299,7 @@ class ChromaFactStore(BaseFactStore):
     def _hits(
         self, space: str, ids: list[str], texts: list[str], about: list[Any], distances: list[float]
     ) -> Iterator[Hit]:
-        scale = 2 if self._space == "l2" else 1  # Of vectors of length 1, half the squared distance is 1 - cosine.
+        scale = 2 if self._space == "l2" else 1  # For vectors of length 1, half the squared distance is 1 - cosine.
         for fact_id, text, metadata, distance in zip(ids, texts, about, distances, strict=True):
             if text and text.strip():
                 yield Hit(self._fact(fact_id, text, metadata, space), 1 - distance / scale)
@@ -310,7 +311,7 @@ class ChromaFactStore(BaseFactStore):
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         collection, ids = self._opened[space], [fact.id for fact in facts]
         held = self._call(collection, "get", ids=ids, include=["metadatas"])
-        # Chroma merges metadata; a field that is gone has to be said.
+        # Chroma merges metadata, so removed fields must be set to `None`.
         old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
         about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
         if banks is not None:
@@ -323,7 +324,7 @@ class ChromaFactStore(BaseFactStore):
             self._call(self._opened[space], "delete", ids=list(ids[at : at + _PAGE]))
 
     def _bank_count(self, space: str) -> int | None:
-        # Another process may have made some since.
+        # Another process may have made banks since.
         count = self._metadata(space).get(_BANKS)
         return count if isinstance(count, int) and count > 0 else None
 
@@ -377,12 +378,12 @@ class ChromaFactStore(BaseFactStore):
         return dict(now.metadata or {})
 
     def _call(self, collection: Any, name: str, **arguments: Any) -> Any:  # noqa: ANN401
-        """A method of a collection; raises `FactError` where that fails."""
+        """Call a method of a collection; raises `FactError` if it fails."""
         with _told(self.where):
             return getattr(collection, name)(**arguments)
 
     def _own_collection(self, name: str, about: Mapping[str, Any], hnsw: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """The collection of ours of this name, made with `about` as its marker where there is none.
+        """Return our collection of this name; creates it, with `about` as its marker, if there is none.
 
         Raises `FactError` for a collection that is not ours.
         """
@@ -457,13 +458,13 @@ _WRITING: dict[str, threading.RLock] = {}
 
 @contextmanager
 def _told(where: str) -> Iterator[None]:
-    """Turn whatever Chroma raises into `FactError`, which names the database."""
+    """Turn every error of Chroma into a `FactError` that names the database."""
     try:
         yield
     except KnowledgePackError:
         raise
     except Exception as error:
-        # Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError: it depends on what is wrong.
+        # Depending on the cause: Chroma's own errors, SQLite's through Rust, the HTTP client's, ValueError.
         raise FactError(
             f"{where}: Chroma failed ({type(error).__name__}: {error}). What was acknowledged before is kept; look at "
             "the disk, or at the server, and try again."
@@ -482,16 +483,16 @@ def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
 
 
 def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
-    """Whether it holds banks of an earlier release, which kept other things of them."""
+    """Whether these are banks of an earlier release, in a form that is no longer used."""
     about = _about(collection)
     return bool(about["kind"] == "banks" and collection.name != f"kp-{about.get('namespace')}-banks")
 
 
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
-    """The embedding function that a collection was made with."""
+    """Return the embedding function that the collection was made with."""
     told_of = settings.get("embedding_function") or {}
     function = getattr(collection, "_embedding_function", None)
-    # Chroma gives a collection that names no function its default one, which did not make these vectors.
+    # A collection without a function gets Chroma's default one, which did not make its vectors.
     if function is None or told_of.get("type") != "known":
         return None
     name = str(told_of.get("name"))
@@ -499,7 +500,7 @@ def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder
     def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:
             return embed(texts)
-        except Exception as error:  # whatever it asks and wherever it downloads from
+        except Exception as error:  # The function may call or download anything.
             raise FactError(
                 f"The collection's own embedding function, {name!r}, fails ({type(error).__name__}: {error}). "
                 "Give an embedder that makes the same vectors; for Chroma's default that is all-MiniLM-L6-v2, e.g. "

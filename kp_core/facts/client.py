@@ -1,4 +1,4 @@
-"""Opening Chroma, and what only its own tools can do; the only module that imports it."""
+"""Opens Chroma, and runs its command-line tool; the only module that imports chromadb."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kp_core.bundled import needing
 from kp_core.errors import FactError, FactStoreLockedError
 from kp_core.facts.index import blank_room
 
-# An index is written after so many changes; what is set counts from the next opening on.
+# Chroma writes an index after `sync_threshold` changes; a new threshold takes effect at the next opening.
 _FLUSH = """
 import sys, chromadb
 client = chromadb.PersistentClient(sys.argv[1], settings=chromadb.config.Settings(anonymized_telemetry=False))
@@ -43,7 +43,7 @@ def open_client(
     headers: Mapping[str, str] | None = None,
     **server: Any,  # noqa: ANN401 - tenant, database
 ) -> Any:  # noqa: ANN401 - the library's own types are unions of unions
-    """A client of a folder or a server."""
+    """Open a client of a folder or a server."""
     with needing("ChromaFactStore needs chromadb", "chroma"):
         import chromadb
         from chromadb.config import Settings
@@ -51,7 +51,7 @@ def open_client(
     if path is None or not is_url(path):
         check_unlocked(Path(path or "."), writing=True)
         try:
-            # Chroma knows a folder that is open already by the path it was given, wherever the process went since.
+            # Chroma identifies an open folder by the path it was given, even after the process changes its directory.
             return chromadb.PersistentClient(str(Path(path or ".").resolve()), settings=settings, **server)
         except chromadb.errors.InternalError as error:
             if "migrations" not in str(error):
@@ -80,15 +80,15 @@ def open_client(
         settings=settings,
         **server,
     )
-    # Chroma's own client waits for ever.
+    # By default, Chroma's client waits forever.
     client._server._session.timeout = httpx.Timeout(timeout_s)  # noqa: SLF001 - there is no other way
     return client
 
 
 def check_unlocked(path: Path, *, writing: bool) -> None:
-    """Raise `FactStoreLockedError` for a database that someone holds: Chroma would wait for minutes, deaf to signals.
+    """Raise `FactStoreLockedError` if a process locks the database: Chroma would wait for minutes and ignore signals.
 
-    With `writing` that is also one which someone else is writing to. What is locked later, within a call, is not seen.
+    With `writing`, also if another process is writing. A lock taken later, during a call, is not noticed.
     """
     file = path / "chroma.sqlite3"
     if not file.is_file():
@@ -101,7 +101,7 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
                 opened.execute("BEGIN IMMEDIATE")
                 opened.execute("ROLLBACK")
     except sqlite3.OperationalError as error:
-        # Anything else, such as what a killed writer left to be rolled back, is Chroma's to deal with.
+        # Chroma handles everything else, e.g. rolling back what a killed writer left.
         if "locked" in str(error):
             raise FactStoreLockedError(
                 f"{file} is locked; another process holds it. Wait for that, or end it."
@@ -111,10 +111,10 @@ def check_unlocked(path: Path, *, writing: bool) -> None:
 
 
 def run_vacuum(path: Path) -> None:
-    """Take what was removed off the disk, in a folder that nobody has open; raises `FactError` where it fails.
+    """Delete removed data from the disk, in a folder that no process has open; raises `FactError` on failure.
 
-    Chroma's log of changes is cut up to what its index holds, so each index is written first. What the memory of the
-    process that reads the log held goes into new files of an index, so what these have room for is overwritten last.
+    Chroma cuts its change log only up to what its index contains, so every index is written first. While reading the
+    log, Chroma writes leftover memory into unused space of new index files, so that space is overwritten last.
     """
     beside = Path(sys.executable).with_name("chroma")
     tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
@@ -127,5 +127,5 @@ def run_vacuum(path: Path) -> None:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` leads to a server."""
+    """Whether `path` is the URL of a server."""
     return str(path).startswith(("http://", "https://"))

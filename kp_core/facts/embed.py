@@ -1,4 +1,4 @@
-"""From text to vectors."""
+"""Embedders: text to vectors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Embedder", "OtherEmbedder", "SentenceTransformerEmbedder", "as_embed
 _UNIT_TOLERANCE = 1e-3
 _BUNDLED_NAME = "all-MiniLM-L6-v2"
 _ENGLISH_BGE = ("bge-small-en", "bge-base-en", "bge-large-en")
-# The BGE models for English were trained with this in front of a question, but their files do not say so.
+# The English BGE models were trained with this before a question, but their files do not say so.
 _BGE_QUERY_PROMPT = "Represent this sentence for searching relevant passages: "
 
 
@@ -35,28 +35,28 @@ class Embedder(Protocol):
 
     @property
     def name(self) -> str:
-        """Identity of the model: vectors are compared only under the same name."""
+        """Name of the model; only vectors of the same name are compared."""
 
     @property
     def dimensions(self) -> int:
         """Length of a vector."""
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """One normalised row per text: shape `(len(texts), dimensions)`."""
+        """Return one normalised row per text: shape `(len(texts), dimensions)`."""
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        """The vector of a question, shape `(dimensions,)`: models may treat questions otherwise than passages."""
+        """Return the vector of a question, shape `(dimensions,)`; models may treat questions differently."""
 
 
 def normalised(vectors: ArrayLike) -> NDArray[np.float32]:
-    """`vectors`, or one, brought to length 1."""
+    """Scale one vector or many to length 1."""
     made = np.asarray(vectors, np.float32)
     return np.asarray(made / np.maximum(np.linalg.norm(made, axis=-1, keepdims=True), 1e-12), np.float32)
 
 
 def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedder: Embedder) -> NDArray[np.float32]:
-    """`vectors` as float32; raises `FactError`, naming the embedder, unless they have this shape and length 1 each."""
-    # An embedder is the user's code; what it returns goes into an index that would take anything.
+    """Return `vectors` as float32; raises `FactError`, naming the embedder, for a wrong shape or wrong lengths."""
+    # The embedder is the user's code, and the index would accept anything.
     vectors = np.ascontiguousarray(vectors, np.float32)
     if vectors.shape != shape:
         raise FactError(f"The embedder {embedder.name!r} gave an array of shape {vectors.shape}; expected {shape}.")
@@ -68,15 +68,15 @@ def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedd
 
 
 class SentenceTransformerEmbedder:
-    """An `Embedder` over sentence-transformers; the model is loaded when it is first needed.
+    """An `Embedder` over sentence-transformers; the first use loads the model.
 
-    `model` is a name on the Hugging Face hub or a folder; `None` is all-MiniLM-L6-v2, which installs as a package and
-    needs no hub. On a machine with a connection `BAAI/bge-large-en-v1.5` finds more. `name` is the identity under which
-    vectors are kept: the model's name, or the last part of the folder's path, unless given. `query_prompt` goes in
-    front of questions: `None` takes the model's own, and for the English BGE models the one they were trained with.
-    `batch_size` texts go through the model at a time.
+    `model` is a name on the Hugging Face hub or a folder. `None` is all-MiniLM-L6-v2, which is installed as a package
+    and needs no hub. With a network connection, `BAAI/bge-large-en-v1.5` finds more. Vectors are stored under `name`:
+    by default the model's name, or the last part of the folder's path. `query_prompt` is put before questions; `None`
+    is the model's own prompt, and for English BGE models the one they were trained with. The model embeds `batch_size`
+    texts at a time.
 
-    Raises `MissingDependencyError`, on first use, where sentence-transformers or the bundled model is not installed.
+    Raises `MissingDependencyError`, on first use, if sentence-transformers or the bundled model is not installed.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class SentenceTransformerEmbedder:
         return len(self.embed_query("a"))
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """See `Embedder.embed`; shows progress when it takes more than a second."""
+        """See `Embedder.embed`; shows a progress bar after one second."""
         model = self._model()
-        # Longest first: texts of like length share a batch with little padding, and memory runs out at once or never.
+        # Longest first: batches of similar length need little padding, and memory runs out at once or never.
         order = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
         rows: NDArray[np.float32] | None = None
         with tqdm(total=len(texts), desc="Embedding", unit="text", delay=1, disable=None) as progress:
@@ -127,7 +127,7 @@ class SentenceTransformerEmbedder:
         return np.empty((0, self.dimensions), np.float32) if rows is None else rows
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
-        """See `Embedder.embed_query`; where the bundled model is not loaded yet, it is not loaded for a question."""
+        """See `Embedder.embed_query`; uses the light numpy encoder if the bundled model is not loaded yet."""
         if self._loaded is None and self._source is self._query_prompt is self._device is None:
             return self._alone(text)
         vector = self._model().encode_query(
@@ -155,13 +155,13 @@ class SentenceTransformerEmbedder:
 def _name_of(source: str | None) -> str:
     if source is None:
         return _BUNDLED_NAME
-    # A folder's place differs from machine to machine; its last part usually names the model.
+    # The path differs between machines; its last part usually names the model.
     return Path(source).resolve().name if Path(source).is_dir() else source
 
 
 @dataclass(eq=False)
 class OtherEmbedder:
-    """An `Embedder` of what another library offers, one for texts and one for questions; vectors get length 1."""
+    """An `Embedder` over another library's functions for texts and for questions; scales vectors to length 1."""
 
     name: str
     texts: Callable[[list[str]], Any] = field(repr=False)
@@ -183,12 +183,12 @@ class OtherEmbedder:
 
 def _named(model: object) -> str:
     names = (getattr(model, name, None) for name in ("model_name", "model", "model_id"))
-    # LlamaIndex says "unknown" of a model that has no name.
+    # LlamaIndex calls a model without a name "unknown".
     return next((name for name in names if isinstance(name, str) and name not in {"", "unknown"}), type(model).__name__)
 
 
 def as_embedder(given: object) -> Embedder:
-    """`given` as an `Embedder`: one of ours, LangChain's `Embeddings` or LlamaIndex's `BaseEmbedding`.
+    """Return `given` as an `Embedder`: one of ours, LangChain's `Embeddings` or LlamaIndex's `BaseEmbedding`.
 
     Raises `FactError` for anything else.
     """

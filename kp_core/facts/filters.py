@@ -1,20 +1,20 @@
-"""Filters: a dictionary that says which facts a search looks at.
+"""Filters: a dictionary that selects facts.
 
     {"year": 1999}                                    the field `year` is 1999
     {"year": {"$gte": 1990, "$lt": 2000}}             every condition on the field holds
     {"source": {"$in": ["a.md", "b.md"]}}             the field is one of these
-    {"tags": {"$contains": "sea"}}                    the field has this in it, or as an element
-    {"year": {"$number": {"$gte": 1990}}}             the number that the field is or spells
+    {"tags": {"$contains": "sea"}}                    the field contains this text or element
+    {"year": {"$number": {"$gte": 1990}}}             the field as a number, also if it is a string
     {"year": 1999, "lang": "en"}                      every field matches
     {"$or": [{"lang": "en"}, {"$not": {"lang": "de"}}]}
 
 Operators on a field: `$eq`, `$ne`, `$gt`, `$gte`, `$lt`, `$lte`, `$in`, `$nin`, `$exists` (`True` or `False`),
-`$contains`, `$icontains` (in any case), `$number`; between filters: `$and`, `$or`, `$not`. A field is one of the fact's
-metadata, else `id`, `title`, `source`, `namespace`, `version`, `expires` or `digest` (of its text); `kp:source` and its
-like are the fact's own, whatever its metadata say. A fact without the field matches `$ne`, `$nin` and
-`{"$exists": False}` alone. Numbers are ordered among numbers and strings among strings; across them nothing is ordered.
-A list, and a string that is a JSON array, contain their elements, any other string its parts. `$number` counts a
-boolean as 0 or 1.
+`$contains`, `$icontains` (ignores case), `$number`; between filters: `$and`, `$or`, `$not`. A field is a metadata field
+of the fact, else `id`, `title`, `source`, `namespace`, `version`, `expires` or `digest` (of its text). `kp:source` and
+so on always mean the fact's own field, whatever its metadata. A fact without the field matches only `$ne`, `$nin` and
+`{"$exists": False}`. `$gt`, `$gte`, `$lt` and `$lte` order numbers among numbers and strings among strings; a mixed
+pair never matches. A list, or a string that is a JSON array, contains its elements; any other string contains its
+substrings. `$number` counts booleans as 0 and 1.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ORDERED: Mapping[str, Callable[[Any, Any], bool]] = {
     "$lt": operator.lt,
     "$lte": operator.le,
 }
-"""What each operator that orders means."""
+"""The meaning of each ordering operator."""
 _OPERATORS = ("$eq", "$ne", *ORDERED, "$in", "$nin", "$exists", "$contains", "$icontains", "$number")
 
 
 def predicate(where: Filter, depth: int = 0) -> Predicate:
-    """What says whether a fact matches `where`; raises `FactError` for a filter that makes no sense."""
+    """Return a function that tests a fact against `where`; raises `FactError` for an invalid filter."""
     if depth > _DEEPEST:
         raise FactError(f"Got a filter nested more than {_DEEPEST} levels deep; expected one that is not.")
     if not isinstance(where, Mapping):
@@ -93,7 +93,7 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
     if how in {"$in", "$nin"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence | set | frozenset):
             raise FactError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
-        # True == 1 in Python, but a flag is not a number.
+        # True == 1 in Python, but a boolean is not a number here.
         values = {(isinstance(each, bool), _value(name, each)) for each in wanted}
         return lambda held: (
             (isinstance(held, str | int | float) and (isinstance(held, bool), held) in values) is (how == "$in")
@@ -141,7 +141,7 @@ def _contains(held: Value | None, value: Value) -> bool:
 
 
 def _equal(held: Value | None, value: Value) -> bool:
-    # True == 1 in Python, but a flag is not a number.
+    # True == 1 in Python, but a boolean is not a number here.
     return held == value and isinstance(held, bool) == isinstance(value, bool)
 
 

@@ -1,4 +1,4 @@
-"""A folder of facts: whose it is, and who may write to it."""
+"""A folder of facts: whether it is ours, and the lock for writing."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MARKER, _LOCK = "kp.json", "kp.lock"
 
 
 def is_fact_store(path: Path) -> bool:
-    """Whether a `ChromaFactStore` lies in this folder."""
+    """Whether this folder holds a `ChromaFactStore`."""
     return (path / _MARKER).is_file()
 
 
 def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
-    """The lock of a folder of ours, made where there is nothing; `None` for a reader."""
+    """Lock our folder, creating it if it is empty; returns `None` for a reader."""
     if not is_fact_store(path):
         others = (
             sorted(each.name for each in path.iterdir() if not each.name.startswith("kp.")) if path.is_dir() else []
@@ -46,7 +46,7 @@ def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
         if read_only:
             raise FactError(f"Got {path} to read; there are no facts in it. Add some there first.")
         replace_file(path / _MARKER, [json.dumps({"kind": FACTS, "schema": SCHEMA}).encode()])
-        with suppress(OSError):  # It may have been there; Chroma's files are readable by all who may enter it.
+        with suppress(OSError):  # The folder may have existed with wider rights, which Chroma's files inherit.
             path.chmod(0o700)
     if read_only:
         return None

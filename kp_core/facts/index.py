@@ -1,8 +1,8 @@
-"""Chroma's index files, checked before they are loaded: it writes them in place and reads them as they are.
+"""Checks Chroma's index files before Chroma loads them: it writes them in place and does not check them itself.
 
-A process that is killed in the middle of that leaves files that do not fit together. Chroma then finds other records,
-does not open the collection, ends the process, or fills the disk (its issue 7510). Texts are safe in the database, so
-what does not hold together is made anew from them.
+A process killed while writing leaves inconsistent files. Chroma then returns wrong records, cannot open the collection,
+crashes the process, or fills the disk (its issue 7510). The database still has all texts, so a damaged index is made
+anew from them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["blank_room", "check_index", "damaged_indexes", "end_repair", "needs_
 logger = logging.getLogger(__name__)
 
 _UNDER_WAY = "kp.repair"
-# Version, offset, room, elements; bytes of an element, where its label and its vector begin; highest level, entry;
-# links for each level, on the lowest, as asked; and two settings of how it is built.
+# Version, offset, capacity, elements; bytes per element, offsets of its label and vector; highest level, entry point;
+# links per element on upper levels, on the lowest level, as configured; and two build settings.
 _HEADER = struct.Struct("=iQQQQQQiIQQQdQ")
 _VERSION, _AT_ONCE = 1, 4096
 _WRITTEN_SECONDS, _LOOK_SECONDS = 5.0, 0.1
@@ -39,18 +39,18 @@ WHERE s.scope = 'VECTOR' AND m.key = 'kp:kind'
 
 
 def damaged_indexes(folder: Path) -> list[Path]:
-    """Folders of the indexes of our collections whose files do not hold together; while they are written they may not.
+    """Return the folders of our indexes whose files are inconsistent; during a write they may be.
 
-    Looks at counts, at sizes, at every link, and at the length of every vector.
+    Checks counts, sizes, every link, and the length of every vector.
     """
     return [index for index in _our_indexes(folder) if not _is_sound(index)]
 
 
 def check_index(folder: Path, lock: FileLock | None) -> None:
-    """Before Chroma reads its index: the first writer of this process deletes what is damaged, to be made anew.
+    """Check the indexes before Chroma reads them: the first writer of this process deletes damaged ones.
 
-    Until `end_repair` the folder says then that vectors are missing. A reader, who has no lock, waits for a writer that
-    may be writing it; raises `FactError` where that does not help.
+    The folder is then marked as missing vectors until `end_repair`. A reader has no lock, so it waits in case a writer
+    is still writing; raises `FactError` if the damage stays.
     """
     if lock is not None:
         if lock.lock_counter == 1 and (damaged := damaged_indexes(folder)):
@@ -70,10 +70,10 @@ def check_index(folder: Path, lock: FileLock | None) -> None:
 
 
 def blank_room(folder: Path) -> None:
-    """Overwrite the room behind the elements of each index, in files that nobody is writing.
+    """Overwrite the unused space at the end of each index file; no process may be writing them.
 
-    Chroma makes an index with room for a hundred elements, into which it writes what memory held, removed text too. It
-    writes each element whole, and the room never again.
+    Chroma creates an index with space for a hundred elements and fills it with leftover memory, which may contain
+    deleted text. It later overwrites each element as a whole, but never clears the unused space.
     """
     for index in _our_indexes(folder):
         with suppress(OSError, struct.error):
@@ -87,12 +87,12 @@ def blank_room(folder: Path) -> None:
 
 
 def needs_repair(folder: Path) -> bool:
-    """Whether a repair was begun and not ended."""
+    """Whether a repair was started and not finished."""
     return (folder / _UNDER_WAY).exists()
 
 
 def end_repair(folder: Path) -> None:
-    """See `check_index`."""
+    """Mark the repair that `check_index` started as finished."""
     (folder / _UNDER_WAY).unlink()
 
 
@@ -112,15 +112,15 @@ def _is_sound(index: Path) -> bool:
         header = (index / "header.bin").read_bytes()
         version, _, room, count, size, label, vector, highest, entry, upper, lowest, *_ = _HEADER.unpack_from(header)
         if version != _VERSION or len(header) > _HEADER.size:
-            return True  # Of another Chroma, whose files are its own to read.
+            return True  # Written by another version of Chroma, which must read its own files.
         if not count:
-            return bool(highest < 0)  # Room for the first elements, with nothing in it.
+            return bool(highest < 0)  # Space for the first elements, still empty.
         lengths, links, ids = ((index / name).read_bytes() for name in _OTHERS)
         found = (index / "data_level0.bin").stat().st_size
     except (OSError, struct.error):
         return False
     fits = count <= room and entry < count and 4 + 4 * lowest <= vector < label == size - 8
-    # Behind the elements there may be room for more. A full stop ends a pickle.
+    # There may be unused space behind the elements. A pickle ends with a full stop.
     is_whole = count * size <= found and found * 4 == len(lengths) * size and ids.endswith(b".")
     if not fits or not is_whole:
         return False
@@ -137,7 +137,7 @@ def _is_sound(index: Path) -> bool:
 
 
 def _elements_are_sound(rows: NDArray[np.uint8], count: int, lowest: int, vector: int, label: int) -> bool:
-    """Whether elements are linked to others that there are, and have vectors of length 1."""
+    """Whether links point to existing elements and all vectors have length 1."""
     of_each, others = rows[:, :2].copy().view(np.uint16), rows[:, 4 : 4 + 4 * lowest].copy().view(np.uint32)
     vectors = rows[:, vector:label].copy().view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -147,7 +147,7 @@ def _elements_are_sound(rows: NDArray[np.uint8], count: int, lowest: int, vector
 
 
 def _levels_are_sound(links: bytes, count: int, highest: int, size: int) -> bool:
-    """Whether each element is followed by its links on higher levels, of which there are not too many."""
+    """Whether the links of every element on upper levels are complete and valid."""
     at = 0
     for _ in range(count):
         held = int.from_bytes(links[at : at + 4], "little")

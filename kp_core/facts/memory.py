@@ -1,4 +1,4 @@
-"""The reference store: everything in memory, found by comparing with everything."""
+"""The reference store: keeps facts in memory and searches them exhaustively."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["MemoryFactStore"]
 
 
 class MemoryFactStore(BaseFactStore):
-    """A `FactStore` in memory, gone with the process; what `ChromaFactStore` is compared with."""
+    """A `FactStore` in memory, lost when the process ends; the tests compare `ChromaFactStore` with it."""
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
         super().__init__(embedder, bank_size=bank_size, near_duplicate=near_duplicate)
@@ -76,7 +76,7 @@ class MemoryFactStore(BaseFactStore):
 
 
 def _ranked(vectors: Vectors, others: Vectors, count: int) -> list[list[tuple[int, float]]]:
-    """For each of `vectors` the rows of the `count` nearest of `others`, each with its cosine, nearest first."""
+    """For each of `vectors`, return the rows of the `count` nearest `others` with their cosines, nearest first."""
     cosines = vectors @ others.T
     order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
     return [[(int(at), float(each[at])) for at in best] for each, best in zip(cosines, order, strict=True)]

@@ -1,6 +1,6 @@
-"""The bundled all-MiniLM-L6-v2 for one question, in numpy: its libraries take seconds to import, a search milliseconds.
+"""all-MiniLM-L6-v2 for one question, in numpy: importing its libraries takes seconds, a search milliseconds.
 
-The oracle is sentence-transformers, which embeds documents (`kp_core.facts.embed`); vectors agree to 1e-5.
+The oracle is sentence-transformers, which embeds documents (`kp_core.facts.embed`); the vectors agree to 1e-5.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Array = NDArray[np.float32]
 
 
 class QuestionEncoder:
-    """A BERT encoder with mean pooling, from the folder of the model."""
+    """A BERT encoder with mean pooling, loaded from the model's folder."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors.numpy import load_file
@@ -31,7 +31,7 @@ class QuestionEncoder:
         self._tokenizer.enable_truncation(_MOST)
 
     def __call__(self, text: str) -> Array:
-        """The vector of `text`, shape `(384,)`, of length 1."""
+        """Return the vector of `text`, shape `(384,)`, of length 1."""
         ids = self._tokenizer.encode(text.strip()).ids
         words, places, types = (
             self._weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
@@ -67,7 +67,7 @@ class QuestionEncoder:
 
 
 def _gelu(x: Array) -> Array:
-    """GELU, x Φ(x), with the error function of Abramowitz and Stegun, 7.1.26 (off by 1.5e-7): numpy has none."""
+    """GELU, x Φ(x); the error function is Abramowitz and Stegun 7.1.26 (error 1.5e-7), because numpy has none."""
     z = np.abs(x) / np.float32(math.sqrt(2))
     t = 1 / (1 + np.float32(0.3275911) * z)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

@@ -1,4 +1,4 @@
-"""Facts as Chroma's records, ours and those of others, and filters as Chroma takes them."""
+"""Conversion of facts to Chroma's records and back, and of filters to Chroma's `where`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kp_core.facts.base import Fact, Filter
 __all__ = ["OURS", "from_others_record", "from_record", "pushed_down", "to_record"]
 
 OURS = "kp:"
-"""How the names of what is ours begin, in metadata of records and collections."""
+"""Prefix of our names in metadata of records and collections."""
 
 _LARGEST = 2**63
 _COMPARED = ("$eq", "$gt", "$gte", "$lt", "$lte")
@@ -20,9 +20,9 @@ _FIELDS = ("title", "source", "version", "expires", "digest")
 
 
 def to_record(fact: Fact) -> dict[str, Any]:
-    """The metadata of a fact's record: the user's own as they are, ours under names that begin with `kp:`.
+    """Return the metadata of a fact's record: the user's unchanged, ours under names that begin with `kp:`.
 
-    What Chroma cannot hold, such as `None`, nested lists or large integers, stands as JSON in `kp:more`.
+    Values that Chroma cannot store, such as `None`, nested lists or large integers, go into `kp:more` as JSON.
     """
     more = {name: value for name, value in fact.metadata.items() if not _holds(name, value)}
     ours = {
@@ -39,7 +39,7 @@ def to_record(fact: Fact) -> dict[str, Any]:
 
 
 def from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
-    """The fact in a record."""
+    """Return the fact of a record."""
     held = dict(metadata or {})
     ours = {name.removeprefix(OURS): held.pop(name) for name in list(held) if name.startswith(OURS)}
     more = json.loads(ours.get("more", "{}"))
@@ -48,14 +48,14 @@ def from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, nam
 
 
 def from_others_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
-    """The fact in a record of somebody else: `title` and `source` are the metadata of these names."""
+    """Return the fact of a foreign record; `title` and `source` are the metadata of these names."""
     about = {name: value for name, value in (metadata or {}).items() if name and name != "_node_content"}
     title, source = (str(about.get(name) or "") for name in ("title", "source"))
     return Fact(text, title=title, source=source, metadata=about, id=fact_id, namespace=namespace)
 
 
 def pushed_down(where: Filter | None) -> dict[str, Any] | None:
-    """What Chroma can check of a filter: all that match `where` match this too; `None` where it can check nothing."""
+    """Return the part of a filter that Chroma can check; every match of `where` passes it. `None` if there is none."""
     return _together("$and", [part for name, wanted in (where or {}).items() if (part := _pushed(name, wanted))])
 
 
@@ -69,43 +69,44 @@ def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
     conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
     plain = {how: list(v) if isinstance(v, tuple | set | frozenset) else v for how, v in conditions.items()}
     kept = [(how, value) for how, value in plain.items() if _understood(how, value)]
-    # The fact's own fields stand under our names; title and source, in a collection of others, under the plain ones.
+    # Our records store the fact's own fields under `kp:` names; foreign collections store title and source under plain
+    # ones.
     own = name.removeprefix(OURS)
     names = [own, OURS + own] if name in _FIELDS or own in {"title", "source"} else [name]
     tests = [test for each in names if (test := _together("$and", [{each: {how: value}} for how, value in kept]))]
     if tests and (name == own or own not in _FIELDS):
-        # What stands as JSON is left to the predicate.
+        # The predicate checks values stored as JSON.
         tests.append({OURS + "has_more": True})
     return _together("$or", tests)
 
 
 def _together(how: str, tests: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Several tests as one; `None` of none."""
+    """Combine several tests into one; `None` for no tests."""
     return {how: tests} if len(tests) > 1 else tests[0] if tests else None
 
 
 def _understood(how: str, value: object) -> bool:
-    # An empty title or source does not stand in a record.
+    # Records do not store an empty title or source.
     if "" in (value if isinstance(value, list) else [value]):
         return False
-    # Chroma orders numbers alone.
+    # Chroma orders only numbers.
     compares = how in _COMPARED and _scalar(value) and (how == "$eq" or not isinstance(value, str | bool))
     return compares or (how == "$in" and _is_uniform(value))
 
 
 def _scalar(value: object) -> bool:
     if isinstance(value, float):
-        return math.isfinite(value)  # JSON, in which servers are asked, has no others.
+        return math.isfinite(value)  # Servers are asked in JSON, which has no other floats.
     return isinstance(value, str | bool) or (isinstance(value, int) and -_LARGEST <= value < _LARGEST)
 
 
 def _holds(name: str, value: object) -> bool:
-    # Names that begin with `$` or `#` are no names to Chroma.
+    # Chroma does not accept names that begin with `$` or `#`.
     if not name or name.startswith((OURS, "chroma:", "$", "#")):
         return False
     return _scalar(value) or _is_uniform(value)
 
 
 def _is_uniform(value: object) -> bool:
-    """Whether it is a list of scalars of one type."""
+    """Whether the value is a list of scalars of one type."""
     return isinstance(value, list) and len({type(each) for each in value}) == 1 and all(map(_scalar, value))

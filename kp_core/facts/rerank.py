@@ -1,6 +1,6 @@
-"""A second look at what a search found: words beside meaning, or a model that reads question and fact together.
+"""Rerankers: reorder the hits of a search by their words, or with a model that reads question and fact together.
 
-Each is a `kp_core.facts.Reranker`. Scores stay the cosines they are.
+Each is a `kp_core.facts.Reranker`. The scores of hits remain cosines.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["CrossEncoderReranker", "LexicalReranker", "hits_wanted", "reranked"]
 
 
 def hits_wanted(k: int, rerank: Reranker | None) -> int:
-    """How many hits it takes for the `k` best: as many as the reranker wants to see, where that is more.
+    """Return how many hits to fetch for the best `k`: the reranker's depth if that is larger.
 
-    Raises `FactError` for `k` below 1, and for what is no `Reranker`.
+    Raises `FactError` for `k` below 1, and if `rerank` is no `Reranker`.
     """
     if not isinstance(k, int) or k < 1:
         raise FactError(f"Got k={k!r}; expected at least 1.")
@@ -34,26 +34,26 @@ def hits_wanted(k: int, rerank: Reranker | None) -> int:
 
 
 def reranked(question: str, hits: list[Hit], rerank: Reranker | None) -> list[Hit]:
-    """All of `hits`, in the reranker's order where there is one."""
+    """Return all `hits`, in the reranker's order if there is a reranker."""
     return hits if rerank is None or len(hits) < 2 else rerank(question, hits)
 
 
 class LexicalReranker:
-    """Adds BM25 over the hits' titles and texts to their cosines, both stretched over [0, 1].
+    """Adds BM25 over the hits' titles and texts to their cosines, both scaled to [0, 1].
 
-    Names and numbers that an embedder cannot tell apart are told apart by their letters. The sum of stretched scores
-    found more than reciprocal rank fusion where we measured (`benchmarks.routing`), as it did for Bruch et al. (2023,
-    "An analysis of fusion functions for hybrid retrieval"). Words are weighed by how few of the hits have them, so no
-    index over all facts has to follow a bank that lives.
+    This separates names and numbers that an embedder cannot tell apart. The sum of scaled scores found more than
+    reciprocal rank fusion in our measurements (`benchmarks.routing`), as in Bruch et al. (2023, "An analysis of fusion
+    functions for hybrid retrieval"). The weight of a word depends on how few of the hits have it, so no index over all
+    facts has to follow changes of the store.
 
-    Raises `FactError` for a depth below 1, `MissingDependencyError` where bm25s is absent.
+    Raises `FactError` for a depth below 1, `MissingDependencyError` if bm25s is not installed.
     """
 
     def __init__(self, depth: int = 50) -> None:
         self.depth = _checked(depth)
         with needing("Lexical search needs bm25s", "lexical"):
             import bm25s
-        # It sets itself to DEBUG, and would say every index it builds.
+        # bm25s sets its logger to DEBUG, and would log every index it builds.
         logging.getLogger("bm25s").setLevel(logging.WARNING)
         self._bm25s: Any = bm25s
 
@@ -67,15 +67,15 @@ class LexicalReranker:
         ranker = self._bm25s.BM25()
         ranker.index(words[1:], show_progress=False)
         fused = _stretched(ranker.get_scores(asked)) + _stretched(np.array([hit.score for hit in hits]))
-        # Equals keep the order they came in.
+        # Equal hits keep their order.
         return [hits[place] for place in np.argsort(-fused, kind="stable").tolist()]
 
 
 class CrossEncoderReranker:
-    """Orders hits by a cross-encoder, which reads question and fact together: better, and thousands of times slower.
+    """Orders hits by a cross-encoder, which reads question and fact together: better, but thousands of times slower.
 
     `model` is a folder, a name on the hub, or a `sentence_transformers.CrossEncoder`. Raises `FactError` for a depth
-    below 1, `MissingDependencyError` where sentence-transformers is absent.
+    below 1, `MissingDependencyError` if sentence-transformers is not installed.
     """
 
     def __init__(self, model: Any, depth: int = 20) -> None:  # noqa: ANN401 - the library's own type, or a name
@@ -98,7 +98,7 @@ class CrossEncoderReranker:
 
 
 def _stretched(scores: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """From 0 for the least to 1 for the highest; all 0 where they are equal."""
+    """Scale scores to [0, 1]; all 0 if they are equal."""
     spread = float(np.ptp(scores))
     return (scores - scores.min()) / spread if spread else np.zeros(len(scores))
 

@@ -1,4 +1,4 @@
-"""A fact store but for where its rows are: facts come and go, are found, and stand in banks."""
+"""A fact store without its storage: adds, finds and groups facts; subclasses store the rows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 _BATCH, _SAMPLE = 512, 32
 _FIRST, _GROWTH = 8, 4
-# Cosine of a text's vector in the store and its vector made anew: models round, and batches pad.
+# Minimum cosine between the stored vector of a text and a new one: rounding and batch padding differ.
 _SAME = 0.999
 _NO_CENTROIDS = np.zeros((0, 0), np.float32)
 
 
 class Row(NamedTuple):
-    """A fact, its vector (without numbers where that was not asked for), and the number of its bank."""
+    """A fact, its vector (empty if not requested), and the number of its bank."""
 
     fact: Fact
     vector: Vectors
@@ -40,10 +40,10 @@ class Row(NamedTuple):
 
 
 class BaseFactStore(ABC):
-    """A `FactStore` whose rows a subclass keeps, namespace by namespace, in the order they came in, expired ones too.
+    """A `FactStore` whose subclass stores the rows by namespace, in the order they were added, with expired ones.
 
-    `bank_size` facts make a bank, about. From a cosine of `near_duplicate` on, two facts are reported to say the same;
-    `None` does not look. The number of a fact's bank is written with the fact.
+    A bank has about `bank_size` facts. Two facts with a cosine of at least `near_duplicate` are reported as duplicates;
+    `None` turns the check off. The number of a fact's bank is stored with the fact.
     """
 
     def __init__(self, embedder: Embedder, *, bank_size: int = BANK_SIZE, near_duplicate: float | None = 0.97) -> None:
@@ -55,11 +55,11 @@ class BaseFactStore(ABC):
 
     @abstractmethod
     def _spaces(self, namespace: str | None) -> list[str]:
-        """This namespace, if there is one, or all, in alphabetical order; there may be no facts in it."""
+        """Return this namespace if it exists, or all in alphabetical order; a namespace may be empty."""
 
     @abstractmethod
     def _open(self, namespace: str) -> None:
-        """Make a namespace where there is none."""
+        """Create the namespace if it does not exist."""
 
     @abstractmethod
     def _count(self, space: str) -> int:
@@ -75,37 +75,37 @@ class BaseFactStore(ABC):
         where: Filter | None = None,
         vectors: bool = False,
     ) -> Iterator[Row]:
-        """The rows with these ids, or of one bank, or those that match `where` as far as that can be told, or all."""
+        """Yield the rows with these ids, or of one bank, or all; `where` may be applied only in part."""
 
     @abstractmethod
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        """For each of `vectors` (normalised, shape `(n, dimensions)`) the `count` nearest living facts that match."""
+        """For each of `vectors` (normalised, `(n, dimensions)`), return the `count` nearest living facts that match."""
 
     @abstractmethod
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
-        """Keep facts, in the place of those with their ids, in banks of these numbers; lasting on return."""
+        """Store facts, replacing those with the same ids, in banks of these numbers; durable on return."""
 
     @abstractmethod
     def _remove(self, space: str, ids: Sequence[str]) -> None:
-        """Remove the facts with these ids; lasting on return."""
+        """Delete the facts with these ids; durable on return."""
 
     @abstractmethod
     def _bank_count(self, space: str) -> int | None:
-        """How many banks were made, numbered from 0 on, those included that lost all facts since; `None` for none."""
+        """Number of banks made, numbered from 0, including those without facts now; `None` if there are none."""
 
     @abstractmethod
     def _nearest_banks(self, space: str, vectors: Vectors, count: int) -> list[list[tuple[int, float]]]:
-        """For each of `vectors` the `count` banks with the nearest centroids: number and cosine, nearest first."""
+        """For each of `vectors`, return the `count` banks with the nearest centroids: (number, cosine), best first."""
 
     @abstractmethod
     def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
-        """Put each fact into the bank of its number; `centroids` has a row for each bank, of which there may be none.
+        """Put each fact into the bank of its number; `centroids` has one row per bank, and may be empty.
 
-        Before it is done there are no banks, also where a process is killed meanwhile.
+        Until this finishes, the namespace has no banks, also if the process is killed.
         """
 
     def _check_writes(self) -> None:  # noqa: B027 - where all may be changed, there is nothing to check
-        """Raise `FactError` where nothing may be changed."""
+        """Raise `FactError` if the store may not be changed."""
 
     def __len__(self) -> int:
         """See `FactStore`."""
@@ -114,7 +114,7 @@ class BaseFactStore(ABC):
     def facts(
         self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
     ) -> Iterator[Fact]:
-        """See `FactStore.facts`; read page by page, so what changes meanwhile may be seen or not."""
+        """See `FactStore.facts`; reads page by page, so it may or may not see concurrent changes."""
         test = predicate({} if where is None else where)
         for space in self._spaces(namespace):
             rows = self._rows(space, ids=ids, where=where)
@@ -198,7 +198,7 @@ class BaseFactStore(ABC):
         raise FactError(f"There are no facts{_within(namespace)}.")
 
     def _probed(self, spaces: list[str], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
-        """Hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
+        """Return hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
         test, found, looked = predicate({} if where is None else where), list[Hit](), 0
         with self._writing:
             for space, number in self._ranked(spaces, query):
@@ -210,7 +210,7 @@ class BaseFactStore(ABC):
         return found
 
     def _ranked(self, spaces: list[str], query: Vectors) -> Iterator[tuple[str, int]]:
-        """The banks of all these namespaces, those with the nearest centroids first."""
+        """Yield the banks of all these namespaces, nearest centroid first."""
         spaces, count, given = self._with_banks(spaces), _FIRST, 0
         while True:
             near = [(cosine, s, n) for s in spaces for n, cosine in self._nearest_banks(s, query[None], count)[0]]
@@ -300,10 +300,10 @@ class BaseFactStore(ABC):
                 self._make_banks(space)
 
     def verify(self, *, repair: bool = False) -> list[str]:
-        """What is wrong, a sentence each; with `repair`, put right afterwards.
+        """Return the problems found, one sentence each; with `repair`, fix them.
 
-        Compares counts, the vectors of a sample of facts with their texts embedded again, and banks with facts.
-        `repair` embeds all facts of a damaged namespace anew, whose banks are made anew when next asked for.
+        Compares counts, the vectors of a sample of facts with newly embedded ones, and banks with facts. `repair`
+        embeds all facts of a damaged namespace anew; the next use of its banks makes them anew.
         """
         found = []
         with self._writing:
@@ -334,13 +334,13 @@ class BaseFactStore(ABC):
                 continue
             self._put_near(space, facts, made)
             report += Added(near_duplicates=tuple(self._near(space, facts, made)))
-            # Banks that hold twice their size on average are best made anew.
+            # Banks with twice their size on average are best made anew.
             if (banks := self._bank_count(space)) and self._count(space) > LARGEST * self.bank_size * banks:
                 self._set_banks(space, {}, _NO_CENTROIDS)
         return report
 
     def _new(self, space: str, given: Sequence[tuple[int, Fact]]) -> tuple[list[tuple[int, Fact]], tuple[str, ...]]:
-        """Those of `given` that the namespace does not hold, and the ids under which it holds a later version."""
+        """Return the facts that the namespace does not have, and the ids for which it has a later version."""
         seen = self._holding(space, [fact for _, fact in given])
         new: dict[str, tuple[int, Fact]] = {}
         for at, fact in given:
@@ -360,7 +360,7 @@ class BaseFactStore(ABC):
         return list(new.values()), tuple(superseded)
 
     def _next_versions(self, space: str, given: Sequence[tuple[int, Fact]]) -> list[tuple[int, Fact]]:
-        """The last of `given` under each id, as the version that it is, unless the namespace holds just that."""
+        """Return the last given fact of each id, with its version, unless the namespace has the same fact."""
         new = {fact.id: (at, fact) for at, fact in given}
         for row in list(self._rows(space, ids=list(new))):
             at, fact = new.pop(row.fact.id)
@@ -370,13 +370,13 @@ class BaseFactStore(ABC):
         return list(new.values())
 
     def _holding(self, space: str, facts: Sequence[Fact]) -> dict[str, str]:
-        """The texts of those of `facts` that the namespace holds, each with the id under which it does."""
+        """Return the texts of `facts` that the namespace already has, with the ids of the stored facts."""
         digests = {fact.text: fact.digest for fact in facts}
         held = self._rows(space, where={"kp:digest": {"$in": list(digests.values())}})
         return {row.fact.text: row.fact.id for row in held if row.fact.text in digests}
 
     def _put_near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> None:
-        """Keep facts, each in the bank with the nearest centroid, where there are banks."""
+        """Store facts, each in the bank with the nearest centroid if there are banks."""
         near = None if self._bank_count(space) is None else self._nearest_banks(space, vectors, 1)
         self._put(space, facts, vectors, None if near is None else [number for [(number, _)] in near])
 
@@ -390,7 +390,7 @@ class BaseFactStore(ABC):
         return checked_vectors(vectors, (count, vectors.shape[-1] if vectors.ndim else 0), self.embedder)
 
     def _near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> Iterator[NearDuplicate]:
-        """Which of these facts, just added, nearly repeat an earlier one."""
+        """Yield those of the facts just added that nearly repeat an earlier one."""
         if self.near_duplicate is None:
             return
         places = {fact.id: place for place, fact in enumerate(facts)}
@@ -401,7 +401,7 @@ class BaseFactStore(ABC):
                     break
 
     def _with_banks(self, spaces: list[str]) -> list[str]:
-        """These namespaces, with banks in those that hold facts."""
+        """Make banks in those of these namespaces that have facts but no banks; returns `spaces`."""
         with self._writing:
             for space in spaces:
                 if self._bank_count(space) is None and self._count(space):
@@ -416,7 +416,7 @@ class BaseFactStore(ABC):
             return
         labels, centroids = cluster(_stacked(rows), self.bank_size)
         self._set_banks(space, {row.fact.id: int(label) for row, label in zip(rows, labels, strict=True)}, centroids)
-        # Another process may have added facts while there were no banks to put them into.
+        # Another process may have added facts while there were no banks.
         if others := [row.fact.id for row in self._rows(space) if row.bank is None]:
             late = list(self._rows(space, ids=others, vectors=True))
             self._put_near(space, [row.fact for row in late], _stacked(late))

@@ -1,1 +1,1 @@
-"""Packs: what they are, how they are named, and how they are kept."""
+"""Packs: what they hold, how they are named, and how they are stored."""

@@ -1,4 +1,4 @@
-"""Where bytes lie: whole values under keys, in a folder or in object storage."""
+"""Byte storage under keys, in a folder or in object storage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEY = re.compile(r"(?!staging(?:/|$))[a-z0-9][a-z0-9_.-]*(?:/[a-z0-9][a-z0-9_.-
 
 
 class BlobStat(NamedTuple):
-    """Size in bytes, a token that changes whenever other bytes are written, and when that was (seconds since 1970)."""
+    """Size in bytes, a token that changes whenever other bytes are written, and the write time (seconds since 1970)."""
 
     size: int
     version: str
@@ -31,42 +31,42 @@ class BlobStat(NamedTuple):
 
 
 def check_key(key: str) -> str:
-    """`key`, when it is one; raises `PackError` otherwise."""
+    """Return `key` if it is a valid key; raise `PackError` otherwise."""
     if _KEY.fullmatch(key) is None:
         raise PackError(f"Got the key {key!r}; expected lower-case names joined by '/', not under staging/.")
     return key
 
 
 class Blobs(Protocol):
-    """Blobs under keys such as `packs/geo/ab/abc.txt`, shared by any number of threads and processes.
+    """Byte values ("blobs") under keys such as `packs/geo/ab/abc.txt`, shared by any number of threads and processes.
 
-    A blob is whole or absent to every reader, after a crash too; what a call has written, every later call sees.
-    `str()` names the place. Errors of the medium are `OSError`.
+    A reader sees a whole blob or none, also after a crash. Every call sees what earlier calls wrote. `str()` names the
+    storage. I/O errors are `OSError`.
     """
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
-        """The bytes of one version of the blob, or those from `start` to `stop`; raises `FileNotFoundError`."""
+        """Return the bytes of one version of the blob, whole or `start:stop`; raises `FileNotFoundError`."""
 
     def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
-        """Put `chunks` in the place of the blob; with `if_absent` only where there is none. Returns whether it did."""
+        """Write `chunks` as the blob, with `if_absent` only if there is none. Returns whether it wrote."""
 
     def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:
-        """What there is to know without reading it, or `None` when there is no such blob.
+        """Return size, version and time without reading the blob; `None` if there is no such blob.
 
-        With `recent` as it was at most a second ago, where asking takes long; what is absent is always looked for.
+        With `recent`, a slow storage may answer from a cache that is at most one second old. It never caches absence.
         """
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
-        """Every blob whose key starts with `prefix`, in any order."""
+        """Yield every blob whose key starts with `prefix`, in any order."""
 
     def delete(self, key: str) -> bool:
-        """Remove the blob; returns whether there was one."""
+        """Delete the blob; returns whether there was one."""
 
 
 class FolderBlobs:
-    """Blobs as the files of a folder, which is made by the first write; files being written lie in its `staging/`.
+    """Blobs as files of a folder, which the first write creates. Unfinished files lie in its `staging/`.
 
-    Raises `PackError` for keys that are not lower-case names joined by `/`, so that no key leaves the folder.
+    Raises `PackError` for a key that is not lower-case names joined by `/`, so no key points outside the folder.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -79,7 +79,7 @@ class FolderBlobs:
         return self._root
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> memoryview:
-        """As `Blobs.read`; the memory is the caller's own, and can be written to."""
+        """As `Blobs.read`; the caller owns the returned memory and may write to it."""
         with open(self._file(key), "rb", buffering=0) as file:  # noqa: PTH123 - as `_file`
             size = os.fstat(file.fileno()).st_size
             data = np.empty(max(0, min(size if stop is None else stop, size) - start), np.uint8).data
@@ -100,7 +100,7 @@ class FolderBlobs:
         make_dirs(staging)
         discard_stale(staging)
         with stage(staging, chunks) as staged:
-            # The clock of the file system ticks slowly, and two writes within a tick may look the same.
+            # File system clocks are coarse: two writes within one tick would have the same time.
             os.utime(staged, ns=(time.time_ns(),) * 2)
             if not if_absent:
                 publish(staged, target)
@@ -111,7 +111,7 @@ class FolderBlobs:
                 sync_dir(target.parent)
             except FileExistsError:
                 return False
-            except OSError:  # A file system without hard links: a look before the rename has to do.
+            except OSError:  # Without hard links, check for the file before the rename.
                 if target.exists():
                     return False
                 publish(staged, target)
@@ -125,7 +125,7 @@ class FolderBlobs:
             return None
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
-        """As `Blobs.list`; files with names that no key has are listed too."""
+        """As `Blobs.list`; also yields files whose names are not valid keys."""
         if prefix:
             self._file(prefix.rstrip("/"))
         return self._walk(prefix.rpartition("/")[0], prefix)
@@ -153,7 +153,7 @@ class FolderBlobs:
                         yield key, _stat(entry.stat())
 
     def _file(self, key: str) -> str:
-        # A string, as Path objects would cost more than all the rest of a `stat`.
+        # A string: building a Path would cost more than the rest of `stat`.
         return f"{self._root}/{check_key(key)}"
 
 

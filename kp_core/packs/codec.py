@@ -1,4 +1,4 @@
-"""The bytes of tensors in a pack file: as they are, compressed without loss, or rounded to eight bits."""
+"""Encoding of tensors in a pack file: raw, compressed losslessly, or rounded to eight bits."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ __all__ = [
 ]
 
 Compression: TypeAlias = Literal["none", "lossless", "int8"]
-"""How the KV of a pack is stored. `lossless`: the most significant byte of each number, which holds its sign and
-exponent and repeats, goes through zstd; the others do not shrink. `int8`: eight bits a number, with a scale for each
-channel of the keys and each token of the values (KIVI, arXiv 2402.02750, section 3)."""
+"""How the KV of a pack is stored. `lossless`: zstd compresses the most significant byte of each number, which holds
+sign and exponent and repeats; the other bytes do not shrink and stay raw. `int8`: eight bits per number, with one scale
+per channel for keys and one per token for values (KIVI, arXiv 2402.02750, section 3)."""
 
 COMPRESSIONS: tuple[Compression, ...] = ("none", "lossless", "int8")
 
-# Exponents repeat by chance for three bytes or four: shorter matches cost room and time, and help nobody.
+# Three or four equal bytes occur by chance; matching them costs space and time.
 _PARAMETERS = zstandard.ZstdCompressionParameters.from_level(3, min_match=7)
 _own = threading.local()
-_POOL_FROM = 1_000_000  # Bytes from which threads pay for being started.
-_LEAST_EXPONENT = {torch.float16: -24}  # A smaller scale has no number in that dtype; elsewhere it is that of float32.
+_POOL_FROM = 1_000_000  # Below this number of bytes, starting threads costs more than it saves.
+_LEAST_EXPONENT = {torch.float16: -24}  # Exponent of the smallest scale in float16; -126 for the rest.
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 def check_compression(name: object) -> None:
-    """Raise `PackError` for what is no compression."""
+    """Raise `PackError` if `name` is not a compression."""
     if name not in COMPRESSIONS:
         raise PackError(f"Got compress={name!r}; expected one of {', '.join(COMPRESSIONS)}.")
 
 
 def encode(tensor: Tensor, compression: Compression, name: str) -> bytes:
-    """What a file holds of `tensor`, `(kv_heads, tokens, head_dim)`, whose name says whether it holds keys or values.
+    """Encode `tensor`, `(kv_heads, tokens, head_dim)`; its `name` says whether it holds keys or values.
 
-    Raises `PackError` for a tensor that int8 would change: it takes what `rounded` gave.
+    Raises `PackError` if int8 would change the tensor: for int8, pass the output of `rounded`.
     """
     if compression == "int8":
         scales, numbers = _quantised(tensor, name)
@@ -68,7 +68,7 @@ def encode(tensor: Tensor, compression: Compression, name: str) -> bytes:
 
 
 def decode(data: Buffer, compression: Compression, dtype: torch.dtype, shape: Sequence[int], name: str) -> Tensor:
-    """The tensor that `encode` was given; raises `PackCorruptError` for bytes that are none."""
+    """Return the tensor that `encode` encoded; raises `PackCorruptError` for invalid bytes."""
     count = prod(shape)
     if compression == "int8":
         places = (shape[0], 1, shape[2]) if name.endswith("key") else (shape[0], shape[1], 1)
@@ -82,7 +82,7 @@ def decode(data: Buffer, compression: Compression, dtype: torch.dtype, shape: Se
     _need(data, cut, name)
     planes = np.frombuffer(data[:cut], np.uint8).reshape(width - 1, count)
     found = np.frombuffer(_decompressed(data[cut:], count, name), np.uint8).astype(f"<u{width}")
-    # Twice as fast as to write every other byte.
+    # Shifting is twice as fast as writing every other byte.
     for plane in planes[::-1]:
         found <<= 8
         found |= plane
@@ -90,10 +90,10 @@ def decode(data: Buffer, compression: Compression, dtype: torch.dtype, shape: Se
 
 
 def rounded(kv: KVTensors) -> KVTensors:
-    """The nearest KV of eight bits a number, in the same dtype: what is read back of KV stored as int8.
+    """Round KV to eight bits per number, in the same dtype: the KV that a reader of int8 gets back.
 
-    Scales are powers of two, so every number has an exact value in the dtype, and rounding twice changes nothing.
-    Raises `PackError` for KV that is not finite.
+    Scales are powers of two, so the dtype represents every result exactly, and rounding twice changes nothing. Raises
+    `PackError` if the KV has NaN or infinite numbers.
     """
 
     def side(tensors: Sequence[Tensor], name: str) -> tuple[Tensor, ...]:
@@ -103,37 +103,37 @@ def rounded(kv: KVTensors) -> KVTensors:
 
 
 def digest(found: Tensor | Buffer) -> str:
-    """BLAKE2b of bytes, or of those of a tensor, 16 bytes long."""
+    """Return the BLAKE2b digest (16 bytes, as hexadecimal digits) of bytes or of a tensor's bytes."""
     data = found.contiguous().view(-1).view(torch.uint8).numpy().data if isinstance(found, Tensor) else found
     return blake2b(data, digest_size=16).hexdigest()
 
 
 def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) -> list[_Out]:
-    """`act` on each item, in threads where `nbytes` of them pay: hashing and zstd release the interpreter's lock."""
-    # Those that this process may use, where the system tells.
+    """Apply `act` to each item, in threads if `nbytes` is large: hashing and zstd release the GIL."""
+    # The cores that this process may use, if the system reports them.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = min(8, cores, len(items))
-    # In one of these threads there are enough of them.
+    # A thread of the pool starts no more threads.
     if nbytes < _POOL_FROM or count < 2 or getattr(_own, "is_of_pool", False):
         return list(map(act, items))
     found: list[_Out] = list(items)  # type: ignore[arg-type]  # Each is replaced below.
     with ThreadPoolExecutor(count, initializer=setattr, initargs=(_own, "is_of_pool", True)) as pool:
-        # A task for each item would cost as much as hashing it.
+        # One task per thread: a task per item would cost as much as hashing the item.
         for at, part in enumerate(pool.map(lambda at: list(map(act, items[at::count])), range(count))):
             found[at::count] = part
     return found
 
 
 def _quantised(tensor: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Exponents of the scales and numbers from -127 to 127, both int8."""
+    """Return the exponents of the scales, and the numbers from -127 to 127, both int8."""
     plain = tensor.detach().cpu().to(torch.float32)
     if not bool(torch.isfinite(plain).all()):
         raise PackError(f"{name} holds numbers that are not finite; they cannot be stored as int8.")
     axis = 1 if name.endswith("key") else 2
-    # Of no tokens there is no largest number.
+    # `amax` of zero tokens fails; `sum` gives zeros.
     largest = plain.abs().amax(dim=axis, keepdim=True) if plain.shape[axis] else plain.sum(dim=axis, keepdim=True)
     mantissa, exponent = torch.frexp(largest)
-    # The least power of two that takes the largest number to at most 127.
+    # The smallest power of two that scales the largest number to at most 127.
     scales = torch.where(mantissa <= 127 / 128, exponent - 7, exponent - 6)
     scales = scales.clamp(_LEAST_EXPONENT.get(tensor.dtype, -126), 127).to(torch.int8)
     return scales, torch.ldexp(plain, -scales.to(torch.int32)).round().to(torch.int8)
@@ -150,7 +150,7 @@ def _compressed(plane: np.ndarray) -> bytes:
 def _decompressed(data: Buffer, size: int, name: str) -> bytes:
     try:
         if zstandard.frame_content_size(data) == size:
-            # One for each thread, as it may not be shared and takes longer to make than to use.
+            # One per thread: it may not be shared, and takes longer to make than to use.
             decompressor = _own.__dict__.setdefault("decompressor", None) or zstandard.ZstdDecompressor()
             _own.decompressor = decompressor
             return decompressor.decompress(data, allow_extra_data=False)

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent, also after a crash: staged, synced, renamed."""
+"""Files that are either whole or absent, also after a crash: written aside, synced, then renamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows has no such locks.
+except ImportError:  # Windows has no file locks of this kind.
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["discard_left", "discard_stale", "make_dirs", "publish", "replace_file", "stage", "sync_dir"]
@@ -21,7 +21,7 @@ _PREFIX = ".kp-"
 
 
 def make_dirs(path: Path) -> None:
-    """Create `path` and what is missing above it, readable by its owner alone, surviving a crash."""
+    """Create `path` and its missing parents, readable by their owner only, and sync them to disk."""
     if path.is_dir():
         return
     make_dirs(path.parent)
@@ -32,9 +32,9 @@ def make_dirs(path: Path) -> None:
 
 @contextmanager
 def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> Iterator[Path]:
-    """A new file in `directory` with `chunks`, synced to disk, readable by its owner alone; it is gone at the end.
+    """Write a temporary file of `chunks` in `directory`, synced, readable by its owner only; delete it at the end.
 
-    It is locked for as long, so that what a killed process left is told from what is being written.
+    The file is locked until then, so that `discard_left` can tell it from files that killed processes left.
     """
     descriptor, name = _locked(directory)
     with os.fdopen(descriptor, "wb") as file:
@@ -43,7 +43,7 @@ def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> 
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-            if fcntl is None:  # Windows renames no open file.
+            if fcntl is None:  # Windows cannot rename an open file.
                 file.close()
             yield Path(name)
         finally:
@@ -53,7 +53,7 @@ def stage(directory: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> 
 def _locked(directory: Path) -> tuple[int, str]:
     while True:
         descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".tmp", dir=directory)
-        # Somebody may have taken it for a leftover before it was locked; then that one is waited for.
+        # Another process may have taken the file for a leftover before we locked it. Wait until it has deleted it.
         _lock(descriptor, wait=True)
         if fcntl is None or Path(name).exists():
             return descriptor, name
@@ -61,7 +61,7 @@ def _locked(directory: Path) -> tuple[int, str]:
 
 
 def _lock(descriptor: int, *, wait: bool = False) -> bool:
-    """Whether the file is locked now: nobody else had it, or has it after a `wait`, and the file system knows locks."""
+    """Lock the file and return whether that worked; with `wait`, wait for it. `False` where there are no locks."""
     if fcntl is None:
         return False
     try:
@@ -72,14 +72,14 @@ def _lock(descriptor: int, *, wait: bool = False) -> bool:
 
 
 def publish(staged: Path, target: Path) -> None:
-    """Rename `staged` to `target`, replacing what is there; readers see the old file or the new one, both whole."""
+    """Rename `staged` to `target` and replace what is there; readers see the old file or the new one, both whole."""
     make_dirs(target.parent)
     staged.replace(target)
     sync_dir(target.parent)
 
 
 def replace_file(target: Path, chunks: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write `chunks` to `target`, replacing what is there: whole or not at all. Raises `OSError`."""
+    """Write `chunks` to `target` and replace what is there, whole or not at all. Raises `OSError`."""
     make_dirs(target.parent)
     discard_left(target.parent)
     with stage(target.parent, chunks) as staged:
@@ -87,7 +87,7 @@ def replace_file(target: Path, chunks: Iterable[bytes | bytearray | memoryview])
 
 
 def sync_dir(path: Path) -> None:
-    """Make renames and removals in `path` survive a crash."""
+    """Sync the directory, so that renames and deletions in it survive a crash."""
     if os.name != "posix":  # Windows cannot open a directory, and syncs renames by itself.
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -98,7 +98,7 @@ def sync_dir(path: Path) -> None:
 
 
 def discard_left(directory: Path) -> None:
-    """Remove the files in `directory` that killed processes were writing; what others put there is not looked at."""
+    """Delete the temporary files in `directory` that killed processes left; other files stay."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(directory):
             if entry.name.startswith(_PREFIX) and entry.name.endswith(".tmp") and entry.is_file(follow_symlinks=False):
@@ -112,7 +112,7 @@ def discard_left(directory: Path) -> None:
 
 
 def discard_stale(directory: Path) -> None:
-    """As `discard_left`; and whatever lies there for more than a day, for file systems without locks."""
+    """Run `discard_left`, then delete every file older than a day, for file systems without locks."""
     discard_left(directory)
     for entry in os.scandir(directory):
         with suppress(FileNotFoundError):

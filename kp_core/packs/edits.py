@@ -1,4 +1,4 @@
-"""What was edited in a pack: the corrections that stand behind its text, and what was changed before."""
+"""The edit history of a pack: the corrections appended to its text, and earlier changes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kp_core.errors import PackError
 
 __all__ = ["Correction", "Edit", "Edits", "root_of"]
 
-_KEY = "kp:edits"  # In the provenance of a pack, which files of every version hold.
+_KEY = "kp:edits"  # Key in the provenance of a pack, which every file version stores.
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One edit: `how` ("amend", "overwrite", "rebuild" or "squash"), and what stood there and what stands there now."""
+    """One edit: `how` it was done ("amend", "overwrite", "rebuild" or "squash"), the old text and the new text."""
 
     how: str
     old: str
@@ -26,7 +26,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Correction:
-    """The characters `start:stop` of the corrected text are to be read as `new`; `line` is the erratum that says so."""
+    """Read the characters `start:stop` of the corrected text as `new`; `line` is the erratum that tells the model."""
 
     start: int
     stop: int
@@ -38,10 +38,9 @@ class Correction:
 class Edits:
     """The edits of one pack, oldest first.
 
-    The first `base` characters of its text are what `corrections` are about; their lines stand behind it, in order.
-    `starts` are the tokens of the pack, ascending, at which errata begin. `said` are errata that have since become part
-    of the text. `root` is the digest of the first text of all (`root_of`); it is blank where no version before this one
-    counts.
+    `corrections` refer to the first `base` characters of the pack's text. Their lines (errata) follow the text, in
+    order. `starts` are the tokens of the pack at which errata begin, ascending. `said` are earlier errata that are now
+    part of the text. `root` is the digest of the very first text (`root_of`); it is empty if no earlier version counts.
     """
 
     root: str = ""
@@ -53,12 +52,12 @@ class Edits:
 
     @cached_property
     def errata(self) -> tuple[str, ...]:
-        """All errata since the first text that still count."""
+        """All errata since the first text that still apply."""
         return (*self.said, *(each.line for each in self.corrections))
 
     @classmethod
     def of(cls, provenance: Mapping[str, str]) -> Edits:
-        """Those that a provenance tells; raises `PackError` for what `written` would not have written."""
+        """Read the edits from `provenance`; raises `PackError` if `written` did not write them."""
         text = provenance.get(_KEY)
         if text is None:
             return _NONE
@@ -84,12 +83,12 @@ class Edits:
         return found
 
     def written(self, provenance: Mapping[str, str]) -> dict[str, str]:
-        """`provenance` with these edits in it."""
+        """Return `provenance` with these edits added."""
         return {**provenance, _KEY: json.dumps(astuple(self), ensure_ascii=False, separators=(",", ":"))}
 
 
 def root_of(text: str) -> str:
-    """What names a text in the edits of its later versions."""
+    """Return the digest that names a text in the edits of its later versions."""
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""The form that all our files have: a safetensors file with JSON in its metadata, and a digest of that JSON.
+"""The common form of our files: a safetensors file with JSON in its metadata, and a digest of that JSON.
 
-The header is written here, as the safetensors library orders metadata at random, needs all tensors once more in memory
-for writing, and reads no header without a file.
+We write the header ourselves, because the safetensors library orders metadata at random, copies all tensors in memory
+to write them, and cannot read a header without a file.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ __all__ = [
 ]
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-"""The dtypes a tensor may have, and what safetensors calls them."""
+"""The dtypes a tensor may have, and their safetensors names."""
 
 _LARGEST_HEADER = 100_000_000  # The limit of safetensors itself.
-_LARGEST_FILE = 1 << 30  # Of files that are read at once; packs are not.
+_LARGEST_FILE = 1 << 30  # For files that are read whole; packs are not.
 _ALIGNMENT = 64  # Tensor data begins on a cache line, for readers that map the file.
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """A kind of file: its `format`, the metadata entry that holds its JSON, and the versions that are read.
+    """A kind of file: its `format`, the metadata entry with its JSON, and the versions that can be read.
 
-    The last version is the one that is written. The digest is of version and JSON, and with `covers_tensors` of the
-    tensors, too; else the JSON holds digests of them, for their reader to check. `advice` says what to do with a file
-    of another version.
+    We write the last of `versions`. The digest covers the version and the JSON, and with `covers_tensors` also the
+    tensors. Without it, the JSON holds digests of the tensors, and the reader checks them. `advice` tells the user what
+    to do with a file of another version.
     """
 
     format: str
@@ -60,7 +60,7 @@ class Envelope:
     def write_head(
         self, text: str, entries: Mapping[str, object], tensors: Mapping[str, Tensor] | None = None
     ) -> bytes:
-        """All that stands before the tensors: length field, header around the JSON `text`, padding."""
+        """Return the bytes before the tensors: length field, header around the JSON `text`, padding."""
         version = self.versions[-1]
         metadata = {"format": self.format, "version": version, "digest": self._digest(version, text, tensors or {})}
         header = to_json({"__metadata__": {**metadata, self.content: text}, **entries}).encode()
@@ -68,16 +68,16 @@ class Envelope:
         return len(header).to_bytes(8, "little") + header
 
     def read_head(self, head: bytes) -> tuple[str, str, dict[str, object]]:
-        """Version, JSON text and tensor entries in a `head` without damage; for files whose digest is of the JSON.
+        """Check a `head` and return version, JSON text and tensor entries, for files whose digest covers the JSON.
 
-        Raises `PackCorruptError` when the metadata cannot be trusted, `PackVersionError` when they are intact but of a
-        version that this release does not know.
+        Raises `PackCorruptError` if the metadata is damaged, `PackVersionError` if it is intact but of a version that
+        this release does not know.
         """
         metadata, entries = self._metadata(head)
         return *self._checked(metadata, {}), entries
 
     def write(self, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> bytes:
-        """The file of `content`, as canonical JSON, and `tensors`; equal ones give equal bytes."""
+        """Return the file of `content`, as canonical JSON, and `tensors`; equal input gives equal bytes."""
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         entries = header_entries(
             (name, DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.shape, tensor.nbytes)
@@ -86,7 +86,7 @@ class Envelope:
         return b"".join((self.write_head(to_json(content, sort_keys=True), entries, plain), *map(raw, plain.values())))
 
     def read(self, data: bytes) -> tuple[Any, dict[str, Tensor]]:
-        """The JSON and the tensors of a whole file; nothing is unpickled.
+        """Return the JSON and the tensors of a whole file; nothing is unpickled.
 
         Raises `PackCorruptError` and `PackVersionError` as `read_head`.
         """
@@ -99,20 +99,20 @@ class Envelope:
         return from_json(text.encode()), tensors
 
     def save(self, path: str | Path, content: Mapping[str, object], tensors: Mapping[str, Tensor]) -> Path:
-        """`write` to `path`, replacing what is there; the file is there whole or not at all."""
+        """Save the output of `write` as `path` and replace what is there; the file appears whole or not at all."""
         target = Path(path).absolute()
         replace_file(target, [self.write(content, tensors)])
         return target
 
     def load(self, path: str | Path) -> tuple[Any, dict[str, Tensor]]:
-        """`read` of the file at `path`, which is not mapped; also raises `OSError`."""
+        """Read the file at `path` as `read` does, without mapping it; also raises `OSError`."""
         file = Path(path)
         if (size := file.stat().st_size) > _LARGEST_FILE:
             raise PackCorruptError(f"It has {size} bytes; expected at most {_LARGEST_FILE}.")
         return self.read(file.read_bytes())
 
     def _metadata(self, head: bytes) -> tuple[dict[str, object], dict[str, object]]:
-        """The metadata of a file of this kind, unchecked but for their names, and the entries of its tensors."""
+        """Return the metadata, of which only the names are checked, and the tensor entries."""
         entries = mapping(from_json(head[8:]), "header")
         metadata = mapping(entries.pop("__metadata__", None), "__metadata__")
         if set(metadata) != {"format", "version", "digest", self.content} or metadata["format"] != self.format:
@@ -139,7 +139,7 @@ class Envelope:
 
 
 def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> dict[str, object]:
-    """The safetensors header of tensors that lie one after the other: name, dtype, shape and bytes of each."""
+    """Return the safetensors header of contiguous tensors, given name, dtype, shape and size in bytes of each."""
     entries: dict[str, object] = {}
     stop = 0
     for name, dtype, shape, size in tensors:
@@ -149,7 +149,7 @@ def header_entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> di
 
 
 def header_stop(data: Buffer, size: int) -> int:
-    """Where the header of a file of `size` bytes ends, by its first 8 bytes; raises `PackCorruptError`."""
+    """Return where the header of a file of `size` bytes ends, from its first 8 bytes; raises `PackCorruptError`."""
     length = int.from_bytes(data[:8], "little")
     if size < 8 or not 2 <= length <= min(size - 8, _LARGEST_HEADER):
         raise PackCorruptError(f"The file of {size} bytes claims a header of {length}.")
@@ -157,13 +157,13 @@ def header_stop(data: Buffer, size: int) -> int:
 
 
 def raw(tensor: Tensor) -> Buffer:
-    """The bytes of a contiguous tensor on the CPU, not copied."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     data: Buffer = tensor.view(-1).view(torch.uint8).numpy().data
     return data
 
 
 def string(value: object, name: str) -> str:
-    """`value`, when it is a string of Unicode characters; `PackCorruptError` otherwise."""
+    """Return `value` if it is a Unicode string; raise `PackCorruptError` otherwise."""
     if not isinstance(value, str):
         raise PackCorruptError(f"Got {type(value).__name__} under {name!r}; expected a string.")
     try:
@@ -174,19 +174,19 @@ def string(value: object, name: str) -> str:
 
 
 def mapping(value: object, name: str) -> dict[str, object]:
-    """`value`, when it is a JSON object; `PackCorruptError` otherwise."""
+    """Return `value` if it is a JSON object; raise `PackCorruptError` otherwise."""
     if not isinstance(value, dict):
         raise PackCorruptError(f"Got {type(value).__name__} under {name!r}; expected an object.")
     return value
 
 
 def to_json(value: Mapping[str, object], *, sort_keys: bool = False) -> str:
-    """Compact JSON; raises `TypeError` or `ValueError` for what JSON cannot say."""
+    """Return compact JSON; raises `TypeError` or `ValueError` for a value that JSON cannot express."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=sort_keys, allow_nan=False)
 
 
 def from_json(data: bytes) -> object:
-    """The value that UTF-8 `data` describes; `PackCorruptError` when it is no JSON or repeats a name in an object."""
+    """Parse UTF-8 JSON; raises `PackCorruptError` for invalid JSON and for an object that repeats a name."""
     try:
         return json.loads(data.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""One pack as one safetensors file: bytes to `KnowledgePack` and back. The format is specified in `docs/format.md`."""
+"""One pack as one safetensors file: bytes to `KnowledgePack` and back. `docs/format.md` specifies the format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kp_core.packs.pack import KnowledgePack, Prefix
 __all__ = ["VERSION", "PackFile", "encode_pack", "open_pack", "read_header", "read_pack"]
 
 VERSION = "5"
-"""Of the format that is written."""
+"""The format version that we write."""
 
 _ENVELOPE = Envelope(
     "knowledge-pack",
@@ -31,46 +31,46 @@ _ENVELOPE = Envelope(
     ("2", "3", "4", VERSION),
     advice="Upgrade the package, or remove the pack and store it anew from the text beside the file.",
 )
-_HEADERS = 64  # Kept in memory, some 50 KB each.
+_HEADERS = 64  # Cached headers, about 50 KB each.
 _STATE = "states."
 _LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
 
 
 @dataclass(frozen=True, eq=False)
 class PackFile:
-    """A pack file: its pack without KV, what its head says of the tensors, and their bytes where these are at hand.
+    """A pack file: the pack without KV, what the header says of its tensors, and the tensors' bytes if they were read.
 
-    Tensors come in file order: `layers.0.key`, `layers.0.value`, `layers.1.key`, …, and last the states of recurrent
-    layers. A lazy pack has none, and no `dtype`.
+    Tensors are in file order: `layers.0.key`, `layers.0.value`, `layers.1.key`, …, and last the states of recurrent
+    layers. A lazy pack has no tensors and no `dtype`.
     """
 
     pack: KnowledgePack
     dtype: str | None = None
-    """Of keys and values."""
+    """The dtype of keys and values."""
     shapes: tuple[tuple[int, ...], ...] = ()
-    """`(kv_heads, tokens, head_dim)`; states have any."""
+    """`(kv_heads, tokens, head_dim)` for keys and values; states have any shape."""
     digests: tuple[str, ...] = ()
     stored: tuple[int, ...] = ()
-    """Where the pack is compressed: the bytes that the file holds of each tensor."""
+    """If the pack is compressed: the bytes of each tensor in the file."""
     states: tuple[str, ...] = ()
     """The dtype of each state."""
     metadata: str = ""
-    """The JSON that says all of the above, and identifies the content."""
+    """The JSON with all of the above; it identifies the content."""
     head: bytes = b""
-    """What stands before the tensors: length field, header with the metadata, padding."""
+    """The bytes before the tensors: length field, header with the metadata, padding."""
     tensors: tuple[Buffer, ...] = ()
-    """The bytes of each; empty where only the head was read."""
+    """The bytes of each tensor; empty if only the header was read."""
     damage: str | None = None
-    """What is wrong with the rest of the file, as far as the head and the size of the file show it."""
+    """The damage that the header and the size of the file show, if any."""
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors."""
+        """The names of the tensors, in file order."""
         return _names(len(self.shapes), len(self.states))
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """The names of their dtypes."""
+        """The dtype name of each tensor."""
         return (str(self.dtype),) * (len(self.shapes) - len(self.states)) + self.states
 
     @property
@@ -83,18 +83,18 @@ class PackFile:
 
     @property
     def nbytes(self) -> int:
-        """The size that the file should have."""
+        """The size in bytes that the file should have."""
         return len(self.head) + sum(self.sizes)
 
     def chunks(self) -> Iterator[Buffer]:
-        """The bytes of the file, in order, without copying tensors."""
+        """Yield the bytes of the file, in order, without copying tensors."""
         yield self.head
         yield from self.tensors
 
     def tensor(self, index: int) -> Tensor:
-        """One tensor, on the CPU, in the memory of its bytes where nothing is unpacked.
+        """Return one tensor, on the CPU; without compression it shares the memory of its bytes.
 
-        Raises `PackCorruptError` when its bytes do not match their digest.
+        Raises `PackCorruptError` if the bytes do not match their digest.
         """
         name, shape, data = self.names[index], self.shapes[index], self.tensors[index]
         dtype = _dtype(self.dtypes[index])
@@ -109,7 +109,7 @@ class PackFile:
         return found
 
     def read(self) -> KnowledgePack:
-        """The pack with its KV, every digest checked; raises `PackCorruptError` when the tensors are damaged."""
+        """Return the pack with its KV, after checking every digest; raises `PackCorruptError` for damaged tensors."""
         if self.dtype is None:
             return self.pack
         tensors = in_threads(self.tensor, range(len(self.tensors)), self.nbytes)
@@ -119,7 +119,7 @@ class PackFile:
         )
 
     def entries(self) -> dict[str, object]:
-        """The tensors as the safetensors header has them; what is compressed is bytes there."""
+        """Return the tensor entries of the safetensors header; a compressed tensor is listed as bytes."""
         sizes = self.sizes
         if self.stored:
             return header_entries((name, "U8", [size], size) for name, size in zip(self.names, sizes, strict=True))
@@ -128,10 +128,10 @@ class PackFile:
 
 
 def encode_pack(pack: KnowledgePack) -> PackFile:
-    """The file that holds `pack`; equal packs give equal bytes.
+    """Encode `pack` as a file; equal packs give equal bytes.
 
-    Raises `PackError` when the pack holds something the format cannot: a dtype, an id that is no integer, text that is
-    not Unicode; and when it is steered, as the format holds what a model computed and nothing else.
+    Raises `PackError` for what the format cannot hold: an unsupported dtype, a token id that is not an integer, text
+    that is not Unicode, and a steered pack, because the format holds only what a model computed.
     """
     if pack.steering is not None:
         raise PackError(
@@ -145,7 +145,7 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
     parts = list(map(raw, tensors))
     stored: tuple[int, ...] = ()
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    # What has another dtype is refused below.
+    # `_check` refuses other dtypes below.
     if pack.compression != "none" and tensors and set(dtypes) <= set(DTYPES):
         pairs = list(zip(tensors, names, strict=True))
         parts = in_threads(lambda each: encode(each[0], pack.compression, each[1]), pairs, nbytes)
@@ -165,10 +165,10 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
 
 
 def read_header(data: Buffer, size: int | None = None) -> PackFile:
-    """Read and check the head of a pack file of `size` bytes from its first ones; `data` is all of it without `size`.
+    """Read and check the header of a pack file of `size` bytes; `data` is its beginning, or all of it without `size`.
 
-    Raises `PackCorruptError` when the metadata cannot be trusted, `PackVersionError` when they are intact but of a
-    version that this release does not know.
+    Raises `PackCorruptError` if the metadata is damaged, `PackVersionError` if it is intact but of a version that this
+    release does not know.
     """
     size = len(data) if size is None else size
     return _read_header(bytes(data[: header_stop(data, size)]), size)
@@ -176,7 +176,7 @@ def read_header(data: Buffer, size: int | None = None) -> PackFile:
 
 @lru_cache(_HEADERS)
 def _read_header(head: bytes, size: int) -> PackFile:
-    """The head of a file is read when a pack is looked up, and again with its tensors: so it is parsed once."""
+    """Parse a header; cached, because a lookup reads it and reading the tensors reads it again."""
     version, metadata, entries = _ENVELOPE.read_head(head)
     file = replace(_from_json(metadata, version), metadata=metadata, head=head)
     damage = None
@@ -188,9 +188,9 @@ def _read_header(head: bytes, size: int) -> PackFile:
 
 
 def open_pack(data: Buffer) -> PackFile:
-    """The file of which `data` is all, its head checked; a buffer that is read-only is copied.
+    """Open the whole file in `data` and check its header; a read-only buffer is copied.
 
-    Raises as `read_header`, and `PackCorruptError` when the head does not fit what comes behind it.
+    Raises as `read_header`, and `PackCorruptError` if the header does not fit the rest of the file.
     """
     file = read_header(data)
     if file.damage is not None:
@@ -201,17 +201,18 @@ def open_pack(data: Buffer) -> PackFile:
 
 
 def read_pack(data: Buffer) -> KnowledgePack:
-    """Read a whole pack file, checking the digest of every tensor; the KV is on the CPU, in the memory of `data`.
+    """Read a whole pack file and check the digest of every tensor; the KV is on the CPU, in the memory of `data`.
 
-    Raises as `open_pack`, and `PackCorruptError` when the tensors are damaged.
+    Raises as `open_pack`, and `PackCorruptError` if tensors are damaged.
     """
     return open_pack(data).read()
 
 
 def _to_json(file: PackFile, version: str = VERSION, cuts: Sequence[int] = ()) -> str:
-    """The canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold.
+    """Return the canonical JSON; equal contents give equal strings. Raises `PackCorruptError` for what it cannot hold.
 
-    `cuts` is what files of versions 2 to 4 say of how their prefix was computed, which means nothing today.
+    `cuts` is a field of files of versions 2 to 4: how their prefix was cut into forward passes. It has no meaning
+    today.
     """
     _check(file, cuts)
     pack, prefix, names = file.pack, file.pack.prefix, file.names
@@ -246,7 +247,7 @@ def _to_json(file: PackFile, version: str = VERSION, cuts: Sequence[int] = ()) -
 
 
 def _from_json(text: str, version: str) -> PackFile:
-    """The inverse of `_to_json`; raises `PackCorruptError` for anything it would not have written."""
+    """Parse the output of `_to_json`; raises `PackCorruptError` for anything else."""
     try:
         data = json.loads(text)
         prefix = data["prefix"]
@@ -269,7 +270,7 @@ def _from_json(text: str, version: str) -> PackFile:
         file = PackFile(pack, data["dtype"], shapes, digests, stored, states)
         if version != VERSION and bool(states) != (version == "4"):
             raise PackCorruptError(f"A file of version {version} has {len(states)} states.")
-        # Names too many, repeated or out of order, and counts that disagree, are all seen so.
+        # This also finds missing, repeated or reordered names and counts that disagree.
         if _to_json(file, version, () if version == VERSION else tuple(prefix["cuts"])) != text:
             raise PackCorruptError("It is not in canonical form.")
     except (KnowledgePackError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -283,7 +284,7 @@ def _check(file: PackFile, cuts: Sequence[int]) -> None:
     about = chain(pack.fingerprint.to_dict().values(), *pack.provenance.items())
     for text in (pack.text, *about, *file.digests):
         string(text, "pack")
-    # `type(...) is int`, as `isinstance` takes JSON's true for an integer.
+    # `type(...) is int`, because `isinstance` accepts JSON's true as an integer.
     for number in chain(pack.token_ids, pack.prefix.token_ids, cuts, *file.shapes, file.stored):
         if type(number) is not int or not 0 <= number <= _LARGEST_INT:
             raise PackCorruptError(f"Got {number!r}; expected an integer from 0 to 2**53 - 1.")
@@ -303,7 +304,7 @@ def _check(file: PackFile, cuts: Sequence[int]) -> None:
 
 
 def _names(count: int, states: int = 0) -> list[str]:
-    """The names of `count` tensors, in file order, the last of which are `states`; `ValueError` for more than all."""
+    """Return the names of `count` tensors in file order, the last `states` of them states; raises `ValueError`."""
     if type(states) is not int or not 0 <= states <= count:
         raise ValueError(f"Got {states!r} states among {count} tensors.")
     kv = [f"layers.{index // 2}.{'value' if index % 2 else 'key'}" for index in range(count - states)]

@@ -1,4 +1,4 @@
-"""The files of packs: where they lie, and how they are read, checked and mended. The rules are in `docs/format.md`."""
+"""The files of packs: where they lie, and how they are read, checked and repaired. `docs/format.md` has the rules."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_HEAD_BYTES = 1 << 16  # What is read of a file at first to see its head.
-_PEEKED_PACKS = 1024  # Some 50 MB of token ids when they are banks of facts.
+_HEAD_BYTES = 1 << 16  # Bytes that the first read of a header fetches.
+_PEEKED_PACKS = 1024  # About 50 MB of token ids if the packs are banks of facts.
 _FILE = re.compile(r"packs/([^/]+)/[^/]+/([^/.]+)((?:\.[0-9a-f]{16}){0,2})\.(?:safetensors|txt)")
 
 
 class PackCorruptWarning(RuntimeWarning):
-    """A damaged pack file was set aside; the pack lives on without its KV, which is computed anew on use."""
+    """A damaged pack file went to quarantine. The pack has lost its KV, which its next use computes again."""
 
 
 class _OtherSecretError(PackCorruptError):
-    """An intact file whose handle was made under none of the secrets that were configured."""
+    """An intact file whose handle was made with none of the configured secrets."""
 
 
 class PackFiles:
-    """What lies under `packs/`: for each handle a text, the first entry of its KV, and others beside it.
+    """The files under `packs/`: for each handle a text, a first KV entry, and further KV entries.
 
-    `slot` is `""` for the first entry, else what `slots` names. Only the first entry carries the pack, and is
-    mended; others can be lost without harm.
+    `slot` is `""` for the first entry, else a name from `slots`. Only the first entry carries the pack and is repaired.
+    The others may be lost without harm.
     """
 
     def __init__(self, blobs: Blobs, secrets: Sequence[bytes], *, are_configured: bool = False) -> None:
@@ -67,21 +67,21 @@ class PackFiles:
         self._peeked = lru_cache(_PEEKED_PACKS)(self._peek)
 
     def handle(self, text: str, namespace: str) -> Handle:
-        """The handle `text` has here; raises `HandleError` for bad names and non-Unicode text."""
+        """Return the handle of `text` in this store; raises `HandleError` for bad names and non-Unicode text."""
         try:
             return mint(self.secrets[0], namespace, text)
         except UnicodeEncodeError as error:
             raise HandleError(f"Got text that is not Unicode: {error}. Decode it with errors='replace'.") from error
 
     def look(self, handle: Handle, slot: str = "", root: str = "packs") -> KnowledgePack | None:
-        """The entry without its KV; `None` for one that is absent or shows damage. Remembers what it saw."""
+        """Return the entry without its KV, cached by version; `None` if it is absent or its header shows damage."""
         with suppress(FileNotFoundError, PackCorruptError):
             if found := self.blobs.stat(pack_key(handle, slot, root), recent=True):
                 return self._peeked(handle, slot, root, found.version)
         return None
 
     def header(self, handle: Handle, slot: str = "", root: str = "packs") -> PackFile:
-        """The head of the stored file; raises `FileNotFoundError`, and `PackCorruptError` for any damage it shows."""
+        """Return the header of the stored file; raises `FileNotFoundError`, or `PackCorruptError` for damage."""
         key = pack_key(handle, slot, root)
         while True:
             found = self.blobs.stat(key)
@@ -93,13 +93,13 @@ class PackFiles:
                 header = read_header(data if stop <= len(data) else self.blobs.read(key, 0, stop), found.size)
                 self.own(handle, header.pack, header.damage)
             except PackCorruptError:
-                if self.blobs.stat(key) == found:  # Else it was replaced between two looks.
+                if self.blobs.stat(key) == found:  # Otherwise another writer replaced it in between.
                     raise
             else:
                 return header
 
     def own(self, handle: Handle, pack: KnowledgePack, damage: str | None = None) -> KnowledgePack:
-        """`pack`, when it is that of the handle and has no damage."""
+        """Return `pack` if it belongs to `handle` and has no damage; raise `PackCorruptError` otherwise."""
         if not self._is_of(handle, pack.text, pack.namespace):
             kind = _OtherSecretError if self._are_configured else PackCorruptError
             raise kind(f"The file holds another text than that of {handle}, or comes from another store.")
@@ -108,34 +108,34 @@ class PackFiles:
         return pack
 
     def text(self, handle: Handle) -> str | None:
-        """The text beside the pack, when there is one and it is that of the handle."""
+        """Return the text stored beside the pack; `None` if it is absent or belongs to another handle."""
         with suppress(FileNotFoundError, UnicodeDecodeError):
             text = str(self.blobs.read(text_key(handle)), "utf-8")
             return text if self._is_of(handle, text, handle.namespace) else None
         return None
 
     def note_change(self) -> None:
-        """Let everybody know that a pack was added or removed."""
+        """Change the token that tells all processes that packs were added or removed."""
         self.blobs.write("changes", [os.urandom(8)])
 
     def _is_of(self, handle: Handle, text: str, namespace: str) -> bool:
-        """Whether `handle` is that of `text`, under the present secret or an earlier one."""
+        """Whether `handle` is the handle of `text`, under the current secret or an earlier one."""
         return any(mint(each, namespace, text) == handle for each in self.secrets)
 
     def write_text(self, handle: Handle, text: str) -> bool:
-        """Write the text unless it is there; returns whether there was none."""
+        """Write the text if it is absent or damaged; returns whether it was absent."""
         absent = self.blobs.stat(text_key(handle)) is None
         if absent or self.text(handle) is None:
             self.blobs.write(text_key(handle), [text.encode()])
         return absent
 
     def beside(self, handle: Handle) -> list[str]:
-        """The slots of the entries that lie beside the first one."""
+        """Return the slots of all entries except the first."""
         listed = self.blobs.list(pack_key(handle).removesuffix("safetensors"))
         return sorted({entry[1] for key, _ in listed if (entry := handle_of(key)) and entry[1]})
 
     def read_beside(self, handle: Handle, slot: str) -> KnowledgePack | None:
-        """An entry beside the first one, with its KV; set aside and `None` when it is damaged."""
+        """Return an entry other than the first, with its KV; a damaged one goes to quarantine and gives `None`."""
         data: Buffer = b""
         try:
             data = self.blobs.read(pack_key(handle, slot))
@@ -152,9 +152,9 @@ class PackFiles:
             return None
 
     def open(self, handle: Handle, slot: str = "") -> PackFile:
-        """An entry whose tensors are read one by one; what is damaged is mended by who reads it whole.
+        """Open an entry to read its tensors one by one, without repairing it; `read` and `read_beside` repair damage.
 
-        Raises `FileNotFoundError` when there is none (of ours), `PackCorruptError` when it is damaged.
+        Raises `FileNotFoundError` if there is no entry of this store's secrets, `PackCorruptError` if it is damaged.
         """
         opened = open_pack(self.blobs.read(pack_key(handle, slot)))
         try:
@@ -164,7 +164,7 @@ class PackFiles:
         return opened
 
     def read(self, handle: Handle) -> KnowledgePack | None:
-        """The pack with its KV, from one read, so that versions never mix; mended when it is damaged."""
+        """Return the pack with its KV, from a single read, so that versions never mix; a damaged pack is repaired."""
         data, seen = None, self.blobs.stat(pack_key(handle))
         try:
             data = self.blobs.read(pack_key(handle))
@@ -178,7 +178,7 @@ class PackFiles:
         pack = self._salvage(handle, data)
         try:
             return self._mended(handle, pack, data, seen, damage)
-        except OSError as error:  # Nobody can write there, but what is intact can be read.
+        except OSError as error:  # The store is read-only; return what is intact.
             if pack is None:
                 raise PackCorruptError(f"The pack {handle} is damaged, and so is its text: {damage}") from error
             _warn(f"The pack {handle} is damaged: {damage} Its KV is lost, and it stays as it is: {error}.")
@@ -187,11 +187,11 @@ class PackFiles:
     def _mended(
         self, handle: Handle, pack: KnowledgePack | None, data: Buffer | None, seen: BlobStat | None, damage: str
     ) -> KnowledgePack | None:
-        """`pack`, which is what was intact of a damaged one, in its place; what was damaged is set aside."""
+        """Quarantine the damaged files, and store `pack`, the intact part of the pack, in their place."""
         aside = [] if data is None else [self._set_aside(handle, "safetensors", data)]
         if pack is None:
             if data is None and self.text(handle) is not None:
-                return self.read(handle)  # There was nothing of it, and now somebody puts it.
+                return self.read(handle)  # There was no pack, and now another writer stores it.
             with suppress(FileNotFoundError):
                 aside.append(self._set_aside(handle, "txt", self.blobs.read(text_key(handle))))
             if not aside:
@@ -208,7 +208,7 @@ class PackFiles:
             )
         self.write_text(handle, pack.text)
         if not self.replace(handle, encode_pack(pack), seen):
-            return self.read(handle)  # Somebody else was faster.
+            return self.read(handle)  # Another writer was faster.
         known = "text and token ids" if pack.fingerprint != ModelFingerprint.unknown() else "text"
         message = (
             f"The pack {handle} is damaged: {damage} Its {known} are intact; its KV is lost. "
@@ -218,28 +218,28 @@ class PackFiles:
         return pack
 
     def _salvage(self, handle: Handle, data: Buffer | None) -> KnowledgePack | None:
-        """What can be trusted of a damaged pack: all but the KV, or the text alone, or nothing (`None`)."""
+        """Return what is intact of a damaged pack: all but its KV, its text alone, or nothing (`None`)."""
         if data is not None:
             with suppress(PackCorruptError):
                 return self.own(handle, read_header(data).pack)
         text = self.text(handle)
-        if text is None and data is not None:  # Where the file is gone as well, somebody removes the pack.
+        if text is None and data is not None:  # If the file is missing too, another process is removing the pack.
             text = next((found.text for slot in self.beside(handle) if (found := self.look(handle, slot))), None)
         if text is None:
             return None
         return KnowledgePack(text, handle.namespace, (), Prefix(), ModelFingerprint.unknown())
 
     def _set_aside(self, handle: Handle, kind: str, data: Buffer) -> str:
-        """Keep damaged bytes in quarantine under a new name; returns that."""
+        """Copy damaged bytes to quarantine under a new name, and return that name."""
         names = (f"quarantine/{handle.namespace}.{handle.id}.{number}.{kind}" for number in itertools.count(1))
         return f"{self.blobs}/{next(key for key in names if self.blobs.write(key, [data], if_absent=True))}"
 
     def replace(self, handle: Handle, lazy: PackFile, seen: BlobStat | None) -> bool:
-        """Write `lazy` where the file is still as it was `seen`; what is removed meanwhile stays removed."""
+        """Write `lazy` if the file is still the version `seen`; a pack that is removed meanwhile stays removed."""
         if self.blobs.stat(pack_key(handle)) != seen:
             return False
         done = self.blobs.write(pack_key(handle), lazy.chunks(), if_absent=seen is None)
-        if self.blobs.stat(text_key(handle)) is None:  # `remove` takes the text first.
+        if self.blobs.stat(text_key(handle)) is None:  # `remove` deletes the text first.
             self.blobs.delete(pack_key(handle))
         return done
 
@@ -250,17 +250,17 @@ class PackFiles:
 
 def _warn(message: str) -> None:
     logger.warning(message)
-    # Last, as a filter may turn the warning into an error.
+    # Last, because a filter may turn the warning into an error.
     warnings.warn(message, PackCorruptWarning, stacklevel=4)
 
 
 def pack_key(handle: Handle, slot: str = "", root: str = "packs") -> str:
-    """Where the pack lies, or another entry of its text, whose `slot` is its name."""
+    """Return the key of the pack's first entry, or of the entry in `slot`."""
     return f"{root}/{handle.namespace}/{handle.id[:2]}/{handle.id}{slot}.safetensors"
 
 
 def slots(key: PackKey) -> tuple[str, str]:
-    """Where an entry may lie beside the first one of its text: the first of its model, and one behind its prefix."""
+    """Return the slots of further entries of a text: that of the model alone, and that of the model and prefix."""
     of_model = f".{blake2b(key.model.id.encode(), digest_size=8).hexdigest()}"
     prefix = key.prefix or Prefix()
     numbers = (len(prefix), *prefix.token_ids)
@@ -269,12 +269,12 @@ def slots(key: PackKey) -> tuple[str, str]:
 
 
 def text_key(handle: Handle) -> str:
-    """Where its text lies."""
+    """Return the key of the handle's text."""
     return f"packs/{handle.namespace}/{handle.id[:2]}/{handle.id}.txt"
 
 
 def handle_of(key: str) -> tuple[Handle, str] | None:
-    """The handle and the slot whose pack or text lies under `key`; `None` for what is not ours."""
+    """Return the handle and slot of the pack or text at `key`; `None` if `key` is not ours."""
     match = _FILE.fullmatch(key)
     with suppress(HandleError):
         return (Handle(match[1], match[2]), match[3]) if match else None
@@ -282,7 +282,7 @@ def handle_of(key: str) -> tuple[Handle, str] | None:
 
 
 def displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) -> bool:
-    """Whether `pack` belongs in the place of the entry that is stored there."""
+    """Whether `pack` should replace the stored entry."""
     if stored is None:
         return True
     if stored.metadata == encoded.metadata or is_text_alone(pack):
@@ -291,14 +291,15 @@ def displaces(pack: KnowledgePack, encoded: PackFile, stored: PackFile | None) -
 
 
 def is_spare(stored: KnowledgePack, model: ModelFingerprint) -> bool:
-    """Whether `model` needs nothing of it: it was recovered from its text, or an earlier release of `model` made it.
+    """Whether `model` can do without `stored`: recovered from text alone, or made by an earlier release of `model`.
 
-    What an earlier release made for another model stays, as it says that the text is for that model too.
+    An entry that an earlier release made for another model stays, because it records that the text is for that model
+    too.
     """
     made = stored.fingerprint
     return made == ModelFingerprint.unknown() or (made.is_earlier and made.same_model(model))
 
 
 def is_text_alone(pack: KnowledgePack) -> bool:
-    """Whether it has neither KV nor a model that it is to be computed by."""
+    """Whether the pack has neither KV nor a model to compute it."""
     return pack.is_lazy and pack.fingerprint == ModelFingerprint.unknown()

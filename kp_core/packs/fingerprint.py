@@ -1,4 +1,4 @@
-"""Which model computed a KV cache, and how."""
+"""The identity of the model that computed a KV cache, and of the numerics it used."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from kp_core.errors import PackCorruptError
 __all__ = ["NUMERICS", "ModelFingerprint"]
 
 NUMERICS = ("dtype", "engine", "passes")
-"""The fields that decide rounding alone; all others are the identity."""
+"""The fields that affect only rounding; all other fields are the identity of the model."""
 
-_UNTIL_4 = ("chunk_tokens", "cuts")  # What files of versions 2 to 4 have in place of `passes`.
+_UNTIL_4 = ("chunk_tokens", "cuts")  # Fields that file versions 2 to 4 have in place of `passes`.
 _EARLIER = re.compile(r"cut by rule (.*) every (.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Identity of the model, and numerics: everything else that decides the bits of a KV cache.
+    """Identity of the model, and numerics: everything else that determines the bits of a KV cache.
 
     Each field is a short readable string or a hexadecimal BLAKE2b digest. Engines with equal fingerprints compute the
-    same keys and values for the same token ids, up to the rounding of their device; engines of equal identity and other
-    numerics compute approximately the same.
+    same keys and values for the same token ids, up to the rounding of their devices. Engines with equal identity and
+    different numerics compute approximately the same.
     """
 
     weights: str
-    """Digest of every weight as the checkpoint stores it: name, shape, dtype and bytes."""
+    """Digest of every weight in the checkpoint: name, shape, dtype and bytes."""
     adapters: str
-    """Digest of adapters: their weights, and which of them act, how strongly; `none` without any."""
+    """Digest of the adapters: their weights, which of them are active, and their strength; `none` without adapters."""
     config: str
     """Digest of the architecture's configuration."""
     tokenizer: str
@@ -44,8 +44,8 @@ class ModelFingerprint:
     engine: str
     """Kind of engine, e.g. `local`."""
     passes: str
-    """How forward passes are computed, as far as bits depend on it: the library's version and the instruction set
-    where bits depend on nothing else, else `any`."""
+    """How forward passes are computed, as far as it affects bits: library version and instruction set if the bits
+    depend on nothing else, otherwise `any`."""
 
     @property
     def id(self) -> str:
@@ -54,35 +54,35 @@ class ModelFingerprint:
 
     @property
     def identity(self) -> str:
-        """One digest of the fields that say which model it is."""
+        """One digest of the fields that identify the model."""
         return _digest(value for name, value in self.to_dict().items() if name not in NUMERICS)
 
     @property
     def numerics(self) -> str:
-        """One digest of the fields that decide the rounding."""
+        """One digest of the fields that affect rounding."""
         return _digest(getattr(self, name) for name in NUMERICS)
 
     @property
     def is_earlier(self) -> bool:
-        """Whether an earlier release computed it, whose numerics are those of no engine today."""
+        """Whether an earlier release computed the KV, with numerics that no engine has today."""
         return _EARLIER.fullmatch(self.passes) is not None
 
     def same_model(self, other: ModelFingerprint) -> bool:
-        """Whether both are of one model, whatever their numerics."""
+        """Whether both identify the same model, whatever their numerics."""
         return self.diff(other).keys() <= set(NUMERICS)
 
     def diff(self, other: ModelFingerprint) -> dict[str, tuple[str, str]]:
-        """Each field that differs, as `(mine, other's)`; empty when equal."""
+        """Return each field that differs, as `(mine, other's)`; empty if equal."""
         mine, theirs = self.to_dict(), other.to_dict()
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
 
     @classmethod
     def unknown(cls) -> ModelFingerprint:
-        """The fingerprint of nothing: differs from that of every model, in every field."""
+        """Return a fingerprint that differs from that of every model in every field."""
         return cls(**{field.name: "unknown" for field in fields(cls)})
 
     def to_dict(self, version: str = "5") -> dict[str, str]:
-        """The fields by name, as files of that version have them."""
+        """Return the fields by name, as files of that format version store them."""
         found = {name: str(value) for name, value in vars(self).items()}
         if version != "5":
             match = _EARLIER.fullmatch(found.pop("passes"))
@@ -91,7 +91,7 @@ class ModelFingerprint:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> ModelFingerprint:
-        """The inverse of `to_dict`; raises `PackCorruptError` when fields are missing, unknown or not strings."""
+        """Parse the output of `to_dict`; raises `PackCorruptError` if fields are missing, unknown or not strings."""
         names = {field.name for field in fields(cls)}
         earlier = names - {"passes"} | {*_UNTIL_4}
         if set(data) not in (names, earlier) or not all(isinstance(value, str) for value in data.values()):

@@ -1,7 +1,7 @@
-"""Handles: the short strings that stand for packs in messages.
+"""Handles: short strings that stand for packs in messages.
 
-A handle is `kp:<namespace>/<id>`. The id is a keyed BLAKE2b digest of namespace and text under the secret of the store,
-so it is stable for one store, says nothing about the text, and cannot be made by anyone who lacks the secret.
+A handle is `kp:<namespace>/<id>`. The id is a BLAKE2b digest of namespace and text, keyed with the secret of the store.
+So it is stable within a store, reveals nothing about the text, and cannot be made without the secret.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ __all__ = ["Handle", "check_namespace", "find_handles", "inert", "mint", "strip_
 _NAMESPACE = r"[a-z0-9_-]{1,64}"
 # 13 bytes make 104 bits, written as 21 characters of base32.
 _DIGEST_BYTES, _ID = 13, r"[a-z2-7]{21}"
-# In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on a line of its own comes after
-# the letter of an escaped line feed.
-_JOINTS = (":", "/", "-")  # What the part of a handle may end with, right before another one.
+# In JSON, and in the `repr` of strings that some frameworks put into prompts, a handle on its own line follows an
+# escaped line feed, and so the letter n, r or t.
+_JOINTS = (":", "/", "-")  # An incomplete handle may end with these, right before another handle.
 _PATTERN = re.compile(rf"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))kp:({_NAMESPACE})/({_ID})(?![A-Za-z0-9_])")
 
 
 @dataclass(frozen=True, order=True)
 class Handle:
-    """A parsed handle; `str(handle)` is what goes into a message."""
+    """A parsed handle; `str(handle)` is the form used in messages."""
 
     namespace: str
     id: str
@@ -41,7 +41,7 @@ class Handle:
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """The handle that `text` is; raises `HandleError` when it is anything else."""
+        """Parse a handle; raises `HandleError` if `text` is anything else."""
         match = _PATTERN.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise HandleError(f"Got {text!r}; expected a handle of the form 'kp:<namespace>/<21 characters>'.")
@@ -49,7 +49,7 @@ class Handle:
 
 
 def check_namespace(name: str) -> str:
-    """`name`, when it may name a namespace (and so a folder); raises `HandleError` otherwise."""
+    """Return `name` if it is a valid namespace (and folder name); raise `HandleError` otherwise."""
     if not isinstance(name, str) or not re.fullmatch(_NAMESPACE, name):
         near = re.sub(r"[^a-z0-9_-]+", "-", str(name).lower()).strip("-")[:64]
         example = f", e.g. {near!r}" if near else ""
@@ -58,22 +58,22 @@ def check_namespace(name: str) -> str:
 
 
 def mint(secret: bytes, namespace: str, text: str) -> Handle:
-    """The handle of `text` in `namespace` under `secret` (16 to 64 bytes)."""
+    """Make the handle of `text` in `namespace` under `secret` (16 to 64 bytes)."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES, key=secret, person=b"kp-handle-v1")
     digest.update(check_namespace(namespace).encode() + b"\0" + text.encode())
     return Handle(namespace, base64.b32encode(digest.digest()).decode().rstrip("=").lower())
 
 
 def find_handles(text: str) -> list[tuple[int, int, Handle]]:
-    """Every handle written in `text`, in order, as `(start, stop, handle)`; says nothing about whether it resolves."""
+    """Return all handles in `text`, in order, as `(start, stop, handle)`; does not check whether their packs exist."""
     return [(match.start(), match.end(), Handle(match[1], match[2])) for match in _PATTERN.finditer(text)]
 
 
 def strip_handles(text: str) -> str:
-    """`text` without any handle; where what is left would make one, a blank stands between."""
+    """Return `text` without handles; a space separates remaining parts that would join to a new handle."""
     return _PATTERN.sub(lambda match: " " if text[: match.start()].endswith(_JOINTS) else "", text)
 
 
 def inert(text: str) -> str:
-    """`text` with a blank in each handle, so that it is none: for text of others that goes into a message."""
+    """Return `text` with a space in each handle, so that untrusted text in a message brings in no packs."""
     return _PATTERN.sub(lambda match: match[0].replace("kp:", "kp: ", 1), text)

@@ -1,4 +1,4 @@
-"""What was computed behind other packs, kept at rest: the prefix tree of a store. Specified in `docs/format.md`."""
+"""KV computed behind other packs, kept on disk: the prefix tree of a store. `docs/format.md` specifies it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ __all__ = ["KeptEntries", "KeptEntry", "KeptKV"]
 logger = logging.getLogger(__name__)
 
 _ROOT = "kept"
-_SEEN = 1 << 16  # Entries whose packs are remembered, so that deleting a pack reads no file twice.
+_SEEN = 1 << 16  # Entries whose packs are cached, so that deleting packs reads no file twice.
 
 
 @dataclass(frozen=True)
 class KeptEntry:
-    """The KV of `token_ids`, by what it was computed from: a model, at position `at`, behind what `before` digests.
+    """The key of stored KV of `token_ids`: the model, the position `at`, and `before`, a digest of what stands before.
 
-    `before` covers all tokens that stand before, and how they were altered or composed. `packs` are the handles of all
-    packs in it and before it, `words` the namespace of the conversation whose words stand there; `None` where packs and
-    the template are all there is. With `begins`, an entry is found by so many of its first tokens, and what it has in
-    common with a prompt that goes on otherwise is read; else it is found by all of them.
+    `before` covers all earlier tokens and how they were changed or composed. `packs` are the handles of all packs in
+    the entry and before it. `words` is the namespace of the conversation whose messages stand there, or `None` if there
+    are only packs and the template. With `begins`, the store finds an entry by its first `begins` tokens, and a prompt
+    that continues differently reads the common part. Without it, all tokens must match.
     """
 
     model: ModelFingerprint
@@ -50,21 +50,21 @@ class KeptEntry:
     words: str | None = None
     begins: int | None = None
     nbytes: int = field(default=0, compare=False)
-    """Of its file, where the store lists it."""
+    """Size of its file, if the store listed it."""
     last_use: float = field(default=0.0, compare=False)
-    """In seconds since 1970, where the store lists it."""
+    """In seconds since 1970, if the store listed it."""
 
     @classmethod
     def wrapped(
         cls, model: ModelFingerprint, composer: str, prefix: Prefix, token_ids: tuple[int, ...], handle: str
     ) -> KeptEntry:
-        """Of a pack that `composer` wrapped in tokens of its own, by its key; `token_ids` are those of the whole."""
+        """The entry of a pack that `composer` wrapped in tokens of its own; `token_ids` include those."""
         before = blake2b(f"{composer}\0{prefix}".encode(), digest_size=16).hexdigest()
         return cls(model, len(prefix), before, token_ids, (handle,))
 
     @classmethod
     def of(cls, pack: KnowledgePack) -> KeptEntry:
-        """The entry that `KeptEntries.write` stored as `pack`; raises `ValueError` or `KeyError` where it is none."""
+        """Read the entry from a pack that `KeptEntries.write` stored; raises `ValueError` or `KeyError` for others."""
         about = json.loads(pack.text)
         packs, first = tuple(about["packs"]), len(about["token_ids"])
         begins = None if first == len(pack.token_ids) else first
@@ -72,33 +72,33 @@ class KeptEntry:
 
     @cached_property
     def namespaces(self) -> frozenset[str]:
-        """All that a view must be allowed to read it."""
+        """All namespaces that a view must be allowed to read."""
         found = {Handle.parse(handle).namespace for handle in self.packs}
         return frozenset(found if self.words is None else {*found, self.words})
 
     @cached_property
     def home(self) -> str:
-        """The namespace that it lies in: that of the conversation, else of its last pack."""
+        """The namespace in which the entry is stored: that of the conversation, else that of its last pack."""
         return check_namespace(self.words or Handle.parse(self.packs[-1]).namespace)
 
     @cached_property
     def text(self) -> str:
-        """The key as canonical JSON; the id of an entry is the keyed digest of it, as a handle is of a text."""
+        """The key as canonical JSON; its keyed digest is the id of the entry, like a handle of a text."""
         model, packs = self.model.id, sorted(set(self.packs))
         about = {"at": self.at, "before": self.before, "model": model, "packs": packs, "words": self.words}
         return to_json({**about, "token_ids": self.token_ids[: self.begins]}, sort_keys=True)
 
 
 class KeptEntries:
-    """Entries within `max_bytes`: the least recently used go first, and those unused for `max_age` seconds.
+    """Entries within `max_bytes`: deletes the least recently used first, and those unused for `max_age` seconds.
 
-    Nothing here is needed: what is lost or damaged is computed again.
+    Lost or damaged entries do no harm: the model computes them again.
     """
 
     def __init__(
         self, files: PackFiles, uses: LastUse, max_bytes: int, max_age: float | None, seal: Seal | None = None
     ) -> None:
-        """With a `seal`, entries that were not written under it are as if they were not there."""
+        """With a `seal`, ignore entries that were not written with its key."""
         self._files, self._uses, self._blobs, self._seal = files, uses, files.blobs, seal
         self.max_bytes, self.max_age = max_bytes, max_age
         self._owners = lru_cache(_SEEN)(self._read_owners)
@@ -112,7 +112,7 @@ class KeptEntries:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries."""
+        """Size of all entries in bytes."""
         return sum(found.size for found in self._listed().values())
 
     def has(self, entry: KeptEntry, namespaces: Collection[str]) -> bool:
@@ -131,9 +131,10 @@ class KeptEntries:
         return False
 
     def read(self, entry: KeptEntry, namespaces: Collection[str]) -> KVTensors | None:
-        """The KV of the tokens of `entry`, up to the last in common with what is stored; `None` without any.
+        """Return the KV of the tokens that `entry` and the stored entry have in common; `None` if there is none.
 
-        On the CPU, per layer `(kv_heads, tokens, head_dim)`; only for views that may read it, as `has` says.
+        The KV is on the CPU, `(kv_heads, tokens, head_dim)` per layer. Gives nothing to views that may not read it
+        (`has`).
         """
         if not self.has(entry, namespaces):
             return None
@@ -141,21 +142,21 @@ class KeptEntries:
         try:
             file = open_pack(self._blobs.read(_path(handle)))
             pack = self._files.own(handle, file.read())
-        except OSError:  # Absent, or out of reach: it is computed.
+        except OSError:  # Absent or unreachable: the model computes it.
             return None
         except PackError as error:
             logger.warning("An entry kept behind %s is dropped: %s", ", ".join(entry.packs), error)
-            with suppress(OSError):  # Where nobody can write, it is passed over each time.
+            with suppress(OSError):  # In a read-only store, it is skipped each time.
                 self._blobs.delete(_path(handle))
             return None
-        if self._seal is not None and not self._seal.holds(file):  # Exchanged between two looks.
+        if self._seal is not None and not self._seal.holds(file):  # Another writer replaced it after `has` checked it.
             return None
         self._uses.note(_name(handle))
         same = common_length(pack.token_ids, entry.token_ids)
         return pack.kv.slice(0, same) if pack.kv and same else None
 
     def write(self, entry: KeptEntry, kv: KVTensors) -> bool:
-        """Keep `kv` for `entry`; `False` where the budget has no room, or one of its packs is not stored (any more)."""
+        """Store `kv` for `entry`; `False` if the budget has no room, or if one of its packs is not stored."""
         pack = KnowledgePack(entry.text, entry.home, entry.token_ids, Prefix(), entry.model, kv).compressed("lossless")
         pack = pack if self._seal is None else self._seal.sealed(pack)
         handle, file = self._files.handle(pack.text, pack.namespace), encode_pack(pack)
@@ -164,15 +165,15 @@ class KeptEntries:
         self._make_room(handle, file.nbytes)
         self._blobs.write(_path(handle), file.chunks())
         self._uses.note(_name(handle))
-        if not self._are_stored(entry.packs):  # Removed in between, and so is what stood behind it.
+        if not self._are_stored(entry.packs):  # A pack was removed meanwhile; delete what was computed behind it.
             self._blobs.delete(_path(handle))
             return False
         return True
 
     def drop(self, owner: str) -> int:
-        """Delete every entry that has the pack of this handle, or anything of this namespace, in it or before it.
+        """Delete every entry that contains or follows the pack `owner` (a handle) or text of the namespace `owner`.
 
-        Returns how many; those that cannot be read go too.
+        Returns the number of deleted entries. Also deletes unreadable entries.
         """
         count = 0
         for handle, found in self._listed().items():
@@ -184,7 +185,7 @@ class KeptEntries:
         return count
 
     def _make_room(self, own: Handle, size: int) -> None:
-        """Drop what is too old, then the least recently used entries, until `size` bytes fit beside the others."""
+        """Delete entries that are too old, then the least recently used, until `size` more bytes fit."""
         listed = self._listed()
         listed.pop(own, None)
         times = self._uses.times()
@@ -212,23 +213,23 @@ class KeptEntries:
         return KeptEntry.of(self._files.header(handle, root=_ROOT).pack)
 
     def _read_owners(self, handle: Handle, _version: str) -> frozenset[str]:
-        """The packs and namespaces of an entry."""
+        """Return the packs and namespaces of an entry."""
         entry = self._read_entry(handle)
         return entry.namespaces.union(entry.packs)
 
 
 @dataclass
 class KeptKV:
-    """What a store keeps for parts `start:stop` of one prompt, and what this prompt is to leave there."""
+    """Stored KV for the parts `start:stop` of one prompt, and the new KV that this prompt will store."""
 
     entries: KeptEntries
     namespaces: frozenset[str]
     keys: dict[tuple[int, int], KeptEntry]
-    """The entry of each part that may be kept."""
+    """The store entry of each part that may be kept."""
     is_urgent: bool = False
-    """Whether it is written before the call returns."""
+    """Whether `write` finishes before the call returns."""
     wanted: frozenset[tuple[int, int]] = frozenset()
-    """The parts whose KV is to be kept."""
+    """The parts whose KV will be stored."""
     taken: list[tuple[KeptEntry, KVTensors]] = field(default_factory=list)
 
     @property
@@ -237,30 +238,30 @@ class KeptKV:
         return sorted(self.keys)
 
     def has(self, start: int, stop: int) -> bool:
-        """Whether KV of this part is kept, for those who may read it."""
+        """Whether the store has KV of this part that this view may read."""
         key = self.keys.get((start, stop))
         return key is not None and self.entries.has(key, self.namespaces)
 
     def read(self, start: int, stop: int) -> KVTensors | None:
-        """KV of a part, up to `stop` or the last token in common with what is kept, on the CPU; `None` without any."""
+        """Return KV of a part on the CPU, up to `stop` or the last token in common with the stored entry, or `None`."""
         key = self.keys.get((start, stop)) or next((key for at, key in self.keys.items() if at[0] == start), None)
         kv = None if key is None else self.entries.read(key, self.namespaces)
         return kv if kv is None or kv.tokens <= stop - start else kv.slice(0, stop - start)
 
     def take(self, start: int, stop: int, kv: KVTensors) -> None:
-        """Keep `kv` of a part when the answer is done."""
+        """Collect `kv` of a part, to be stored after the answer."""
         self.taken.append((self.keys[start, stop], kv))
 
     def write(self, when_idle: Callable[[Callable[[], Iterator[None]]], object]) -> None:
-        """Write what was taken: now, or `when_idle`."""
+        """Store the collected KV: now if `is_urgent`, otherwise when the engine is idle."""
         if self.taken and self.is_urgent:
             deque(self._steps(), maxlen=0)
         elif self.taken:
-            with suppress(BusyError):  # It will be met again.
+            with suppress(BusyError):  # A later request can store it.
                 when_idle(self._steps)
 
     def _steps(self) -> Iterator[None]:
-        """Write what was taken, an entry at each step; what the medium refuses is not kept."""
+        """Store the collected KV, one entry per step; on an I/O error, skip the entry."""
         while self.taken:
             entry, kv = self.taken.pop(0)
             try:

@@ -22,12 +22,12 @@ __all__ = ["NearBlobs", "ObjectBlobs", "is_far", "open_blobs"]
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
 _CACHE_BYTES = 8 * 2**30
 _FRESH_SECONDS = 1.0
-_LARGE = 32 * 2**20  # Bytes from which a blob is read in parallel parts.
+_LARGE = 32 * 2**20  # Larger blobs are read in parallel parts.
 _AT_ONCE = 8
-_DIGEST_BYTES = 16  # Behind each copy on the local disk.
+_DIGEST_BYTES = 16  # Bytes of the digest that ends each local copy.
 _TRIES = 5
 _BUCKETS = {"s3", "s3a", "gs", "gcs"}
-# On top of these attempts s3fs makes five of its own, with backoff, where connections break.
+# s3fs makes five more attempts of its own, with backoff, when connections break.
 _S3: Mapping[str, Any] = {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 4}}}
 _PACKAGES = {"s3": 'pip install "knowledge-packs[s3]"', "gs": "pip install gcsfs", "gcs": "pip install gcsfs"}
 _IN_MEMORY = threading.Lock()
@@ -37,16 +37,16 @@ _ADDRESS = "Check the network and the address (AWS_ENDPOINT_URL for servers that
 
 
 class ObjectBlobs:
-    """Blobs as the objects under a URL, e.g. `s3://bucket/prefix`, `gs://bucket/prefix` or `memory://name`.
+    """Blobs as objects under a URL, e.g. `s3://bucket/prefix`, `gs://bucket/prefix` or `memory://name`.
 
-    `options` go to the fsspec file system; what they leave open comes from where its library looks (environment,
-    profiles, fsspec's own configuration), and retries with backoff are its own. Packs that were read stay in a local
-    cache of `cache_bytes` (0: none); another's change of a blob that was just looked at is seen within a second.
+    `options` go to the fsspec file system. For the rest, its library reads the environment, profiles and fsspec's
+    configuration, and it retries with backoff. A local cache of `cache_bytes` (0: none) keeps packs that were read.
+    After another process changes a blob, this one sees the change within a second.
 
-    The version of a blob is that of its bytes: writing the same bytes again is no change. `if_absent` asks the server
-    to refuse; where it knows no conditional writes, a look before the write has to do. Forked processes connect anew.
+    The version of a blob depends only on its bytes, so writing the same bytes again is no change. `if_absent` uses a
+    conditional write; if the server has none, we check for the blob before we write. Forked processes connect anew.
 
-    Raises `PackError` for a URL that leads nowhere, `MissingDependencyError` without the package for it.
+    Raises `PackError` for an invalid URL, `MissingDependencyError` if the package for it is not installed.
     """
 
     def __init__(self, url: str, *, cache_bytes: int = _CACHE_BYTES, **options: Any) -> None:  # noqa: ANN401
@@ -61,7 +61,7 @@ class ObjectBlobs:
         self.root = str(self._system._strip_protocol(self._url)).rstrip("/")  # noqa: SLF001 - fsspec's name for it
         self._near = NearBlobs(self._url, cache_bytes) if cache_bytes and self.is_shared else None
         self._seen = dict[str, tuple[float, BlobStat]]()
-        # Others make conditional writes one step themselves.
+        # Other storage makes a conditional write atomic itself.
         self._turn: AbstractContextManager[object] = nullcontext() if self.is_shared else _IN_MEMORY
 
     def __str__(self) -> str:
@@ -69,11 +69,11 @@ class ObjectBlobs:
 
     @property
     def is_shared(self) -> bool:
-        """Whether others can read it: all but the memory of this process."""
+        """Whether other processes can read it; only the memory of this process is private."""
         return self.protocol != "memory"
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
-        """As `Blobs.read`; whole packs come from the local cache where it has them. A range never does."""
+        """As `Blobs.read`; the local cache serves whole packs, never ranges."""
         if start or stop is not None or not key.endswith(".safetensors"):
             return self._get(key, start, stop)
         for _ in range(_TRIES):
@@ -86,7 +86,7 @@ class ObjectBlobs:
             if data is not None:
                 return data
             data = self._get(key) if found.size < _LARGE else self._call("cat_file", self._path(key))
-            # Parts must not be of two versions, nor a copy bear the name of another.
+            # All parts must be of one version, and a copy must carry its own version.
             if self.stat(key) == found and len(data) == found.size:
                 if self._near:
                     self._near.write(key, found.version, data)
@@ -94,7 +94,7 @@ class ObjectBlobs:
         raise OSError(f"{self}/{key} changed, or came in another length, each of the {_TRIES} times that it was read.")
 
     def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
-        """As `Blobs.write`; may also be `False` where an earlier attempt of this very call arrived unconfirmed."""
+        """As `Blobs.write`; may return `False` although an earlier attempt of this same call wrote the blob."""
         path, data = self._path(key), b"".join(chunks)
         with self._turn:
             if if_absent and self.stat(key) is not None:
@@ -130,7 +130,7 @@ class ObjectBlobs:
         return found
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
-        """As `Blobs.list`; names that no key has are listed too."""
+        """As `Blobs.list`; also yields names that are not valid keys."""
         if prefix:
             check_key(prefix.rstrip("/"))
         folder = f"{self.root}/{prefix}".rpartition("/")[0]
@@ -149,7 +149,7 @@ class ObjectBlobs:
                 yield key, _stat(info)
 
     def delete(self, key: str) -> bool:
-        """As `Blobs.delete`; of two that delete at one moment both may hear that there was one."""
+        """As `Blobs.delete`; if two callers delete a blob at the same time, both may get `True`."""
         if self._near:
             self._near.drop(key)
         if self.stat(key) is None:
@@ -163,7 +163,7 @@ class ObjectBlobs:
         return True
 
     def look_at(self, keys: Collection[str], *, bytes_too: bool = False) -> None:
-        """Ask for several blobs at once, so that `stat` knows them, or `read` has them near; those tell errors."""
+        """Fetch several blobs in parallel into the caches of `stat` and `read`; those calls report errors."""
 
         def fetch(key: str) -> None:
             with suppress(OSError):
@@ -177,12 +177,12 @@ class ObjectBlobs:
 
     def _get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         try:
-            # Without a start s3fs would ask for the size first.
+            # Without a start, s3fs would first ask for the size.
             data: bytes = self._call("cat_file", self._path(key), start=start, end=stop)
         except FileNotFoundError:
             raise
         except OSError:
-            # What begins behind the end is refused.
+            # Servers refuse a range that starts behind the end.
             if (found := self.stat(key)) is None or start < found.size:
                 raise
             return b""
@@ -196,13 +196,13 @@ class ObjectBlobs:
 
     @property
     def _system(self) -> Any:  # noqa: ANN401 - fsspec ships no types
-        """The fsspec file system, one for each process: connections and threads do not survive a fork."""
+        """The fsspec file system of this process: connections and threads do not survive a fork."""
         process = os.getpid()
         if process not in self._connected:
             import fsspec
 
             try:
-                # No memory of what is where: others write, too.
+                # Cache no listings: other processes write, too.
                 made, _ = fsspec.url_to_fs(
                     self._url, skip_instance_cache=True, use_listings_cache=False, **self._options
                 )
@@ -215,7 +215,7 @@ class ObjectBlobs:
         return self._connected[process]
 
     def _call(self, name: str, path: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
-        """Ask the file system; all its errors are `OSError`, and say what to do."""
+        """Call the file system; turn every error into an `OSError` that says what to do."""
         try:
             return getattr(self._system, name)(path, *args, **options)
         except (FileNotFoundError, FileExistsError):
@@ -233,25 +233,25 @@ class ObjectBlobs:
 
 
 class NearBlobs:
-    """Blobs of the object storage at `place`, as files of one folder for all processes and places of this user.
+    """A local cache of object storage at `place`, in one folder for all processes and storages of this user.
 
-    The folder is `objects` in `KP_CACHE`, by default `~/.cache/knowledge-packs`; what was read longest ago goes first.
-    Every copy ends with its digest, so that damage here is never taken for damage there. What this disk refuses is
-    not kept.
+    The folder is `objects` in `KP_CACHE` (default `~/.cache/knowledge-packs`). The copies read longest ago are deleted
+    first. Every copy ends with its digest, so damage on the local disk is never taken for damage in the storage. Copies
+    that the disk refuses are not kept.
 
-    Not fsspec's `filecache`: it has no budget of bytes, raises where a disk refuses, and does not check its copies: of
-    12 packs whose copies were damaged on this disk, all 12 counted as damaged in the store, and were set aside there.
+    We do not use fsspec's `filecache`: it has no byte budget, raises when a disk refuses, and does not check its
+    copies. With it, 12 damaged local copies made the store take all 12 packs for damaged and move them to quarantine.
     """
 
     def __init__(self, place: str, max_bytes: int) -> None:
         self._blobs, self._place, self.max_bytes = FolderBlobs(cache_directory() / "objects"), place, max_bytes
 
     def has(self, key: str, version: str) -> bool:
-        """Whether there is a copy of this version; says nothing about damage."""
+        """Whether there is a copy of this version, damaged or not."""
         return self._blobs.stat(self._name(key, version)) is not None
 
     def read(self, key: str, version: str) -> memoryview | None:
-        """The copy of this version, in the caller's own memory; `None` where there is none that is intact."""
+        """Return the copy of this version, in memory that the caller owns; `None` if there is no intact copy."""
         name = self._name(key, version)
         with suppress(OSError):
             data = self._blobs.read(name)
@@ -263,7 +263,7 @@ class NearBlobs:
         return None
 
     def write(self, key: str, version: str, data: Buffer) -> None:
-        """Keep a copy in place of older versions, and drop others until all fit."""
+        """Store a copy in place of older versions, and delete other copies until all fit."""
         if len(data) + _DIGEST_BYTES > self.max_bytes:
             return
         with suppress(OSError):
@@ -278,7 +278,7 @@ class NearBlobs:
                 spare += found.size
 
     def drop(self, key: str) -> None:
-        """Delete the copies of a blob."""
+        """Delete all copies of a blob."""
         with suppress(OSError):
             for name, _ in list(self._blobs.list(self._name(key))):
                 self._blobs.delete(name)
@@ -289,30 +289,30 @@ class NearBlobs:
 
 
 def is_far(place: str | os.PathLike[str]) -> bool:
-    """Whether `place` is a URL and no folder."""
+    """Whether `place` is a URL of object storage, not a folder."""
     return isinstance(place, str) and _URL.fullmatch(place) is not None and not place.startswith("file://")
 
 
 def open_blobs(place: str | os.PathLike[str]) -> Blobs:
-    """The blobs in a folder, `file://` and its path included, or under a URL."""
+    """Open a folder (also as `file://` and path) or a URL as blobs."""
     if is_far(place):
         return ObjectBlobs(str(place))
     return FolderBlobs(str(place).removeprefix("file://"))
 
 
 def _code(error: BaseException | None) -> str:
-    """S3's word for what went wrong."""
+    """Return the S3 error code, or ""."""
     return str((getattr(error, "response", None) or {}).get("Error", {}).get("Code", ""))
 
 
 def _stat(info: Mapping[str, Any]) -> BlobStat:
-    """What a file system says of a file, under whichever names."""
+    """Return the `BlobStat` of a file; each file system names the fields differently."""
     when = next((info[name] for name in ("LastModified", "mtime", "updated", "created") if info.get(name)), 0.0)
     if isinstance(when, str):
         when = datetime.fromisoformat(when)
     modified = when.timestamp() if isinstance(when, datetime) else float(when)
     token = next((info[name] for name in ("ETag", "etag", "generation", "md5Hash") if info.get(name)), modified)
-    # Listings tell the time to a millisecond, looks at one object to a second.
+    # Whole seconds: listings have milliseconds, a query of one object has seconds.
     return BlobStat(int(info["size"]), f"{token}.{info['size']}".replace('"', ""), float(int(modified)))
 
 

@@ -1,4 +1,4 @@
-"""A pack: a piece of knowledge, compiled."""
+"""`KnowledgePack`: a text, its tokens and its KV."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from kp_core.packs.handle import check_namespace
 
 __all__ = ["KnowledgePack", "PackKey", "PackSteering", "Prefix", "common_length"]
 
-_ROUNDED = "/int8"  # Behind the dtype of a fingerprint: numerics of their own, so never taken for exact.
+_ROUNDED = "/int8"  # Suffix of a fingerprint's dtype: int8 has numerics of its own, and never counts as exact.
 
 
 class PackSteering(Protocol):
-    """What a pack has to know of a steering; `kp_core.steering.Steering` is the one there is."""
+    """What a pack needs of a steering. `kp_core.steering.Steering` implements it."""
 
     @property
     def is_zero(self) -> bool:
         """Whether it changes nothing."""
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `FingerprintMismatchError` unless it was made by this model."""
+        """Raise `FingerprintMismatchError` unless this model made the steering."""
 
     def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Self:
-        """It times `alpha`; without one, at its default strength."""
+        """Return the steering times `alpha`; without `alpha`, at its default strength."""
 
     def __add__(self, other: Self) -> Self: ...
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """The tokens that stood before a pack when its KV was computed; an empty one stands for the start of a prompt."""
+    """The tokens before a pack when its KV was computed; empty at the start of a prompt."""
 
     token_ids: tuple[int, ...] = ()
 
@@ -48,27 +48,27 @@ class Prefix:
 
 @dataclass(frozen=True)
 class PackKey:
-    """Which of the KV entries of a text is wanted: of this model, and where it matters behind this prefix."""
+    """Selects a KV entry of a text: its model, and its prefix unless `None`."""
 
     model: ModelFingerprint
     prefix: Prefix | None = None
 
     def fits(self, pack: KnowledgePack) -> bool:
-        """Whether `pack` is what is wanted."""
+        """Whether `pack` matches this key."""
         return pack.fingerprint == self.model and self.prefix in (None, pack.prefix)
 
 
 @dataclass(frozen=True, eq=False)
 class KnowledgePack:
-    """Text, its tokens, and (unless the pack is lazy) the KV a model computed for them behind a prefix.
+    """A text, its tokens and, unless the pack is lazy, the KV that a model computed for them behind a prefix.
 
-    `token_ids` is the part of the text's tokenisation that stays the same whatever follows it in a prompt; the last
-    characters of `text` may therefore be in no token here, and are prefilled with what follows. Those of a pack for the
-    system message include the end of its line, which is not in `text`. `kv` holds one entry
-    per token of `token_ids`. A pack is immutable data: every operation returns a new one.
+    `token_ids` holds the tokens that stay the same whatever follows the text in a prompt. The last characters of `text`
+    may therefore have no token here; they are prefilled with what follows. A pack for the system message includes the
+    tokens of its line end, which is not in `text`. `kv` has one entry per token of `token_ids`. Packs are immutable:
+    every operation returns a new one.
 
-    Raises `KVShapeError` when `kv` and `token_ids` disagree, `HandleError` when `namespace` is not one, `PackError`
-    when the provenance tells edits that nobody made.
+    Raises `KVShapeError` if `kv` and `token_ids` disagree, `HandleError` for an invalid `namespace`, `PackError` if the
+    provenance holds invalid edits.
     """
 
     text: str
@@ -78,12 +78,12 @@ class KnowledgePack:
     fingerprint: ModelFingerprint
     kv: KVTensors | None = None
     provenance: Mapping[str, str] = field(default_factory=dict)
-    """Where the pack comes from (`title`, `source`) and what computed it (`device`, `torch`): strings, for people."""
+    """Where the pack comes from (`title`, `source`) and what computed it (`device`, `torch`), as readable strings."""
     stored_bytes: int = field(default=0, compare=False)
-    """Bytes of KV that the pack's source holds, though they are not loaded."""
+    """Bytes of KV that the store holds but has not loaded."""
     steering: PackSteering | None = None
     """What the engine adds to the pack's values wherever it places them (see `steer`). `kv` is always the plain KV, so
-    that nothing altered is ever taken for what the model computed."""
+    steered KV is never mistaken for what the model computed."""
 
     compression: Compression = "none"
     """How the KV is stored; see `compressed`."""
@@ -99,22 +99,22 @@ class KnowledgePack:
 
     @cached_property
     def edits(self) -> Edits:
-        """What was edited in it, as its provenance tells."""
+        """The edits of the pack, read from its provenance."""
         return Edits.of(self.provenance)
 
     @property
     def history(self) -> tuple[Edit, ...]:
-        """All edits that led to it, oldest first (see `kp_core.edit`)."""
+        """All edits that led to this pack, oldest first (see `kp_core.edit`)."""
         return self.edits.history
 
     @property
     def errata_start(self) -> int:
-        """The first of its tokens that belongs to an erratum; their number where it has none."""
+        """Index of the first token of an erratum, or the number of tokens if there is none."""
         return min((at for at in self.edits.starts if at > 0), default=len(self.token_ids))
 
     @property
     def is_lazy(self) -> bool:
-        """Whether the KV is absent, to be computed on first use."""
+        """Whether the pack has no KV yet; its first use computes it."""
         return self.kv is None
 
     @property
@@ -124,19 +124,19 @@ class KnowledgePack:
 
     @property
     def key(self) -> PackKey:
-        """What this entry of its text was made for."""
+        """The model and prefix that this entry was computed for."""
         return PackKey(self.fingerprint, self.prefix)
 
     def without_kv(self) -> KnowledgePack:
-        """The same knowledge as a lazy pack."""
+        """Return the pack as a lazy pack."""
         return replace(self, kv=None)
 
     def compressed(self, compression: Compression) -> KnowledgePack:
-        """The same knowledge, stored in fewer bytes; a lazy pack has nothing to compress.
+        """Return the pack with its KV stored in fewer bytes; a lazy pack has nothing to compress.
 
-        `"lossless"` changes no bit (0.7 of the bytes in bfloat16). `"int8"` rounds the KV at once (0.5 of them), and
-        is told by the dtype of the fingerprint: a model uses such a pack with `mismatch="accept"` alone, as an
-        approximation. Raises `PackError` for what is neither, and for int8 where the model has recurrent states.
+        `"lossless"` changes no bit (0.7 of the bytes in bfloat16). `"int8"` rounds the KV at once (0.5 of the bytes)
+        and marks the dtype of the fingerprint. A model uses such a pack only with `mismatch="accept"`, as an
+        approximation. Raises `PackError` for other names, and for int8 if the model has recurrent states.
         """
         check_compression(compression)
         if self.kv is None or compression != "int8":
@@ -152,13 +152,12 @@ class KnowledgePack:
         return replace(self, kv=rounded(self.kv), fingerprint=made, compression=compression)
 
     def steer(self, steering: PackSteering, alpha: float | None = None) -> KnowledgePack:
-        """The same knowledge, spoken from otherwise: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
+        """Return the pack with steering applied: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
 
-        Without `alpha` it is the default strength beside knowledge: what the steering was calibrated to, else 0.7.
-        Steering a steered pack adds up, and what adds up to nothing is the plain pack again. The engine adds the deltas
-        in the cache, at no token and no forward pass. A steered pack cannot be stored: store the pack and save the
-        steering. Raises `SteeringMismatchError` for a steering of another model, `SteeringError` for an `alpha` that
-        is not finite.
+        The default `alpha` is the strength beside knowledge: the calibrated value of the steering, else 0.7. Steering
+        adds to earlier steering; a sum of zero gives the plain pack. The engine adds the deltas in the cache, without
+        tokens or a forward pass. A steered pack cannot be stored: store the pack and save the steering. Raises
+        `SteeringMismatchError` for a steering of another model, `SteeringError` for an `alpha` that is not finite.
         """
         if not hasattr(steering, "at_alpha"):
             raise SteeringError(
@@ -166,14 +165,14 @@ class KnowledgePack:
                 "`engine.make_steering(pairs)`."
             )
         scaled = steering.at_alpha(alpha, with_knowledge=True)
-        # What the store recovered from text alone belongs to no model yet; the engine checks again.
+        # A pack recovered from text alone has no model yet; the engine checks again.
         if self.fingerprint != ModelFingerprint.unknown():
             scaled.check(self.fingerprint)
         total = scaled if self.steering is None else self.steering + scaled
         return replace(self, steering=None if total.is_zero else total)
 
     def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `FingerprintMismatchError`, naming each differing field, unless this pack was made by that model."""
+        """Raise `FingerprintMismatchError`, naming each differing field, unless that model made the pack."""
         differences = self.fingerprint.diff(fingerprint)
         if differences:
             same = self.fingerprint.same_model(fingerprint)
@@ -181,7 +180,7 @@ class KnowledgePack:
 
 
 def common_length(left: Sequence[object], right: Sequence[object]) -> int:
-    """How many tokens both begin with."""
+    """Return the number of leading tokens that both have in common."""
     for at, (mine, theirs) in enumerate(zip(left, right, strict=False)):
         if mine != theirs:
             return at

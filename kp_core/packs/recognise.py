@@ -1,4 +1,4 @@
-"""Recognition: the exact texts of packs found in messages, so that their KV serves as if their handles were there."""
+"""Recognition: finds the exact texts of packs in messages, so that their KV is used as if the handles stood there."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 __all__ = ["Recogniser"]
 
 _MIN_CHARS = 64
-# What a search may cost, in compared characters per character of the text; a step counts as a thousand.
+# Budget of a search, in compared characters per character of text; each step counts as a thousand.
 _EFFORT, _STEP, _SPARE = 32, 1_000, 65_536
-_INSIDE = re.compile(r"(?<=\w)\w")  # A word, behind its first character.
+_INSIDE = re.compile(r"(?<=\w)\w")  # A word character that does not begin its word.
 _BITS, _FACTOR = 20, np.uint32(2_654_435_761)
 
 
 class Recogniser:
     """Finds the texts of packs in other texts.
 
-    A text is found where it is, outer blanks aside, character by character, from the start of a word on; texts of less
-    than `min_chars` never are. A search takes time in proportion to the text, whatever texts were added: one that is
-    made to be slow (thousands of packs that share a long beginning, which the text repeats) is given up where it gets
-    too costly, and nothing is found behind that. `find_packs` and `discard` are safe for threads.
+    It compares exactly, without the pack's leading and trailing blanks, and only from the start of a word. It ignores
+    packs shorter than `min_chars`. Search time is proportional to the text, whatever packs were added: a search that
+    gets too slow (thousands of packs with a common long beginning, which the text repeats) stops and finds nothing
+    after that point. `find_packs` and `discard` are thread-safe.
     """
 
     _known: ClassVar[WeakKeyDictionary[Packs, Recogniser]] = WeakKeyDictionary()
@@ -43,19 +43,19 @@ class Recogniser:
         self._min = min_chars
         self._texts: dict[Handle, str] = {}
         self._handles: dict[str, set[Handle]] = {}
-        # By first characters: the texts, sorted, and the length of the longest there was.
+        # By first `min_chars` characters: the sorted texts, and the largest length so far.
         self._sorted: dict[str, list[str]] = {}
         self._reach: dict[str, int] = {}
-        # Which beginnings there are, by a hash: a search looks closer at one position in fifty, not at every word.
+        # Hashes of the beginnings: a search examines one position in fifty instead of every word.
         self._noted = np.zeros(2**_BITS, bool)
-        # What is known of the store that it belongs to.
+        # State of the store at the last `find_packs`.
         self._lock = Lock()
         self._namespaces: frozenset[str] = frozenset()
         self._changes: object = None
 
     @classmethod
     def of(cls, store: Packs) -> Recogniser:
-        """The one that `find_packs` keeps up with `store`, as long as that lives; empty at first."""
+        """Return the recogniser of `store`, empty at first; `find_packs` updates it. It lives as long as the store."""
         with cls._making:
             if store not in cls._known:
                 cls._known[store] = cls()
@@ -63,11 +63,11 @@ class Recogniser:
 
     @property
     def handles(self) -> Collection[Handle]:
-        """Every handle that was added, those of short texts included."""
+        """All added handles, also those of texts that are too short."""
         return self._texts.keys()
 
     def add(self, handle: Handle, text: str) -> None:
-        """Find `text` from now on; a handle has one text, so adding it again does nothing."""
+        """Find `text` from now on. A handle has one text, so adding it again does nothing."""
         text = text.strip()
         if handle in self._texts:
             return
@@ -81,7 +81,7 @@ class Recogniser:
             self._handles.setdefault(text, set()).add(handle)
 
     def discard(self, handle: Handle) -> None:
-        """Find its text no more, unless another handle has the same."""
+        """Stop finding its text, unless another handle has the same text."""
         with self._lock:
             text = self._texts.pop(handle, "")
             if text:
@@ -92,11 +92,11 @@ class Recogniser:
                     del texts[bisect_left(texts, text)]
 
     def find_packs(self, store: Packs, text: str, namespaces: Collection[str]) -> list[tuple[int, int, Handle]]:
-        """Where texts of `store` are in `text`, as `find`; reads what the store has new before."""
+        """Read new packs of `store`, then return where its texts are in `text`, as `find` does."""
         if len(text) < self._min:
             return []
         with self._lock:
-            # Asked for before the texts are, so that what comes in between is read next time.
+            # Read `changes` before the texts, so that packs added in between are read next time.
             changes, wanted = store.changes, self._namespaces.union(namespaces)
             if changes != self._changes or wanted != self._namespaces:
                 new = store.texts(wanted, self.handles)
@@ -106,9 +106,9 @@ class Recogniser:
             return self.find(text, namespaces) if self._handles else []
 
     def find(self, text: str, namespaces: Collection[str] | None = None) -> list[tuple[int, int, Handle]]:
-        """Where texts are in `text`, as `(start, stop, handle)`: the first, there the longest, then on behind it.
+        """Return texts found in `text`, as `(start, stop, handle)`: the leftmost, the longest there, then on behind it.
 
-        Only handles of `namespaces` are found, if given; of several with one text it is the least.
+        With `namespaces`, finds only their handles. If several handles have the same text, returns the smallest.
         """
         found: list[tuple[int, int, Handle]] = []
         done = 0
@@ -118,7 +118,8 @@ class Recogniser:
             if start < done or key not in self._sorted or _INSIDE.match(text, start):
                 continue
             texts, part = self._sorted[key], text[start : start + self._reach[key]]
-            # Every text that `part` begins with is a beginning of the last text up to `part` in the order, too.
+            # `bisect_right` gives the last text up to `part` in sort order. It begins with every text that `part`
+            # begins with.
             while (at := bisect_right(texts, part)) and len(part) >= self._min:
                 effort -= len(part) + _STEP
                 if effort < 0:
@@ -136,7 +137,7 @@ class Recogniser:
         return found
 
     def _slots(self, text: str) -> NDArray[np.uint32]:
-        """For each position of `text`, a hash of the characters from there on, as many as every known text has."""
+        """Return a hash for each position of `text`, over as many characters as every known text has."""
         mixed, step = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32), 1
         while 2 * step <= self._min:
             mixed, step = mixed[:-step] * _FACTOR + mixed[step:], 2 * step
@@ -144,5 +145,5 @@ class Recogniser:
 
 
 def _common(left: str, right: str) -> int:
-    """How many characters both begin with."""
+    """Return the length of the common beginning."""
     return bisect_left(range(min(len(left), len(right))), 1, key=lambda at: left[: at + 1] != right[: at + 1])

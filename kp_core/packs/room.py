@@ -1,4 +1,4 @@
-"""Room under the bound of a store: the KV that was used longest ago goes first."""
+"""Free space in a bounded store: drops the least recently used KV first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["LastUse", "make_room"]
 logger = logging.getLogger(__name__)
 
 _SETTLE_SECONDS = 2.0
-"""How long an entry that another writer is putting or removing is waited for, since anything last changed."""
+"""How long to wait, since the last change, for an entry that another writer is storing or removing."""
 _STEP_SECONDS = 0.01
 _FLUSH_SECONDS = 60
 _MOST_NAMES = 100_000
@@ -31,9 +31,9 @@ _MOST_NAMES = 100_000
 class LastUse:
     """When each name was last used: in memory, and merged into the blob `used` at most once a minute and at the end.
 
-    Not access times: mounts may keep none, and object storage has none. Good for an order: of two processes that write
-    at one moment the second wins until the first writes again, and what was used in the last minute before a kill is
-    forgotten.
+    File access times are no substitute: mounts may disable them, and object storage has none. The times are only good
+    for an order. If two processes write at once, the later write wins until the other writes again. A killed process
+    loses the last minute.
     """
 
     def __init__(self, blobs: Blobs) -> None:
@@ -41,14 +41,14 @@ class LastUse:
         self._times, self._noted, self._flushed = dict[str, float](), False, time.monotonic()
 
     def note(self, name: str) -> None:
-        """`name` is used now."""
+        """Record that `name` is used now."""
         with self._lock:
             self._times[name], self._noted = time.time(), True
         if time.monotonic() > self._flushed + _FLUSH_SECONDS:
             self.flush()
 
     def times(self) -> dict[str, float]:
-        """The last use of each name by anyone, as far as it was written, in seconds since 1970."""
+        """Return the last use of each name by any process, as far as written, in seconds since 1970."""
         with self._lock:
             for name, when in self._written().items():
                 if isinstance(when, float):
@@ -63,7 +63,7 @@ class LastUse:
         return {}
 
     def flush(self) -> None:
-        """Write what was noted; nothing where nobody can write, or where the store is gone."""
+        """Write the recorded times, unless the store is read-only or gone."""
         self._flushed = time.monotonic()
         with suppress(OSError):
             if self._noted and is_made(self._blobs):
@@ -72,10 +72,10 @@ class LastUse:
 
 
 def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, ...], size: int) -> None:
-    """Drop the KV of the least recently used entries until `size` bytes fit under `packs/`, beside the keys `own`.
+    """Drop the least recently used KV until `size` bytes fit under `packs/`, not counting the keys `own`.
 
-    Of a pack's first entry only the KV is dropped, others are deleted. Raises `QuotaError`, and nothing is dropped,
-    when it cannot fit. Entries that another writer is putting or removing are waited for first.
+    The first entry of a pack loses its KV; other entries are deleted. First waits for entries that another writer is
+    storing or removing. Raises `QuotaError`, and drops nothing, if the bytes cannot fit.
     """
     blobs = files.blobs
     listed, changed = dict(blobs.list("packs/")), time.monotonic()
@@ -87,7 +87,7 @@ def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, .
         if not is_settled:
             time.sleep(_STEP_SECONDS)
         before, listed = listed, dict(blobs.list("packs/"))
-        if listed != before:  # Somebody else makes room, too, or puts or removes a pack.
+        if listed != before:  # Another writer stores, removes or drops packs.
             changed = time.monotonic()
         elif is_settled or time.monotonic() > changed + _SETTLE_SECONDS:
             raise QuotaError(
@@ -106,10 +106,10 @@ def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, .
 def _plan(
     files: PackFiles, uses: LastUse, listed: Mapping[str, BlobStat], own: tuple[str, ...], needed: int
 ) -> tuple[list[tuple[Handle, str, PackFile, BlobStat]], int, bool]:
-    """The entries to drop until `needed` bytes are free, the bytes that they free, and whether the store is settled.
+    """Return the entries to drop to free `needed` bytes, the bytes this frees, and whether the store is settled.
 
-    Each entry is its handle, slot, pack without KV, and version. The store is not settled where an entry was passed
-    over because it cannot be read yet, or has no text yet.
+    Each entry is its handle, slot, pack without KV, and version. The store is not settled if an entry was skipped
+    because it is not readable yet or has no text yet.
     """
     times = uses.times() if needed > 0 else {}
     entries = {
@@ -126,7 +126,7 @@ def _plan(
     for handle, slot in sorted(entries, key=age):
         if freed >= needed:
             break
-        with suppress(PackError, FileNotFoundError):  # What a later release wrote stays.
+        with suppress(PackError, FileNotFoundError):  # Leave files of a later release alone.
             pack, seen = files.look(handle, slot), entries[handle, slot]
             if pack is None or (pack.stored_bytes and text_key(handle) not in listed):
                 is_settled = False

@@ -1,4 +1,4 @@
-"""MACs of stored entries: what a server wrote under its key is told from what others wrote into its store."""
+"""MACs of stored entries: a server recognises the entries it wrote among those that others wrote into its store."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from kp_core.packs.pack import KnowledgePack
 
 __all__ = ["Seal"]
 
-_NAME = "kp:mac"  # In the provenance of an entry.
+_NAME = "kp:mac"  # Key in the provenance of an entry.
 
 
 @dataclass(frozen=True)
 class Seal:
-    """HMAC-SHA-256 over all that makes an entry: model, text, tokens, prefix, and the digest of each tensor.
+    """HMAC-SHA-256 over everything in an entry: model, text, tokens, prefix, and the digest of each tensor.
 
-    Digests of a file tell damage; whoever may write to a store can make them anew, and not this.
+    The digests in a file reveal damage, but anyone who can write to the store can recompute them. The MAC needs the
+    key.
     """
 
     key: bytes
 
     def sealed(self, pack: KnowledgePack) -> KnowledgePack:
-        """`pack` with the MAC in its provenance."""
+        """Return `pack` with the MAC in its provenance."""
         digests = encode_pack(replace(pack, compression="none")).digests
         return replace(pack, provenance={**pack.provenance, _NAME: self._mac(pack, digests)})
 
     def holds(self, file: PackFile) -> bool:
-        """Whether the MAC is there and right, by the digests in the head; each tensor is held to its own when read."""
+        """Whether the file has a valid MAC over the digests in its header; reading checks tensors against digests."""
         mac = self._mac(file.pack, file.digests)
         return hmac.compare_digest(mac.encode(), file.pack.provenance.get(_NAME, "").encode())
 

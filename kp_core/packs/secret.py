@@ -1,4 +1,4 @@
-"""The secrets of a store, under which its handles are made. The rules are in `docs/format.md`."""
+"""The secrets of a store, which make its handles. `docs/format.md` has the rules."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HOW = "a secret of 64 hexadecimal digits, e.g. of `openssl rand -hex 32`, or se
 
 
 def load_secrets(blobs: Blobs, configured: str | None, *, is_far: bool) -> tuple[bytes, ...]:
-    """The secrets of the store, the one that makes handles first; made where there is nothing.
+    """Return the secrets of the store, the one for new handles first; creates one for an empty folder.
 
-    In a folder the secret is a file of the store, unless one is `configured`. Where `is_far` it always is, by default
-    in `KP_SECRET`, and the store holds its name alone. Raises `PackError` where there are other things, for a secret
-    that the store was not made with, and without one that it was made with.
+    A folder keeps its secret in a file, unless `configured` gives one. With `is_far` (object storage) a secret is
+    always configured, by default in `KP_SECRET`, and the store holds only its name. Raises `PackError` if the place
+    holds other things, if the store was made with another secret, or if its secret is missing.
     """
     given = configured or (os.environ.get(_VARIABLE) if is_far else None)
     if not given:
@@ -44,18 +44,18 @@ def load_secrets(blobs: Blobs, configured: str | None, *, is_far: bool) -> tuple
 
 
 def is_made(blobs: Blobs) -> bool:
-    """Whether there is a store of packs."""
+    """Whether there is a pack store."""
     return any(key == "secret" or _NAMED.fullmatch(key) for key, _ in blobs.list("secret"))
 
 
 def forget_secrets(blobs: Blobs, old: Sequence[bytes]) -> None:
-    """Say that no handle of the store is under one of the `old` secrets any more."""
+    """Remove the names of `old` secrets, which no handle of the store uses any more."""
     for each in old:
         blobs.delete(_name(each))
 
 
 def _check(blobs: Blobs, given: Sequence[bytes]) -> None:
-    """Compare what is `given` with the names of the store's secrets; the first one's is written before any pack."""
+    """Check the secrets against the names in the store; writes the name of the first one before any pack."""
     names = {key for key, _ in blobs.list(f"{_FOLDER}/") if _NAMED.fullmatch(key)}
     if unknown := names - {_name(each) for each in given}:
         raise PackError(
@@ -72,7 +72,7 @@ def _check(blobs: Blobs, given: Sequence[bytes]) -> None:
 
 
 def _stored_secret(blobs: Blobs) -> bytes:
-    # It comes before any pack: what holds something but no secret was not made here, or has lost it.
+    # The secret is written before any pack, so a folder with files but no secret is not ours, or has lost it.
     if blobs.stat("secret") is None:
         _check_empty(blobs)
         blobs.write("secret", [secrets.token_bytes(_SECRET_BYTES)], if_absent=True)

@@ -1,4 +1,4 @@
-"""Packs in a folder or in object storage, shared by threads and processes. The layout is in `docs/format.md`."""
+"""Packs in a folder or in object storage, shared by threads and processes. `docs/format.md` describes the layout."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ logger = logging.getLogger(__name__)
 class PackStore(Packs):
     """Packs in a folder, under a URL (`s3://bucket/prefix`, `gs://`, `memory://`), or in other `Blobs`.
 
-    Each is a text, and a file for each entry of its KV: one for each model and prefix that it was compiled for.
+    Each pack is a text file, and a KV file (an entry) for each model and prefix that it was compiled for.
 
-    Safe for any number of threads and processes: a reader sees a pack whole or not at all. A damaged file is kept in
-    `quarantine/`, with a `PackCorruptWarning`, and its pack comes back lazy: with its token ids when only tensors are
-    damaged, else from its text alone, with `token_ids=()`, an empty prefix and `ModelFingerprint.unknown()`; such a
-    pack has to be built again from its text before use.
+    Any number of threads and processes may use it: a reader sees a pack whole or not at all. A damaged file goes to
+    `quarantine/` with a `PackCorruptWarning`, and its pack becomes lazy. It keeps its token ids if only tensors are
+    damaged. Otherwise it is recovered from its text alone, with `token_ids=()`, an empty prefix and
+    `ModelFingerprint.unknown()`, and must be built again from its text before use.
 
-    `max_bytes` bounds the files under `packs/`: a `put` that needs room drops the KV of packs that nobody has `get` for
-    longest. Texts and token ids are never dropped. Processes that put at one moment may pass the bound by what they
-    put, until the next `put`. `keep_bytes` and `keep_seconds` bound `kept`.
+    `max_bytes` bounds the files under `packs/`: a `put` that needs space drops the KV of the packs whose last `get` is
+    longest ago. Texts and token ids are never dropped. Processes that `put` at the same moment may exceed the bound
+    until the next `put`. `keep_bytes` and `keep_seconds` bound `kept`.
 
-    `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, while it is rotated. A folder
-    has one of its own by default; object storage never holds it (default: the variable `KP_SECRET`). Raises `PackError`
-    for a place that holds other things and no packs, that was made with another secret, or that cannot be reached.
+    `secret` makes handles: 64 hexadecimal digits, or several with commas, newest first, during a rotation. A folder
+    makes its own by default. Object storage never holds it (default: the variable `KP_SECRET`). Raises `PackError` for
+    a place that holds other things and no packs, that was made with another secret, or that cannot be reached.
 
-    `seal` is a server's key for the MACs of entries that it wrote (`is_sealed`); what is kept is read only with one.
+    `seal` is a server's key for MACs of the entries it writes (`is_sealed`). With a `seal`, kept KV without a valid MAC
+    is ignored.
     """
 
     def __init__(  # noqa: PLR0913 - what a store is
@@ -87,14 +88,14 @@ class PackStore(Packs):
                 raise PackError(str(error)) from error
             raise
         self.files = PackFiles(self.blobs, secrets, are_configured=bool(secret) or is_far)
-        """What lies under `packs/`, for engines that look at headers alone."""
+        """The files under `packs/`, for engines that read only headers."""
         self._uses = LastUse(self.blobs)
         self.seal = None if seal is None else Seal(seal)
         self.kept: KeptEntries = KeptEntries(self.files, self._uses, keep_bytes, keep_seconds, self.seal)
-        """What was computed behind other packs and is kept (see the option `keep` of a request)."""
-        # Threads that make room take turns, so that together they keep to the bound.
+        """Kept KV: KV that was computed behind other packs (see the option `keep` of a request)."""
+        # Threads free space one at a time, so that together they stay within the bound.
         self._turn: AbstractContextManager[object] = nullcontext() if max_bytes is None else threading.Lock()
-        # Nothing that it holds refers to it: else it would end, and write, in any thread that collects garbage.
+        # Nothing that the store holds refers back to it: in a cycle, the garbage collector would flush in any thread.
         weakref.finalize(self, self._uses.flush)
 
     def __repr__(self) -> str:
@@ -102,34 +103,33 @@ class PackStore(Packs):
 
     @property
     def path(self) -> Path:
-        """The folder of the packs; raises `PackError` when they are in none."""
+        """The folder of the packs; raises `PackError` if they are not in a folder."""
         if isinstance(self.blobs, FolderBlobs):
             return self.blobs.path
         raise PackError(f"The packs of {self.blobs} are in no folder; `str(store.blobs)` says where they are.")
 
     @property
     def changes(self) -> str:
-        """A token that is another one whenever anybody has added or removed a pack, or an entry; costs one `stat`."""
+        """A token that changes whenever any process adds or removes a pack or an entry; costs one `stat`."""
         found = self.blobs.stat("changes", recent=True)
         return "" if found is None else found.version
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files under `packs/`, which is what `max_bytes` bounds."""
+        """Bytes of all files under `packs/`, which `max_bytes` bounds."""
         return sum(found.size for _, found in self.blobs.list("packs/"))
 
     def handle(self, text: str, namespace: str) -> Handle:
-        """The handle `text` has here, stored or not; raises `HandleError` for bad names and non-Unicode text."""
+        """Return the handle of `text`, stored or not; raises `HandleError` for bad names and non-Unicode text."""
         return self.files.handle(text, namespace)
 
     def put(self, pack: KnowledgePack) -> Handle:
         """Store `pack`; storing it again writes nothing.
 
-        It takes the place of the entry of the same text, model and prefix, or of a first one that an earlier release
-        made for this model; other entries stay beside it. A lazy pack does not displace KV that can be used, and a lazy
-        pack of unknown fingerprint displaces nothing. Raises `PackError` for what the format cannot hold, `QuotaError`
-        when `max_bytes` leaves no room, `PackVersionError` when a later release wrote the file; the store is then as
-        before.
+        It replaces the entry of the same text, model and prefix, and a first entry that an earlier release made for
+        this model. Other entries stay. A lazy pack does not replace usable KV, and a lazy pack of unknown fingerprint
+        replaces nothing. Raises `PackError` for what the format cannot hold, `QuotaError` if `max_bytes` leaves no
+        room, `PackVersionError` if a later release wrote the file; the store is then unchanged.
         """
         handle, encoded = self.handle(pack.text, pack.namespace), encode_pack(pack)
         slot, done, absent = "", False, False
@@ -142,16 +142,16 @@ class PackStore(Packs):
                 if self.max_bytes is not None:
                     size = encoded.nbytes + len(pack.text.encode())
                     make_room(self.files, self._uses, self.max_bytes, (key, text_key(handle)), size)
-                # So that KV which somebody else stores at this moment stays.
+                # `if_absent` keeps KV that another writer stores at this moment.
                 done = self.blobs.write(key, encoded.chunks(), if_absent=absent and pack.is_lazy)
-            if done and slot and self.blobs.stat(pack_key(handle)) is None:  # Removed meanwhile: it is the first now.
+            if done and slot and self.blobs.stat(pack_key(handle)) is None:  # Removed meanwhile: this is now the first.
                 self.blobs.delete(key)
                 done = False
-        # After the pack, as a text alone is a pack whose file was lost.
+        # Write the text after the pack, because a text without a pack counts as a damaged pack.
         entered = done and absent
         if self.files.write_text(handle, pack.text):
             entered = True
-            if self.blobs.stat(pack_key(handle)) is None:  # Somebody removed the pack in between.
+            if self.blobs.stat(pack_key(handle)) is None:  # Another process removed the pack in between.
                 self.blobs.delete(text_key(handle))
         if entered:
             self.files.note_change()
@@ -159,10 +159,10 @@ class PackStore(Packs):
         return handle
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
-        """The pack without its KV, whose size is its `stored_bytes`; `None` when there is none. Raises as `get`.
+        """Return the pack without its KV, with `stored_bytes`; `None` if there is none. Raises as `get`.
 
-        Of its entries the one that fits `key`, else the first one of that model, else the first one there is.
-        Microseconds when it was asked before. Sees damage to the head of a file and to its length, not to its tensors.
+        Returns the entry that fits `key`, else the first one of that model, else the first one. Repeated calls take
+        microseconds. Notices damage to the header and length of a file, not to its tensors.
         """
         _, found = self._find(handle, key)
         if found is None:
@@ -171,7 +171,7 @@ class PackStore(Packs):
         return found
 
     def is_sealed(self, handle: Handle, key: PackKey) -> bool:
-        """Whether the entry that `peek` tells has the MAC of this store's key; without a key each is as good as any."""
+        """Whether the entry that `peek` returns has a valid MAC; always true without a `seal`."""
         if self.seal is None:
             return True
         with suppress(FileNotFoundError, PackError):
@@ -180,10 +180,10 @@ class PackStore(Packs):
         return False
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
-        """The pack, with its KV (on the CPU) where that is stored and intact; the entry that `peek` tells.
+        """Return the entry that `peek` returns, with its KV (on the CPU) if that is stored and intact.
 
-        Raises `PackNotFoundError` when there is none, `PackCorruptError` when neither file nor text can be trusted
-        (both are then in quarantine, and the pack is gone), `PackVersionError` when a later release wrote the file.
+        Raises `PackNotFoundError` if there is none, `PackCorruptError` if file and text are both damaged (both are then
+        in quarantine, and the pack is gone), `PackVersionError` if a later release wrote the file.
         """
         slot, known = ("", None) if key is None else self._find(handle, key)
         try:
@@ -201,9 +201,9 @@ class PackStore(Packs):
         return pack
 
     def open(self, handle: Handle, key: PackKey) -> PackFile:
-        """The entry that `get` gives, to be read tensor by tensor; what turns out to be damaged is mended by `get`.
+        """Open the entry that `get` returns, to read it tensor by tensor; only `get` repairs damage.
 
-        Raises `PackNotFoundError` when there is none, `PackCorruptError` when it is damaged, as far as its head shows.
+        Raises `PackNotFoundError` if there is none, `PackCorruptError` if its header shows damage.
         """
         slot, _ = self._find(handle, key)
         try:
@@ -214,7 +214,7 @@ class PackStore(Packs):
         return opened
 
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
-        """Look at several entries at once, and bring their KV near, where each look takes a way; else nothing."""
+        """In object storage, look up several entries in parallel, with `kv` also their KV; otherwise do nothing."""
         if isinstance(self.blobs, ObjectBlobs):
             self.blobs.look_at([pack_key(handle) for handle, _ in wanted])
             if kv:
@@ -222,9 +222,9 @@ class PackStore(Packs):
                 self.blobs.look_at(slots, bytes_too=True)
 
     def rotate(self) -> int:
-        """Give each pack whose handle was made under an earlier secret one under the first; returns how many.
+        """Give every pack with a handle of an earlier secret a handle of the first secret; returns their number.
 
-        Old handles mean nothing afterwards, and what was kept behind them is dropped. Interrupted, it is begun again.
+        Old handles stop working, and KV kept behind these packs is deleted. After an interruption, call it again.
         """
         moved = 0
         for handle in list(self.handles()):
@@ -244,47 +244,47 @@ class PackStore(Packs):
         return moved
 
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
-        """The pack as it was made for each model and prefix, the first one first, without KV."""
+        """Yield the pack without KV as compiled for each model and prefix, the first entry first."""
         for slot in ("", *sorted(self.files.beside(handle), key=len)):
             if found := self.files.look(handle, slot):
                 yield found
 
     def remove(self, handle: Handle) -> None:
-        """Remove the pack, its text, files in quarantine and what was kept behind it, or raise `PackNotFoundError`."""
+        """Delete the pack, its text, its quarantined files and KV kept behind it; raises `PackNotFoundError`."""
         self.kept.drop(str(handle))
         aside = [key for key, _ in self.blobs.list(f"quarantine/{handle.namespace}.{handle.id}.")]
-        # Text first: a text alone would come back as a pack.
+        # Text first: a text without a pack would count as a damaged pack and be repaired.
         found = [self.blobs.delete(text_key(handle))]
         files = [key for key, _ in self.blobs.list(text_key(handle).removesuffix("txt"))]
         found += map(self.blobs.delete, (*files, *aside))
         if not any(found):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
-        self.kept.drop(str(handle))  # What was kept since.
+        self.kept.drop(str(handle))  # Delete what was kept meanwhile.
         self.files.note_change()
 
     def forget(self, namespace: str) -> int:
-        """Delete all KV that was kept in `namespace` or behind it; returns how many entries. Packs stay."""
+        """Delete all KV kept in `namespace` or behind it, but no packs; returns the number of entries."""
         return self.kept.drop(check_namespace(namespace))
 
     def handles(self, namespace: str | None = None) -> Iterator[Handle]:
-        """The handles of all packs, or of one namespace, sorted."""
+        """Return the handles of all packs, or of one namespace, sorted."""
         prefix = "packs/" if namespace is None else f"packs/{check_namespace(namespace)}/"
         entries = map(handle_of, (key for key, _ in self.blobs.list(prefix)))
         return iter(sorted({entry[0] for entry in entries if entry and not entry[1]}))
 
     def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:
-        """The packs of these namespaces that are not `known` yet, each with its text; see `changes`."""
+        """Yield the packs of these namespaces that are not in `known`, each with its text; see `changes`."""
         for handle in itertools.chain.from_iterable(map(self.handles, namespaces)):
             if handle not in known and (text := self.files.text(handle)) is not None:
                 yield handle, text
 
     def verify(self) -> Iterator[tuple[Handle, str]]:
-        """Each pack that is damaged, and how; checks every digest and changes nothing."""
+        """Yield each damaged pack and its damage; checks every digest and changes nothing."""
         for handle in self:
             found = dict(self.blobs.list(text_key(handle).removesuffix("txt")))
             for key in sorted({pack_key(handle), *found} - {text_key(handle)}):
                 try:
-                    # As a range, which no local cache has.
+                    # A ranged read bypasses the local cache.
                     self.files.own(handle, read_pack(self.blobs.read(key, 0, found[key].size if key in found else 0)))
                 except FileNotFoundError:
                     yield handle, "The file is missing."
@@ -300,7 +300,7 @@ class PackStore(Packs):
         return isinstance(handle, Handle) and any(map(self.blobs.stat, (pack_key(handle), text_key(handle))))
 
     def _find(self, handle: Handle, key: PackKey | None) -> tuple[str, KnowledgePack | None]:
-        """Where the entry lies that `peek` gives, and what it is; `None` for a pack to be mended, or absent."""
+        """Return the slot and the entry that `peek` returns; `None` for a pack that is damaged or absent."""
         slot, found = "", self.files.look(handle)
         if key is None or (found and key.fits(found)):
             return slot, found
@@ -315,9 +315,11 @@ class PackStore(Packs):
     def _earlier(
         self, handle: Handle, first: KnowledgePack | None, model: ModelFingerprint
     ) -> tuple[str, KnowledgePack | None]:
-        """The entry that an earlier release made for `model` beside a first one of another model, else the first one.
+        """Return the entry that an earlier release made for `model` beside a first one of another model, else the
+        first.
 
-        It says that the text is for this model too. Its name is made from what no fingerprint has any more.
+        The existence of the entry says that the text is for this model too. Today's fingerprints do not give its slot
+        name.
         """
         made = ModelFingerprint.unknown() if first is None else first.fingerprint
         if made != ModelFingerprint.unknown() and not made.same_model(model):
@@ -328,9 +330,9 @@ class PackStore(Packs):
         return "", first
 
     def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackFile | None, bool]:
-        """Where `pack` belongs, what is intact there, and whether nothing is.
+        """Return the slot where `pack` belongs, the intact file there, and whether the slot is empty.
 
-        It is the first place that is its own, or free, or holds what is of no use to anybody.
+        It is the first slot that is the pack's own, is free, or holds an entry that nobody needs.
         """
         mine, (of_model, behind) = False, slots(pack.key)
         for slot in ("", of_model, behind):

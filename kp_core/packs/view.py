@@ -1,4 +1,4 @@
-"""Who may read which pack: a store, the namespaces allowed, the roles trusted to bring handles, and the model."""
+"""Access to packs: a store, the allowed namespaces, the roles that may bring handles, and the model."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class PackRef:
     pack: KnowledgePack = field(compare=False, repr=False)
     memory: bool = False
     recognised: bool = False
-    """Whether the message holds the pack's text itself: the prompt is the same with and without the pack."""
+    """Whether the message holds the pack's text itself. The prompt is then the same with and without the pack."""
     batch: int = 0
-    """In memory: packs of one number came together, in one message or exchange."""
+    """For memory: packs with the same number came together, in one message or exchange."""
     is_erratum: bool = False
-    """Whether `pack` holds only what was corrected since an earlier version of it, which stands before."""
+    """Whether `pack` holds only the corrections since an earlier version of it, which stands before."""
 
     @property
     def text(self) -> str:
-        """The text as it is in the prompt: memory is a list of paragraphs, each ending its line."""
+        """The text as it stands in the prompt; memory is a list of paragraphs, each with a line end."""
         if self.memory:
             return self.pack.text.strip() + "\n"
         return self.pack.text.strip() if self.recognised else self.pack.text
@@ -54,64 +54,64 @@ Segment: TypeAlias = str | PackRef
 
 @runtime_checkable
 class Packs(Protocol):
-    """Where packs are kept, e.g. `PackStore`: makes handles, takes packs in, and finds them again.
+    """A pack store, e.g. `PackStore`: makes handles, stores packs and finds them.
 
-    A store of your own subclasses it. What it need not define has a default, which offers nothing.
+    To write a store of your own, subclass it. Members with a default are optional.
     """
 
     blobs: Blobs | None = None
-    """Where its bytes lie: what was measured on its packs is kept beside them."""
+    """Where the packs' bytes lie; measurements on the packs are stored beside them."""
     kept: KeptEntries | None = None
-    """The KV that was computed behind other packs, and is kept."""
+    """The kept KV: KV that was computed behind other packs."""
 
     @property
     def changes(self) -> object:
-        """A token that differs whenever packs were put or removed; cheap, asked at every message."""
+        """A token that changes whenever packs are stored or removed; cheap, read for every message."""
         return None
 
     def handle(self, text: str, namespace: str) -> Handle:
-        """The handle `text` has here, stored or not."""
+        """Return the handle of `text` in this store, whether stored or not."""
 
     def put(self, pack: KnowledgePack) -> Handle:
-        """Keep the pack, in place of what was kept for its text; returns its handle."""
+        """Store the pack, replacing the pack of the same text; returns its handle."""
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
-        """The pack without its KV, or `None` when there is none under this handle; cheap, asked at every turn.
+        """Return the pack without its KV, or `None` if there is none; cheap, called at every turn.
 
-        Of several entries the one that fits `key`, else the first one of that model, else any.
+        Of several entries it returns the one that fits `key`, else the first one of that model, else any.
         """
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
-        """The pack, with its KV where that is stored and intact; the entry that `peek` tells."""
+        """Return the entry that `peek` returns, with its KV if that is stored and intact."""
 
     def remove(self, handle: Handle) -> None:
-        """Forget the pack; raises `PackNotFoundError` where there is none."""
+        """Delete the pack; raises `PackNotFoundError` if there is none."""
 
     def __iter__(self) -> Iterator[Handle]:
-        """The handles of all packs."""
+        """Yield the handles of all packs."""
 
     def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:  # noqa: ARG002
-        """The packs of these namespaces that are not `known` yet, with their texts: those that are recognised."""
+        """Yield the packs of these namespaces that are not in `known`, with the texts to recognise."""
         return iter(())
 
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:  # noqa: ARG002
-        """Look at several entries at once, with `kv` bring their KV near, if these lie far away."""
+        """Look up several entries in parallel, with `kv` also their KV, for stores where each access is slow."""
         return
 
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
-        """The packs as a conversation may see them: these namespaces, brought in by these roles."""
+        """Return the view of a conversation: these namespaces, and the roles that may bring handles."""
         return PackView(self, namespaces, trusted_roles)
 
 
 @dataclass(frozen=True)
 class PackView:
-    """The packs a conversation may reach: a store, the namespaces allowed, and the roles trusted to bring handles.
+    """The packs that a conversation may use: a store, the allowed namespaces, and the roles that may bring handles.
 
-    What does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text and is logged.
-    Text that comes out of a pack is never searched for handles.
+    A handle that does not resolve (namespace not allowed, role not trusted, no such pack) stays plain text and is
+    logged. The text of a pack is never searched for handles.
 
-    With `recognise`, the exact texts of packs in messages of trusted roles are found as well; handles inside them are
-    text. With a `model`, it gives only packs that this one may use (see `usable`).
+    With `recognise`, the exact texts of packs in messages of trusted roles count as packs; handles inside them stay
+    text. With a `model`, the view returns only packs that this model may use (see `usable`).
     """
 
     source: Packs
@@ -128,12 +128,12 @@ class PackView:
         object.__setattr__(self, "trusted_roles", frozenset(self.trusted_roles))
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
-        """The pack without its KV; by default as it was first compiled for the `model`."""
+        """Return the pack without its KV; without a `key`, the first entry for the `model`."""
         pack = self.source.peek(handle, self._key(key))
         return pack and self._usable(pack, handle)
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
-        """The pack with its KV."""
+        """Return the pack with its KV."""
         return self._usable(self.source.get(handle, self._key(key)), handle)
 
     def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
@@ -147,7 +147,7 @@ class PackView:
         return pack if self.model is None else usable(pack, self.model, self.mismatch, str(handle))
 
     def resolve(self, handle: Handle, role: str) -> KnowledgePack | None:
-        """The pack without KV, when `role` may bring it in."""
+        """Return the pack without KV if `role` may bring it in, otherwise `None`."""
         if role not in self.trusted_roles:
             reason = f"role {role!r} is not trusted"
         elif handle.namespace not in self.namespaces:
@@ -161,14 +161,14 @@ class PackView:
         return None
 
     def split(self, text: str, role: str) -> tuple[Segment, ...]:
-        """`text` cut into plain text, the packs its handles stand for, and those whose texts are recognised in it."""
+        """Split `text` into plain text, the packs of its handles, and packs whose texts it contains."""
         handles = find_handles(text)
         if handles and role in self.trusted_roles:
             self.prefetch({(handle, None) for *_, handle in handles if handle.namespace in self.namespaces})
         found: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
         segments: list[Segment] = []
         done = 0
-        # Of two that begin together, the longer first: the handle is then inside the text.
+        # If two start at the same place, the longer one comes first; a handle then lies inside the text.
         for start, stop, item in sorted(found, key=lambda part: (part[0], -part[1])):
             if start < done:
                 continue
@@ -185,12 +185,12 @@ class PackView:
         return tuple(segment for segment in segments if segment != "")
 
     def _recognised(self, text: str, role: str) -> Iterator[tuple[int, int, PackRef]]:
-        """Where the texts of packs are in `text`."""
+        """Yield where texts of packs stand in `text`."""
         if not self.recognise or role not in self.trusted_roles:
             return
         recogniser = Recogniser.of(self.source)
         for start, stop, handle in recogniser.find_packs(self.source, text, self.namespaces):
-            # A pack that cannot be used is text here, which nobody asked to be more.
+            # A recognised pack that cannot be used stays text: the caller did not ask for it.
             with suppress(KnowledgePackError):
                 pack = self.peek(handle)
                 if pack is None:
@@ -200,18 +200,18 @@ class PackView:
 
 
 def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, name: str) -> KnowledgePack:
-    """`pack` as `model` may use it: as it is, or its text alone, to be computed anew.
+    """Return `pack` as `model` may use it: unchanged, or as its text alone, to be computed anew.
 
-    A pack of another model raises `FingerprintMismatchError`, or with `mismatch="rebuild"` comes as text alone. With
-    `"accept"` a pack of the same model in other numerics comes as it is. A pack that was recovered from its text alone
-    is computed anew without being asked, and so is one of the same model whose passes were computed in another way: by
-    another release, or on another kind of processor.
+    A pack of another model raises `FingerprintMismatchError`; with `mismatch="rebuild"` its text alone is returned.
+    With `"accept"`, a pack of the same model in other numerics is returned unchanged. Two kinds of pack
+    are computed anew without an error: one recovered from its text alone, and, unless accepted, one of the same model
+    whose passes were computed differently (by another release or another kind of processor).
     """
     made = pack.fingerprint
     if made in (model, ModelFingerprint.unknown()):
         return pack
     if model.engine == "vllm" and made.same_model(model):
-        # Which KV a server reads, it decides itself; here only the tokens count.
+        # A server decides itself which KV it reads; only the tokens matter here.
         return replace(pack, kv=None, fingerprint=model)
     if mismatch == "accept" and made.same_model(model):
         return pack
@@ -226,9 +226,9 @@ def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, nam
 def explicit_packs(
     packs: Sequence[KnowledgePack | str], view: PackView | None, model: ModelFingerprint, mismatch: Mismatch
 ) -> tuple[PackRef, ...]:
-    """Packs that a caller named outright; a handle that does not resolve is an error here, not text."""
+    """Return references to the packs that a caller passed; raises for a handle that does not resolve."""
     references = []
-    # The list of an agent's memory grows by one pack after the other, so each is a batch of its own.
+    # An agent's list of memories grows pack by pack, so each pack is a batch of its own.
     for number, pack in enumerate(packs, 1):
         if isinstance(pack, KnowledgePack):
             try:
@@ -238,7 +238,7 @@ def explicit_packs(
             references.append(PackRef(name, usable(pack, model, mismatch, name), batch=-number))
             continue
         handle = Handle.parse(pack)
-        # The caller named it, no message did; so which roles are trusted does not matter.
+        # The caller named it, not a message, so trusted roles do not matter.
         found = None if view is None else replace(view, trusted_roles={"system"}).resolve(handle, "system")
         if found is None:
             raise PackNotFoundError(

@@ -1,1 +1,1 @@
-"""Prompts: from messages and packs to token ids; the only place that knows chat templates."""
+"""Prompts: turns messages and packs into token ids; the only place that knows chat templates."""

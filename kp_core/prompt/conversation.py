@@ -1,4 +1,4 @@
-"""Conversations as turns of text and packs: with memory, errata and instructions in their places."""
+"""Conversations as turns of text and packs; places memory, errata and instructions in them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ Placement: TypeAlias = Literal["in_place", "system"]
 _Call: TypeAlias = Mapping[str, Any]
 GAP = "\n\n"
 SLOT = "{pack}"
-"""What stands where the pack will be."""
+"""Placeholder for a pack in messages."""
 _ROLES = ("system", "user", "assistant", "tool")
 _COMPACTED = "(In memory, with the results of all earlier calls.)"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message: its role, its content as text and packs, and what tools add to it."""
+    """One message: its role, its content as text and packs, and its tool fields."""
 
     role: str
     segments: tuple[Segment, ...] = ()
@@ -52,15 +52,15 @@ class Turn:
 
     @property
     def content(self) -> str:
-        """Its content, packs as their text."""
+        """The content, with packs as their text."""
         return "".join(each.text if isinstance(each, PackRef) else each for each in self.segments)
 
     def with_segments(self, segments: Sequence[Segment]) -> Turn:
-        """The same turn with other content."""
+        """Return the turn with other content."""
         return replace(self, segments=tuple(segment for segment in segments if segment != ""))
 
     def to_message(self, content: str, escape: Callable[[str], str]) -> dict[str, Any]:
-        """The message a template takes: with `content`, and every other string passed through `escape`."""
+        """Return the message for the template: with `content`, and every other string passed through `escape`."""
         message: dict[str, Any] = {"role": self.role, "content": content, **map_strings(dict(self.extra), escape)}
         if self.tool_calls:
             message["tool_calls"] = map_strings(list(self.tool_calls), escape)
@@ -68,7 +68,7 @@ class Turn:
 
 
 def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, ...]:
-    """Messages with their handles resolved; raises `PromptError` for an empty conversation or an unknown role."""
+    """Resolve the handles in `messages`; raises `PromptError` for an empty conversation or an unknown role."""
     if messages is not None and not isinstance(messages, Iterable):
         raise PromptError(f"Got the conversation {messages!r}; expected a string or messages.")
     if not messages:
@@ -96,11 +96,11 @@ def placed(
     placement: Placement = "in_place",
     compact: bool = False,
 ) -> tuple[Turn, ...]:
-    """The turns of `messages` (a string is one user message), handles resolved through `view`, packs in their places.
+    """Turn `messages` (a string is one user message) into turns, with handles resolved through `view` and packs placed.
 
-    `packs` go to the start of the system message. With `placement="system"` so do the packs of all messages, in order
-    of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought nothing but
-    packs shrink to the latest call (`_compacted`). Raises `PromptError` (empty conversation, malformed message),
+    `packs` go to the start of the system message. With `placement="system"` the packs of all messages go there too, in
+    order of first appearance, and the messages keep only the handles. With `compact`, tool exchanges that brought only
+    packs shrink to the latest call (`_compacted`). Raises `PromptError` (empty conversation, malformed message) and
     `UnsupportedContentError`.
     """
     if placement not in get_args(Placement):
@@ -115,7 +115,7 @@ def placed(
 
 
 def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
-    """`turns` with each pack's handle in place of the pack, and the packs in order of first appearance."""
+    """Replace each pack by its handle; returns the turns, and the packs in order of first appearance."""
     brought = ((at, part) for at, turn in enumerate(turns) for part in turn.segments if _by_handle(part))
     found: dict[str, PackRef] = {}
     for number, pack in brought:
@@ -125,7 +125,7 @@ def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef,
 
 
 def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
-    """`turns` with `packs`, each once, at the start of the system message, which is added where there is none."""
+    """Put `packs`, each once, at the start of the system message, which is added if there is none."""
     memory = {reference.handle: replace(reference, memory=True) for reference in reversed(packs)}
     ordered = tuple(memory[handle] for handle in dict.fromkeys(reference.handle for reference in packs))
     if turns[0].role == "system":
@@ -134,9 +134,9 @@ def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn,
 
 
 def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """`turns` in which a pack that stands behind an earlier version of itself is only what was corrected since.
+    """Shorten each pack that follows an earlier version of itself to the corrections since then.
 
-    What stands before it stays as it is, and so does its KV.
+    Everything before it keeps its tokens, and so its KV.
     """
     said: dict[tuple[str, str], set[str]] = {}
 
@@ -157,11 +157,11 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[Turn, ...]:
-    """`turns` with the tool exchanges that brought nothing but packs shrunk to a constant length.
+    """Shrink tool exchanges that brought only packs to a constant length.
 
-    Of such exchanges behind one user or system message the latest call stays, and its result is one short line that
-    stands for all of them. Their packs go to the end of that message, each once and in order of first appearance, but
-    for those whose handles are `elsewhere` in the prompt. So a further exchange changes nothing before its own pack.
+    After each user or system message, only the latest such call stays, with one short line as the result of all of
+    them. Their packs go to the end of that message, each once, in order of first appearance, except those whose handles
+    are `elsewhere` in the prompt. So a further exchange changes nothing before its own pack.
     """
     held: dict[int, list[range]] = {}
     for span in _exchanges(turns):
@@ -180,7 +180,7 @@ def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[
         if anchor < 0:
             orphans = list(new.values())
         elif new:
-            # The closing tag keeps a template that trims from taking the last pack's line feed.
+            # Some templates trim the content; the closing tag protects the line feed of the last pack.
             own = turns[anchor].segments
             gap = (GAP,) if own else ()
             made[anchor] = turns[anchor].with_segments((*own, *gap, "<found>\n", *new.values(), "</found>"))
@@ -193,7 +193,7 @@ def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[
 
 
 def _exchanges(turns: Sequence[Turn]) -> list[range]:
-    """Where an assistant's tool calls are, with all their results."""
+    """Return the spans of assistant messages with tool calls and all their results."""
     found = []
     for start, turn in enumerate(turns):
         if turn.role == "assistant" and turn.tool_calls:
@@ -206,43 +206,43 @@ def _exchanges(turns: Sequence[Turn]) -> list[range]:
 
 
 def _brought_packs(turn: Turn) -> bool:
-    """Whether a tool's result is packs and nothing else."""
+    """Whether a tool result consists only of packs."""
     others = [part for part in turn.segments if not _by_handle(part)]
     return len(others) < len(turn.segments) and all(isinstance(part, str) and not part.strip() for part in others)
 
 
 def _by_handle(segment: Segment) -> TypeGuard[PackRef]:
-    """Whether a handle brought `segment`; a text that was recognised stays where it is, as any other text."""
+    """Whether a handle brought `segment`; a recognised text stays in place, like other text."""
     return isinstance(segment, PackRef) and not segment.recognised
 
 
 def with_instruction(turns: Sequence[Turn], text: str) -> tuple[Turn, ...]:
-    """`turns` with `text` as the last paragraph of the system message, which is added where there is none."""
+    """Append `text` as the last paragraph of the system message, which is added if there is none."""
     if turns[0].role == "system":
         last = turns[0].segments[-1] if turns[0].segments else "\n"
-        # Memory ends its line; a line feed behind it would merge with that and take the pack its last token.
+        # Memory ends its line. Another line feed would merge with that one, and the pack would lose its last token.
         gap = () if (last.text if isinstance(last, PackRef) else last).endswith("\n") else (GAP,)
         return (turns[0].with_segments((*turns[0].segments, *gap, text)), *turns[1:])
     return (Turn("system", (text,)), *turns)
 
 
 def schema_instruction(schema: Mapping[str, Any]) -> str:
-    """What `with_instruction` says of the form of an answer."""
-    # A small model repeats a schema that says nothing.
+    """Return the instruction for the form of an answer, for `with_instruction`."""
+    # A small model repeats a schema that has only a type.
     if set(schema) == {"type"}:
         return f"Answer with a JSON {schema['type']}, and nothing else."
     return f"Answer with JSON that fits this JSON Schema, and nothing else:\n{json.dumps(schema, ensure_ascii=False)}"
 
 
 def _normalised(call: object) -> _Call:
-    """A tool call in the form templates take: arguments as an object, under `function`."""
+    """Return a tool call in the form that templates take: arguments as an object, under `function`."""
     if not isinstance(call, Mapping):
         raise PromptError(f"Got the tool call {call!r}; expected a mapping with a 'function'.")
     function = call.get("function", call)
     arguments = function.get("arguments", {}) if isinstance(function, Mapping) else None
     try:
         arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-        json.dumps(arguments, default=dict)  # Other mappings are as good as dictionaries.
+        json.dumps(arguments, default=dict)  # Mappings other than dictionaries are fine, too.
     except (TypeError, ValueError, RecursionError) as error:
         raise PromptError(f"Got tool call arguments that are not JSON: {error}.") from error
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -251,7 +251,7 @@ def _normalised(call: object) -> _Call:
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - JSON of any shape
-    """`value` with `change` applied to every string in it, keys included."""
+    """Apply `change` to every string in `value`, keys included."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -262,13 +262,13 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN40
 
 
 def tool_call(name: str, arguments: object, call_id: object = None) -> dict[str, Any]:
-    """A call as `tool_calls` of a message hold it, with its id where it has one."""
+    """Return a call as messages store it in `tool_calls`, with its id if it has one."""
     call: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {**call, "id": call_id} if call_id else call
 
 
 def text_of(message: Message) -> str:
-    """The text of a message.
+    """Return the text of a message.
 
     Raises `UnsupportedContentError` for content that is neither a string nor a list of text parts.
     """
@@ -296,7 +296,7 @@ def _text_of_part(part: object) -> str:
 
 
 def filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
-    """`messages` with `reference` where they say `{pack}`."""
+    """Put `reference` in place of `{pack}` in `messages`, as turns."""
     turns = []
     for turn in to_turns(messages, None):
         segments: list[Segment] = []
@@ -310,10 +310,10 @@ def filled(messages: Sequence[Message], reference: PackRef) -> tuple[Turn, ...]:
 
 
 def slotted(messages: Sequence[Message], variable: str, marks: Mapping[str, str]) -> list[Message]:
-    """`messages` made of a framework's prompt, with `{pack}` where `variable` first stands and `?` for other variables.
+    """Put `{pack}` at the first place of `variable` in a framework's prompt, and `?` for the other variables.
 
-    `marks` are what stands there for each variable. Raises `PromptError` when `variable` stands nowhere, or when
-    another one stands before it, as what precedes a pack then changes from call to call.
+    `marks` are the texts in `messages` that stand for each variable. Raises `PromptError` if `variable` is missing, or
+    if another variable stands before it, because the text before a pack would then change with every call.
     """
     texts = [text_of(message) for message in messages]
     before, found, _ = "".join(texts).partition(marks[variable])

@@ -1,4 +1,4 @@
-"""One-pass tokenisation in which the template's special tokens are control tokens and everybody else's are text."""
+"""Tokenises a prompt in one pass: special tokens of the template are control tokens, those in data are plain text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _SIGN = re.compile(r"[^\w\s]")
 
 @dataclass(frozen=True)
 class Encoded:
-    """Token ids, and where each came from in the rendered prompt.
+    """Token ids, and their positions in the rendered prompt.
 
-    `text` is what went through the tokenizer, and `offsets` count its characters: guards are not in it, and special
-    tokens have other names. `runs` says where each stretch of equal text begins, as `(tokenised, rendered)`. Positions
-    are mapped when they are asked for: there are thousands of tokens and a handful of questions.
+    `text` is the input of the tokenizer, and `offsets` count its characters: it has no guards, and other names for
+    special tokens. `runs` lists where each stretch of common text begins, as `(tokenised, rendered)`. Positions are
+    mapped on demand, because there are thousands of tokens and few queries.
     """
 
     ids: tuple[int, ...]
@@ -52,7 +52,7 @@ class Encoded:
 
 
 class _Twin:
-    """A tokenizer, given as its JSON, in which the tokens `names` have secret names; `ids` gives the ids they had."""
+    """A tokenizer, given as JSON, in which the tokens `names` have secret names; `ids` returns the original ids."""
 
     def __init__(self, state: dict[str, Any], names: Sequence[str]) -> None:
         from tokenizers import Tokenizer
@@ -65,22 +65,22 @@ class _Twin:
             token["content"] = self.secret.get(token["content"], token["content"])
         model = _without_names(state["model"], self.secret)
         self.tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": added, "model": model}))
-        # Added tokens are numbered anew, in their order.
+        # The new tokenizer numbers added tokens anew, in their order.
         self._original = {self.tokenizer.token_to_id(self.secret.get(name, name)): at for name, at in self._ids.items()}
 
     def ids(self, encoding: Any) -> tuple[int, ...]:  # noqa: ANN401 - a tokenizers.Encoding
         return tuple(self._original.get(token, token) for token in encoding.ids)
 
     def finds(self, name: str) -> bool:
-        """Whether its secret name is found wherever it stands."""
+        """Whether the tokenizer finds the secret name of `name` wherever it stands."""
         texts = [form.format(self.secret[name]) for form in ("{}", "a{}a", "\n{}\n")]
         return all(self._ids[name] in self.ids(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
 
 def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
-    """The model of a tokenizer with secret names in its vocabulary too: else it would make these tokens of plain text.
+    """Put the secret names into the vocabulary of a tokenizer's model, so that plain text cannot give these tokens.
 
-    That is so for Unigram, and for models that look whole words up before they cut them.
+    Unigram needs this, and so do models that look up whole words before they split them.
     """
     vocab = model.get("vocab")
     if isinstance(vocab, list):
@@ -99,13 +99,13 @@ def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str
 
 
 class _Begun:
-    """Where strings begin, or may have begun at the end, in a text."""
+    """Finds where any of some strings begins in a text, or may begin at its end."""
 
     def __init__(self, names: Sequence[str]) -> None:
         rests: dict[str, list[str]] = defaultdict(list)
         for name in names:
             rests[name[0]].append(re.escape(name[1:]))
-        # Only the first character is consumed, as they may overlap. Templates may change case.
+        # The pattern consumes only the first character, because matches may overlap. Templates may change case.
         begins = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
         self._begin = re.compile("|".join(begins) or "(?!)", re.IGNORECASE)
         self._unfinished = {name[:stop].lower() for name in names for stop in range(1, len(name))}
@@ -122,13 +122,13 @@ class _Begun:
 class PromptEncoder:
     """Encodes rendered prompts with a twin of the model's tokenizer.
 
-    The twin knows each control token under a secret name instead of its own, in its model's vocabulary too. `escape`
-    puts a guard, which stands for nothing, into control-token strings in data; `encode` gives the remaining ones, which
-    the template wrote, their secret names, and takes the guards out. The whole prompt then passes the unchanged
-    pipeline once, and `<|im_end|>` inside a fact is as ordinary as any other text.
+    The twin knows each control token only under a secret name, also in its model's vocabulary. `escape` puts a guard, a
+    random string, into control-token strings in data. `encode` gives the remaining ones, which the template wrote,
+    their secret names, and removes the guards. Then the unchanged tokenizer processes the whole prompt once, and
+    `<|im_end|>` inside a fact is ordinary text.
 
-    Control tokens are the special ones, and those added ones that are in `written`, the template's own text (`<think>`,
-    `<tool_call>`); words and blanks are not, as they are the same in anybody's mouth.
+    Control tokens are the special tokens, and those added tokens that occur in `written`, the template's own text
+    (`<think>`, `<tool_call>`). Added words and blanks are not, because it does not matter who wrote them.
     """
 
     def __init__(self, tokenizer: Any, written: str = "") -> None:  # noqa: ANN401 - of the transformers tokenizer family
@@ -139,45 +139,47 @@ class PromptEncoder:
                 "Load the fast tokenizer of this model."
             )
         state = json.loads(backend.to_str())
-        # Padding and truncation would change ids; the post-processor adds BOS, which is the template's business,
-        # and trims blanks off the offsets.
+        # Padding and truncation would change ids. The post-processor adds BOS, which is the template's task, and trims
+        # blanks off the offsets.
         state.update(truncation=None, padding=None, post_processor=None)
         added = {token["content"]: token["special"] for token in state["added_tokens"]}
         specials = [name for name, special in added.items() if special]
         marks = [name for name, special in added.items() if not special and _SIGN.search(name) and name in written]
         self._twin = _Twin(state, [*specials, *marks])
         if lost := [mark for mark in marks if not self._twin.finds(mark)]:
-            # The normaliser changes what these are looked for in, so the template's are not found either.
+            # The normaliser changes the text in which these are searched, so those of the template are not found
+            # either.
             marks = [mark for mark in marks if mark not in lost]
             self._twin = _Twin(state, [*specials, *marks])
         names = [*specials, *marks]
         used = set().union(*names)
-        # Its first character is in no control token, so that none can end inside a guard.
+        # No control token contains the guard's first character, so none can end inside a guard.
         foreign = next(char for char in map(chr, itertools.count(ord("0"))) if char.isalnum() and char not in used)
         self.guard, self.other_guard = foreign + secrets.token_hex(8), foreign + secrets.token_hex(12).upper()
-        # Longest first, as one control token may begin with another.
+        # Longest first, because one control token may begin with another.
         alternatives = "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
-        # A guard goes behind the first character, so one behind a whole control token means a token of one character.
+        # A guard stands behind the first character. So a guard behind a whole control token means a token of one
+        # character.
         self._control = re.compile(f"{self.guard}|(?:{alternatives})(?!{self.guard})")
         self._of_data, self._of_model = _Begun(names), _Begun(specials)
 
     def guards(self, data: str, *, own: bool = False) -> list[int]:
-        """Where guards go in `data`, so that it makes no control token, neither alone nor with what a template adds.
+        """Return where guards go in `data`, so that it gives no control token, alone or joined to template text.
 
-        In the model's `own` words only special tokens are guarded: they hold `<think>` where it wrote that.
+        In the model's `own` text only special tokens are guarded, because `<think>` is real there.
         """
         return (self._of_model if own else self._of_data).guards(data)
 
     def escape(self, data: str) -> str:
-        """`data` with its guards, so that a template may carry it."""
+        """Return `data` with guards, ready for a template."""
         return insert(data, ((at, self.guard) for at in self.guards(data)))
 
     def unescape(self, text: str) -> str:
-        """The inverse of `escape`, on a whole rendered prompt."""
+        """Remove the guards from a whole rendered prompt."""
         return text.replace(self.guard, "")
 
     def encode(self, rendered: str) -> Encoded:
-        """Tokens of a rendered prompt; positions count characters of `rendered` as it is, guards included."""
+        """Tokenise a rendered prompt; positions count characters of `rendered` with its guards."""
         pieces: list[str] = []
         runs = [(0, 0)]
         done = length = 0
@@ -191,14 +193,14 @@ class PromptEncoder:
         text = "".join((*pieces, rendered[done:]))
         try:
             encoding = self._twin.tokenizer.encode(text, add_special_tokens=False)
-        except TypeError as error:  # What the tokenizer says of half a surrogate pair.
+        except TypeError as error:  # The tokenizer's error for half a surrogate pair.
             raise PromptError("Got text that is not Unicode. Decode it with errors='replace'.") from error
         ids = self._twin.ids(encoding)
         return Encoded(ids, encoding.offsets, text, runs)
 
 
 def insert(text: str, pieces: Iterable[tuple[int, str]]) -> str:
-    """`text` with each `(position, piece)` in it; pieces of one position come in the order given."""
+    """Insert each `(position, piece)` into `text`; pieces at one position keep their order."""
     parts, done = [], 0
     for at, piece in sorted(pieces, key=lambda item: item[0]):
         parts += [text[done:at], piece]

@@ -1,4 +1,4 @@
-"""The canonical prompt: token ids, and which of them packs deliver."""
+"""The canonical prompt: token ids, and the spans of packs in them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Prompt", "Span"]
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens `start:stop` of a prompt that the pack behind `handle` delivers."""
+    """The tokens `start:stop` of a prompt that the pack of `handle` delivers."""
 
     start: int
     stop: int
     reference: PackRef
     chars: tuple[int, int] = field(default=(0, 0), compare=False, repr=False)
-    """Where the pack's text stands in `Prompt.rendered`; its edges may share a token with what stands around it."""
+    """Where the pack's text stands in `Prompt.rendered`; its edges may share tokens with the surrounding text."""
     recognised: bool = False
-    """Whether the text itself was sent, and the pack found by it."""
+    """Whether the message held the text itself, in which the pack was recognised."""
 
     @property
     def handle(self) -> str:
@@ -35,7 +35,7 @@ class Span:
 
     @property
     def errata_tokens(self) -> int:
-        """Those of its tokens that errata have."""
+        """Number of tokens of the pack that belong to errata."""
         if self.reference.is_erratum:
             return len(self)
         return max(0, len(self) - self.pack.errata_start) if self.pack.edits.corrections else 0
@@ -48,8 +48,8 @@ class Span:
 class Prompt:
     """The token ids of a whole conversation, rendered in one call, with the spans of its packs.
 
-    `rendered` is what was tokenised, handles replaced by their text (special-token strings in data stand guarded in it;
-    `ChatTemplate.text` gives it back readable). `breaks` are the positions where messages begin.
+    `rendered` is the tokenised text, with handles replaced by their text. It has guards in special-token strings of
+    data; `ChatTemplate.text` removes them. `breaks` are the positions where messages begin.
     """
 
     token_ids: tuple[int, ...]
@@ -57,29 +57,29 @@ class Prompt:
     breaks: tuple[int, ...] = ()
     rendered: str = field(default="", compare=False, repr=False)
     as_text: tuple[Span, ...] = field(default=(), compare=False, repr=False)
-    """Packs, and parts of packs, that are computed as the text that they are."""
+    """Packs, and parts of packs, that are computed as plain text."""
     owner: str = field(default="", compare=False)
-    """The namespace of all other tokens, where they are what a pack is compiled behind; blank in a conversation."""
+    """The namespace of all other tokens if they are the prefix of a pack to compile; empty in a conversation."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
     def pack_tokens(self) -> int:
-        """Tokens that packs deliver in place of text."""
+        """Number of tokens that packs deliver in place of text."""
         return sum(len(span) for span in self.spans if not span.recognised)
 
     @property
     def recognised_tokens(self) -> int:
-        """Tokens that were sent as text, in which packs were recognised."""
+        """Number of tokens that were sent as text and recognised as packs."""
         return sum(len(span) for span in self.spans if span.recognised)
 
     def prefix_of(self, span: Span) -> Prefix:
-        """What stands before a pack."""
+        """Return the tokens before a pack."""
         return Prefix(self.token_ids[: span.start])
 
     def owned(self, start: int, stop: int) -> Iterator[tuple[int, int, str]]:
-        """The tokens `start:stop` in parts, each with the namespace of the pack that it belongs to, or blank."""
+        """Yield the tokens `start:stop` in parts, each with the namespace of its pack, else with `owner`."""
         for span in sorted((*self.spans, *self.as_text), key=lambda span: span.start) if self.as_text else self.spans:
             begin, end = max(span.start, start), min(span.stop, stop)
             if begin < end:
@@ -91,7 +91,7 @@ class Prompt:
             yield start, stop, self.owner
 
     def until(self, stop: int) -> Prompt:
-        """The first `stop` tokens as a prompt, without its rendered text; a pack that stands across is cut short."""
+        """Return the first `stop` tokens as a prompt, without rendered text; a pack across the end is cut."""
         spans = tuple(replace(span, stop=min(span.stop, stop)) for span in self.spans if span.start < stop)
         texts = tuple(replace(span, stop=min(span.stop, stop)) for span in self.as_text if span.start < stop)
         breaks = tuple(at for at in self.breaks if at < stop)

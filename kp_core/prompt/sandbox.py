@@ -1,7 +1,7 @@
 """Renders chat templates, which are code that comes with a model, in Jinja's sandbox within limits of time and size.
 
-Templates find the filters, functions and tags here that transformers gives them. Jinja's sandbox limits neither time
-nor size, but it has hooks for calls, filters and operators. `_Meter` adds hooks for loops, output, names and `~`.
+Templates get the filters, functions and tags that transformers offers. Jinja's sandbox limits neither time nor size,
+but has hooks for calls, filters and operators. `_Meter` adds hooks for loops, output, names and `~`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jinja2.visitor import NodeTransformer
 
 __all__ = ["LimitError", "literals", "render"]
 
-_SECONDS = 5.0  # Of computing.
-_SIZE, _TIMES = 2**28, 64  # Characters that a template may make, and more for each character it was given.
-_SHARE = 16  # One value may have a sixteenth of what is left of them.
-_BITS = 2**16  # Of a number.
-# Operators, methods and filters that may make, or compare, as many characters as the product of what they are given.
+_SECONDS = 5.0  # CPU time.
+_SIZE, _TIMES = 2**28, 64  # Characters that a template may produce, plus so many per input character.
+_SHARE = 16  # One value may use a sixteenth of the remaining characters.
+_BITS = 2**16  # Limit for an integer.
+# Operators, methods and filters that may produce, or compare, as many characters as the product of their inputs' sizes.
 _PRODUCTS = frozenset(
     {
         *("*", "batch", "center", "expandtabs", "indent", "join", "ljust", "replace", "rfind", "rindex", "rjust"),
@@ -43,11 +43,11 @@ _PRODUCTS = frozenset(
 
 
 class LimitError(SecurityError):
-    """A template that computes too long, or makes too much text."""
+    """The template computes too long or produces too much text."""
 
 
 class _Budget:
-    """What one rendering may still compute and make."""
+    """The remaining time and size of one rendering."""
 
     def __init__(self, variables: Mapping[str, Any]) -> None:
         self._sizes: dict[int, tuple[object, int]] = {}
@@ -56,7 +56,7 @@ class _Budget:
         self._deadline = time.thread_time() + _SECONDS
 
     def size(self, value: object) -> int:
-        """Characters of a value and all values in it. Nothing can change a value, so each is measured once."""
+        """Return the number of characters of a value and all values in it, cached because values are immutable."""
         if isinstance(value, (str, bytes)):
             return len(value)
         if isinstance(value, int):
@@ -69,19 +69,19 @@ class _Budget:
         return self._sizes[id(value)][1]
 
     def check(self, size: int) -> None:
-        """Raise `LimitError` where fewer than `size` characters are left."""
+        """Raise `LimitError` if fewer than `size` characters are left."""
         if size > self._left:
             raise LimitError("it makes more text than any conversation needs")
 
     def check_time(self) -> None:
-        """Raise `LimitError` when the time is up."""
+        """Raise `LimitError` if the time is up."""
         if time.thread_time() > self._deadline:
             raise LimitError(f"it computes for more than {_SECONDS:g} seconds")
 
     def charge(self, value: object) -> None:
-        """Take a new value off the budget: its own length, as its parts were taken off when they were made.
+        """Subtract a new value from the budget: only its own length, because its parts were charged before.
 
-        Raises `LimitError` where the value with all its parts is too large.
+        Raises `LimitError` if the value with all its parts is too large.
         """
         size = self.size(value)
         self.check(size * _SHARE)
@@ -93,10 +93,10 @@ _BUDGET: contextvars.ContextVar[_Budget] = contextvars.ContextVar("budget")
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """The text that the template `source` makes of `variables`.
+    """Render the template `source` with `variables`.
 
-    Raises whatever Jinja raises: `LimitError` for a template that computes for more than five seconds or makes hundreds
-    of millions of characters, its kind `SecurityError` for one that reaches for what the sandbox does not give.
+    Raises the errors of Jinja; `LimitError` for a template that computes for more than five seconds or produces
+    hundreds of millions of characters; its base class `SecurityError` for one that accesses what the sandbox forbids.
     """
     template = _compiled(source)
     token = _BUDGET.set(_Budget(variables))
@@ -108,7 +108,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
 
 @lru_cache
 def literals(source: str) -> str:
-    """All that a template may write of its own, joined by null characters."""
+    """Return all literal text of a template, joined by null characters."""
     tree = _Sandbox().parse(source)
     texts = {node.data for node in tree.find_all(nodes.TemplateData)}
     texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -121,7 +121,7 @@ def _compiled(source: str) -> Any:  # noqa: ANN401 - a jinja2.Template
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model is trained on; here it is its body."""
+    """`{% generation %}` marks the text a model is trained on; here it renders its body."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]
 
@@ -131,7 +131,7 @@ class _Generation(Extension):
 
 
 class _Meter(NodeTransformer):
-    """Puts a filter, as filters are metered, where Jinja makes, repeats or names a value without a call."""
+    """Inserts a (metered) filter wherever Jinja makes, repeats or names a value without a call."""
 
     def visit(self, node: nodes.Node, *args: Any, **named: Any) -> Any:  # noqa: ANN401
         self.generic_visit(node, *args, **named)
@@ -160,7 +160,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         self.filters["tojson"] = _tojson
         self.filters["kp made"] = lambda value: value
-        # The filter `format` is what the operator `%` is; the method `format` is another language.
+        # The filter `format` works like the operator `%`; the method `format` has another syntax.
         self.filters = {name: _limited("%" if name == "format" else name, run) for name, run in self.filters.items()}
         self.globals |= {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Names}
         del self.globals["lipsum"]
@@ -191,9 +191,9 @@ def _limited(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _within(name: str, values: Sequence[Any], run: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """The result of `run`: the operator, method or filter of this `name` on `values`, the first of which it works on.
+    """Run the operator, method or filter `name` on `values`, of which the first is its main operand; return the result.
 
-    It is refused before it runs where it could be too large. An iterator is returned as a list, which has a length.
+    Raises before it runs if the result could be too large. Returns an iterator as a list, which has a length.
     """
     budget = _BUDGET.get()
     budget.check_time()
@@ -206,15 +206,15 @@ def _within(name: str, values: Sequence[Any], run: Callable[[], Any]) -> Any:  #
 
 
 def _most(name: str, values: Sequence[Any], budget: _Budget) -> int:
-    """More characters than the result can have."""
+    """Return an upper bound for the characters of the result."""
     if name in ("**", "round"):
         bits = [each.bit_length() for each in values if isinstance(each, int)]
         return sys.maxsize if max(bits, default=1) * _number(values) > _BITS else 1
     if name in ("%", "format", "format_map"):
-        # What a field names may be an attribute of a value, which was measured when it was set.
+        # A field may name an attribute of a value, whose size was measured when it was set.
         text = next((each for each in values if isinstance(each, str)), "")
         return _most_formatted(name, text, budget.largest)
-    if name == "sum":  # Of lists: each step copies the sum so far.
+    if name == "sum":  # For lists, each step copies the sum so far.
         lengths = [len(each) for each in values if isinstance(each, Collection)]
         return max(lengths, default=1) * sum(map(budget.size, values))
     if name in _PRODUCTS:
@@ -224,12 +224,12 @@ def _most(name: str, values: Sequence[Any], budget: _Budget) -> int:
 
 
 def _number(values: Sequence[Any]) -> int:
-    """The largest number behind the value that is worked on: a width, a count, or an exponent."""
+    """Return the largest integer argument (a width, a count or an exponent), not counting the main operand."""
     return max((each for each in values[1:] if isinstance(each, int) and each > 0), default=0)
 
 
 def _most_formatted(name: str, text: str, size: int) -> int:
-    """More characters than `text` has with values of this `size` in its fields."""
+    """Return an upper bound for the characters of `text` when values of this `size` fill its fields."""
     if name == "%":
         fields, borrowed = re.findall(r"%(?:\([^)]*\))?([^a-zA-Z%]*)", text), "*"
     else:
@@ -253,22 +253,22 @@ def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:  # no
         return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
     budget, parts = _BUDGET.get(), []
     for part in json.JSONEncoder(ensure_ascii=ensure_ascii, **layout).iterencode(value):
-        budget.charge(part)  # A line is indented as deep as it is nested.
+        budget.charge(part)  # Nesting makes the indentation of a line long.
         parts.append(part)
     return "".join(parts)
 
 
 class _Dict:
-    """What `dict` is to templates: no class, whose attributes would lead out of the sandbox."""
+    """`dict` for templates: not a class, because the attributes of a class lead out of the sandbox."""
 
     def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:  # noqa: ANN401
         return dict(*args, **named)
 
 
 class _Names(Namespace):
-    """A namespace whose names cannot be those of Python's internals."""
+    """A Jinja namespace that refuses names of Python internals."""
 
-    __repr__ = object.__repr__  # Namespaces can be nested; their text must not be.
+    __repr__ = object.__repr__  # Namespaces can be nested, so their text must not show the content.
 
     def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401
         super().__init__()

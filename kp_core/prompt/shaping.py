@@ -1,15 +1,15 @@
-"""Conversations as chat templates can take them.
+"""Reshapes conversations to what a chat template supports.
 
-Templates differ in what they know. What a template lacks is rendered in this stated way, and no other:
+Templates support different things. What a template lacks is rendered in exactly this way:
 
 - no system role: the system message opens the first user message, a blank line between them;
 - no tool role: a tool message becomes a user message, `[tool result: <name>]` on a line before its content;
 - no tool calls: each call is appended to the assistant's content, on lines of its own, as
   `<tool_call>`, `{"name": ..., "arguments": ...}`, `</tool_call>`;
-- one tool call at a time: each stands in a message of its own, with its result behind it;
-- no tools: a paragraph at the end of the system message lists them and shows how to call one, in the form that the
-  template has of calls, else in that one;
-- alternating roles demanded: neighbouring messages of one role become one, a blank line between them.
+- one tool call at a time: each gets a message of its own, with its result behind it;
+- no tools: a paragraph at the end of the system message lists them and shows how to call one, in the template's own
+  form of calls, else in the form above;
+- only alternating roles: neighbouring messages of one role are joined, a blank line between them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _CALLING = "You can call tools. To call one, write\n{}\nwith arguments that fit 
 
 
 class TurnShaper:
-    """Reshapes turns to what one template knows, found out by rendering small probes.
+    """Reshapes turns to what one template supports, which it finds out by rendering small probes.
 
-    `render` takes messages and tools, and gives `None` for what the template refuses.
+    `render` takes messages and tools, and returns `None` if the template refuses them.
     """
 
     def __init__(self, render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None]) -> None:
         token = secrets.token_hex(4)
         user, answer = {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}
-        # Nine characters, as one family of templates demands of these ids.
+        # Nine characters, because one family of templates demands that length.
 
         def calling(*names: str) -> dict[str, Any]:
             arguments = '{"x": 1}' if self._as_text else {"x": 1}
@@ -52,7 +52,7 @@ class TurnShaper:
 
         offered = render([user], [Tool(f"n{token}", token).to_dict()])
         self.takes_tools = token in (offered or "")
-        """Whether the template shows tools by itself."""
+        """Whether the template shows tools itself."""
         self._system = shows({"role": "system", "content": token}, user)
         self._as_text = False
         self._calls = shows(user, calling(f"n{token}"))
@@ -62,13 +62,13 @@ class TurnShaper:
             self._as_text = self._calls = shows(user, calling(f"n{token}"))
         self._one_call = self._calls and not shows(user, calling("f", f"n{token}"))
         self.shows_calls = self.takes_tools or self._calls
-        """Whether the template has a form of its own for tool calls."""
-        # Some templates show tool results only behind the call they answer.
+        """Whether the template has its own form for tool calls."""
+        # Some templates show tool results only after the call.
         self._tool = shows(user, calling(f"n{token}") if self._calls else answer, result)
         self._runs = shows(user, {"role": "user", "content": token})
 
     def shape(self, turns: Sequence[Turn]) -> tuple[Turn, ...]:
-        """`turns` with everything the template lacks rendered in the stated way."""
+        """Return `turns` with everything that the template lacks rendered as stated above."""
         shaped = [self._shape_tools(turn) for turn in (_one_by_one(turns) if self._one_call else turns)]
         if not self._system and shaped[0].role == "system":
             if len(shaped) > 1 and shaped[1].role == "user":
@@ -80,7 +80,7 @@ class TurnShaper:
         return tuple(shaped)
 
     def offer(self, turns: Sequence[Turn], tools: Sequence[Tool], form: ToolFormat) -> tuple[Turn, ...]:
-        """`turns` with `tools` listed in the system message, unless the template does that by itself."""
+        """List `tools` in the system message, unless the template shows them itself."""
         if self.takes_tools or not tools:
             return tuple(turns)
         listed = "\n".join(json.dumps(tool.to_dict()["function"], ensure_ascii=False) for tool in tools)
@@ -106,7 +106,7 @@ class TurnShaper:
 
 
 def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:
-    """`turns` in which each call of several is a message of its own, with its result behind it."""
+    """Split several calls of one message into messages of their own, each followed by its result."""
     made: list[Turn] = []
     left = list(turns)
     while left:

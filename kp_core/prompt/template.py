@@ -1,8 +1,9 @@
 """Chat messages and packs to one canonical prompt; the only place that knows chat templates.
 
-The canonical prompt is the conversation, every handle replaced by its text, rendered by the model's chat template in
-one call and tokenised once (Knowledge Packs, arXiv 2604.03270, on the chat template). Rendering parts and joining them
-is what goes wrong elsewhere: a second call repeats the default system message, a second tokenisation merges otherwise.
+The canonical prompt is the conversation with every handle replaced by its text, rendered by the model's chat template
+in one call and tokenised once (Knowledge Packs, arXiv 2604.03270, on the chat template). Rendering and tokenising parts
+separately would go wrong: a second call repeats the default system message, and a second tokenisation merges characters
+differently.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ from kp_core.tools import AnswerShape, ToolFormat, format_of, thought_of
 
 __all__ = ["ChatTemplate", "SpanCheck", "TokenisedPack"]
 
-# What may follow a pack in a prompt. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
+# Texts that may follow a pack. Tokens that survive all of these are the pack's own (see `tokenise_pack`).
 _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'", '"', "-", "é", "中")
-# After a final newline only the next pack or the caller's system message can follow, both of which begin with a letter
-# or a sign.
+# After a final line feed only the next pack or the caller's system message can follow, which begin with a letter or a
+# sign.
 _PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
 _FREE = AnswerShape()
 _Inputs: TypeAlias = tuple[list[dict[str, Any]], Mapping[str, Any]]
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenisedPack:
-    """The text of a pack as it was given, the tokens it has in prompts, and a prompt that shows its prefix."""
+    """The text of a pack, the tokens it has in prompts, and a prompt that shows its prefix."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -60,22 +61,22 @@ class TokenisedPack:
 
 @dataclass(frozen=True)
 class SpanCheck:
-    """What `ChatTemplate.verify` found about one pack: how much of its text its tokens deliver."""
+    """Result of `ChatTemplate.verify` for one pack: how much of its text its tokens deliver."""
 
     handle: str
     tokens: int
     delivered: str
     """Characters delivered as KV."""
     as_text: str
-    """Characters at the edges that share a token with what is around the pack, and are prefilled with it."""
+    """Characters at the edges that share a token with the surrounding text, and are prefilled with it."""
 
 
 class ChatTemplate:
     """Renders conversations with a tokenizer's chat template, and finds packs in the tokens.
 
-    `options` are passed to the template, e.g. `date_string` for templates that carry a date. Templates that know no
-    system or tool role, no tool calls, or that demand alternating roles, get the conversation reshaped as
-    `kp_core.prompt.conversation` states. Raises `TemplateError` where a template is missing or refuses.
+    `options` are passed to the template, e.g. `date_string` for templates that print a date. For templates without a
+    system role, tool role or tool calls, or with strictly alternating roles, the conversation is reshaped as
+    `kp_core.prompt.shaping` states. Raises `TemplateError` if there is no template or it refuses.
     """
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:  # noqa: ANN401
@@ -91,11 +92,11 @@ class ChatTemplate:
         self.tool_format: ToolFormat = format_of(self.source) if self._shaper.shows_calls else format_of("")
         """How the model writes tool calls."""
         self.thought = thought_of(self.source)
-        """What stands around reasoning at the beginning of an answer, if there may be any."""
+        """The marks around reasoning at the beginning of an answer, or `None`."""
         self._doubted = False
         self.carries_packs = True
-        """Whether packs are found in prompts; a template that changes the text of messages hides them, and they go as
-        text."""
+        """Whether packs can be found in prompts. A template that changes the text of messages hides them, and they go
+        as text."""
         self.carries_packs = self._finds_packs()
 
     @property
@@ -121,7 +122,7 @@ class ChatTemplate:
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
     ) -> Prompt:
-        """The canonical prompt of `messages`: `placed` and then `render_turns`; raises as these."""
+        """Return the canonical prompt of `messages`: `placed`, then `render_turns`; raises as these."""
         turns = placed(messages, view=view, packs=packs, placement=placement, compact=compact)
         return self.render_turns(turns, shape=shape, thinking=thinking, add_generation_prompt=add_generation_prompt)
 
@@ -133,11 +134,11 @@ class ChatTemplate:
         thinking: bool | None = None,
         add_generation_prompt: bool = True,
     ) -> Prompt:
-        """The canonical prompt of a conversation.
+        """Return the canonical prompt of a conversation.
 
-        The tools of `shape` are shown by the template where it can, else listed at the end of the system message, as is
-        the schema of the answer. `thinking` switches templates that can. Behind an earlier version of itself an edited
-        pack is only what was corrected since (`with_errata`). Raises `TemplateError`.
+        The template shows the tools of `shape` if it can; otherwise the end of the system message lists them. The
+        schema of the answer goes there, too. `thinking` is a switch of some templates. An edited pack that follows an
+        earlier version of itself is shortened to the corrections since then (`with_errata`). Raises `TemplateError`.
         """
         turns = with_errata(turns)
         switches = self._switches(thinking=thinking)
@@ -156,12 +157,13 @@ class ChatTemplate:
         *,
         most: int | None = None,
     ) -> TokenisedPack:
-        """`text` as a pack for the position that `compiled_for` says.
+        """Tokenise `text` as a pack for the position `compiled_for`.
 
         `compiled_for` is `"user"` (the start of a user message), `"system"` (memory, at the start of the system
-        message), or messages that hold `{pack}` once. The token ids are those that stay the same whatever follows the
-        pack; as memory it ends its line (see `PackRef.text`), and nothing merges with that end. Raises `ShortTextError`
-        for a text that has none, `ContextOverflowError` where there are more than `most` with what stands before.
+        message), or messages that contain `{pack}` once. The token ids are those that stay the same whatever follows
+        the pack. Memory ends its line (see `PackRef.text`), and nothing merges with that line end. Raises
+        `ShortTextError` for a text without such tokens, `ContextOverflowError` if prefix and pack have more than `most`
+        tokens.
         """
         if not isinstance(text, str):
             raise PromptError(f"Got {text!r} as the text of a pack; expected a string.")
@@ -183,7 +185,7 @@ class ChatTemplate:
             raise ContextOverflowError(span.stop, 0, most)
         runs = [prompt.token_ids[span.start : span.stop]]
         before, after = prompt.rendered[: span.chars[1]], prompt.rendered[span.chars[1] :]
-        # A template may trim the end of the line.
+        # Some templates trim the end of the line.
         ends_line = compiled_for == "system" and before.endswith("\n")
         for follower in _PRINTED_FOLLOWER if ends_line else _ANY_FOLLOWER:
             encoded = self._encoder.encode(before + follower + after)
@@ -194,7 +196,7 @@ class ChatTemplate:
         return TokenisedPack(text, token_ids, prompt)
 
     def ends(self, prompt: Prompt) -> tuple[int, ...]:
-        """For each pack, one past the tokens of its text and of the blanks behind it, in its message."""
+        """For each pack, return the end of its text and the blanks behind it, in tokens, within its message."""
         encoded, found = self._encoder.encode(prompt.rendered), []
         edges = sorted({*prompt.breaks, *(span.start for span in prompt.spans), len(prompt)})
         for span in prompt.spans:
@@ -204,11 +206,11 @@ class ChatTemplate:
         return tuple(found)
 
     def text(self, prompt: Prompt) -> str:
-        """The rendered conversation that `prompt` tokenises, for people."""
+        """Return the rendered conversation of `prompt`, readable."""
         return self._encoder.unescape(prompt.rendered)
 
     def verify(self, prompt: Prompt) -> tuple[SpanCheck, ...]:
-        """Prove that `prompt` is the single-pass tokenisation of its text, and say what each pack delivers.
+        """Check that `prompt` is the single-pass tokenisation of its text, and return what each pack delivers.
 
         Raises `TemplateError` at the first token that differs.
         """
@@ -225,7 +227,7 @@ class ChatTemplate:
             return {}
         if "enable_thinking" in self.source:
             return {"enable_thinking": thinking}
-        if "thinking is defined" in self.source:  # DeepSeek's name of it.
+        if "thinking is defined" in self.source:  # DeepSeek's name for it.
             return {"thinking": thinking}
         raise TemplateError("This chat template has no thinking switch; leave `thinking` unset.")
 
@@ -233,30 +235,30 @@ class ChatTemplate:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
         text, change = self._guarded([self._message(turn) for turn in turns], options)
         references = [each for turn in turns for each in turn.segments if isinstance(each, PackRef)]
-        # Letters of both cases show a template that changes case.
+        # Letters of both cases reveal a template that changes case.
         sign = f"<{secrets.token_hex(8)}Mm:"
         signs = [[(at, f"{sign}{mark}>") for at, mark in marks] for marks in _marks(turns)]
         marked = [self._message(turn, inside) for turn, inside in zip(turns, signs, strict=True)]
         stripped, found = _unmarked(self._render(*change((marked, options))), sign)
-        # A template that treats marked text otherwise than plain text hides where packs are; they then go as text.
+        # A template that treats marked text differently hides where packs are; they then go as text.
         packs, break_chars = _places(references, text, found) if stripped == text else ([], [])
         if references and stripped != text:
             self._doubt("packs cannot be found in its prompts, and go as text")
         encoded = self._encoder.encode(text)
         spans = []
-        # What goes as text belongs to its namespace too. Where packs cannot be found, all of the prompt does: nothing
-        # is found but through its first tokens.
+        # A pack that goes as text still belongs to its namespace. If packs cannot be found, their namespaces own the
+        # first tokens and so the whole prompt, because the prefix tree is searched from the first token on.
         texts = [] if stripped == text else [Span(at, at + 1, each) for at, each in enumerate(references)]
         for start, stop, reference in packs:
             begin, first, last = encoded.token_until(start), encoded.token_at(start), encoded.token_until(stop)
-            if begin < first:  # It shares a token with what stands before it.
+            if begin < first:  # It shares a token with the text before it.
                 texts.append(Span(begin, first, reference))
             if self._encoder.unescape(text[start:stop]) not in reference.text:
-                self._doubt("packs that it changes go as text")  # As results of tools that it writes as JSON.
+                self._doubt("packs that it changes go as text")  # E.g. tool results, which it may write as JSON.
                 texts.append(Span(first, max(first, last), reference))
                 continue
             own = reference.pack.token_ids
-            # At the head of the system message some templates trim what ends there.
+            # At the start of the system message some templates trim the end of the pack.
             is_its_place = not reference.memory or reference.pack.prefix.token_ids == encoded.ids[:first]
             if is_its_place and own and encoded.ids[first : min(last, first + len(own))] == own:
                 last = first + len(own)
@@ -266,11 +268,11 @@ class ChatTemplate:
         return Prompt(encoded.ids, tuple(spans), breaks, text, as_text=tuple(texts))
 
     def _message(self, turn: Turn, signs: Sequence[tuple[int, str]] = ()) -> dict[str, Any]:
-        """The message of `turn`, packs as their text, with signs at their places.
+        """Return the message of `turn`, with packs as their text and `signs` at their positions.
 
-        What was joined is escaped, as segments may make a special token together.
+        The joined content is escaped as a whole, because a special token may cross two segments.
         """
-        # Guards come before signs, so that a pack's own blanks are found right behind its last one.
+        # Guards are inserted before signs, so that a pack's trailing blanks are found directly behind its last sign.
         own = turn.role == "assistant"
         guards = [(at, self._encoder.guard) for at in self._encoder.guards(turn.content, own=own)]
         return turn.to_message(insert(turn.content, (*guards, *signs)), self._encoder.escape)
@@ -278,10 +280,10 @@ class ChatTemplate:
     def _guarded(
         self, messages: list[dict[str, Any]], options: Mapping[str, Any]
     ) -> tuple[str, Callable[[_Inputs], _Inputs]]:
-        """`messages` rendered, and what was done to them and to `options` for it.
+        """Render `messages`; returns the text, and the change made to them and to `options` for it.
 
-        Guards must come through as they are. A template that changes case or cuts text would break them, which shows
-        with guards of another length; then a blank stands in their place.
+        The template must leave guards unchanged. One that changes case or cuts text would break them, which a rendering
+        with guards of another length reveals. Then blanks replace the guards.
         """
         text, inputs = self._render(messages, options), (messages, options)
         guard, other = self._encoder.guard, self._encoder.other_guard
@@ -297,7 +299,7 @@ class ChatTemplate:
         turns = self._shaper.shape((Turn("user", ("Read this:\n", reference, "\nWho?")),))
         try:
             return bool(self._prompt(turns, {}, add_generation_prompt=True).spans)
-        except TemplateError:  # What it refuses here it may take in other conversations.
+        except TemplateError:  # The template may refuse this probe and accept other conversations.
             return True
 
     def _doubt(self, what: str) -> None:
@@ -306,7 +308,7 @@ class ChatTemplate:
             logger.warning("This chat template changes the text of messages: %s.", what)
 
     def _written(self) -> str:
-        """All that the template, or each of several, may write of its own."""
+        """Return all literal text of the template, or of all templates if there are several."""
         from kp_core.prompt.sandbox import literals
 
         source = self._tokenizer.chat_template
@@ -316,7 +318,7 @@ class ChatTemplate:
             raise TemplateError(f"The chat template is no template of Jinja: {error}") from error
 
     def _render(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        # Jinja is of no use to who renders nothing.
+        # Loads Jinja only when something is rendered.
         from kp_core.prompt.sandbox import render
 
         given = {"tools": None, "documents": None, **self._options, **options}
@@ -353,9 +355,9 @@ def _checked(span: Span, encoded: Encoded) -> SpanCheck:
 
 
 def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
-    """For each turn, the marks that show where packs (`b0`, `e0`, …) and messages (`m`) begin and end, in its content.
+    """For each turn, return the marks where packs begin and end (`b0`, `e0`, …) and messages begin (`m`).
 
-    A mark is inside the outermost blanks of what it marks, so that templates which trim see the same blanks.
+    A mark stands inside the outer blanks of its text, so that templates which trim see the same blanks.
     """
     found: list[list[tuple[int, str]]] = []
     number = 0
@@ -374,7 +376,7 @@ def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
 
 
 def _unmarked(marked: str, sign: str) -> tuple[str, dict[str, list[int]]]:
-    """The text without marks, and the positions of each mark in that text."""
+    """Return the text without marks, and the positions of each mark in it."""
     text, *pieces = marked.split(sign)
     found = defaultdict[str, list[int]](list)
     for piece in pieces:
@@ -387,14 +389,14 @@ def _unmarked(marked: str, sign: str) -> tuple[str, dict[str, list[int]]]:
 def _places(
     references: Sequence[PackRef], text: str, found: Mapping[str, list[int]]
 ) -> tuple[list[tuple[int, int, PackRef]], list[int]]:
-    """Where packs are, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
+    """Return where packs are, as `(start, stop, pack)` in characters of `text`, and where messages begin."""
     packs = []
     for number, reference in enumerate(references):
         begins, ends = found.get(f"b{number}"), found.get(f"e{number}")
         if begins and ends:
             own, start, stop = reference.text, begins[-1], ends[-1]
             lead, trail = own[: _leading(own)], own[len(own.rstrip()) :]
-            # The pack's own outer blanks count when the template left them.
+            # The pack's own outer blanks count if the template kept them.
             start -= len(lead) if text[:start].endswith(lead) else 0
             stop += len(trail) if text.startswith(trail, stop) else 0
             packs.append((start, stop, reference))
@@ -402,5 +404,5 @@ def _places(
 
 
 def _leading(text: str) -> int:
-    """How many blanks `text` begins with."""
+    """Return the number of leading blanks."""
     return len(text) - len(text.lstrip())

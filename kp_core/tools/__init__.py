@@ -1,4 +1,4 @@
-"""Tools, schemas and reasoning: what a model is offered, what its answer may look like, and how that is read."""
+"""Tools, schemas and reasoning: what a model is offered, the allowed form of its answer, and how answers are read."""
 
 from kp_core.tools.base import Delta, Tool, ToolCall, ToolCallDelta, ToolChoice
 from kp_core.tools.formats import FORMATS, HARMONY, THINK, Thought, ToolFormat, format_of, thought_of

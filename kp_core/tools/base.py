@@ -13,10 +13,11 @@ from kp_core.errors import ToolError
 __all__ = ["DEEPEST", "Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice", "is_deep", "new_call_id"]
 
 ToolChoice: TypeAlias = str
-"""`"auto"`: the model decides; `"any"`: it must call a tool; `"none"`: it may not; else the tool it must call."""
+"""`"auto"`: the model decides; `"any"`: it must call a tool; `"none"`: it may not; else the name of the tool to
+call."""
 
 DEEPEST = 100
-"""Levels that a schema may have."""
+"""Maximum nesting of a schema."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _ID_ALPHABET = string.ascii_lowercase + string.digits
 
@@ -25,7 +26,7 @@ _ID_ALPHABET = string.ascii_lowercase + string.digits
 class Tool:
     """A function that a model may call; `parameters` is the JSON Schema of its arguments, an object.
 
-    Raises `ToolError` for parameters that are not.
+    Raises `ToolError` for other parameters.
     """
 
     name: str
@@ -36,12 +37,12 @@ class Tool:
         given = self.parameters
         if not isinstance(given, Mapping) or given.get("type", "object") != "object":
             raise ToolError(f"Got parameters {given!r} of {self.name!r}; expected a JSON Schema of an object.")
-        # A schema that does not say so would also take a string.
+        # Without a type, the schema would also accept a string.
         object.__setattr__(self, "parameters", {"type": "object", **given})
 
     @classmethod
     def of(cls, tool: Mapping[str, Any] | Tool) -> Tool:
-        """A tool from `{"type": "function", "function": {...}}`, or from the inner mapping alone.
+        """Read a tool from `{"type": "function", "function": {...}}`, or from the inner mapping alone.
 
         Raises `ToolError` for anything else.
         """
@@ -56,14 +57,14 @@ class Tool:
         return cls(function["name"], function.get("description") or "", function.get("parameters") or _NO_PARAMETERS)
 
     def to_dict(self) -> dict[str, Any]:
-        """The form chat templates take."""
+        """Return the form that chat templates take."""
         about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": about}
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call a model made; `arguments` are parsed JSON."""
+    """A tool call of a model; `arguments` are parsed JSON."""
 
     id: str
     name: str
@@ -72,7 +73,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of call number `index`; the first piece brings `id` and `name`, the `arguments` join to JSON."""
+    """A piece of call number `index`; the first piece has `id` and `name`, and all `arguments` join to JSON."""
 
     index: int
     id: str | None = None
@@ -91,9 +92,9 @@ class Delta:
 
 @dataclass(frozen=True)
 class JsonScan:
-    """How far a JSON text has come: whether inside a string, there behind a backslash, and how deep in brackets.
+    """Progress of scanning JSON: whether inside a string, whether behind a backslash there, and the bracket depth.
 
-    `end` is the position in the piece read last, behind the bracket that closed the outermost one.
+    `end` is the position in the last piece behind the bracket that closed the outermost one.
     """
 
     inside: bool = False
@@ -102,7 +103,7 @@ class JsonScan:
     end: int | None = None
 
     def feed(self, piece: str) -> JsonScan:
-        """The scan behind `piece`."""
+        """Return the scan after `piece`."""
         inside, escaped, depth, end = self.inside, self.escaped, self.depth, None
         for at, sign in enumerate(piece, 1):
             if escaped:
@@ -120,12 +121,12 @@ class JsonScan:
 
 
 def new_call_id() -> str:
-    """A random id of nine letters and digits, as the strictest template family demands."""
+    """Return a random id of nine letters and digits, as the strictest template family demands."""
     return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
 
 
 def is_deep(schema: object) -> bool:
-    """Whether lists and mappings stand more than `DEEPEST` levels deep in it."""
+    """Whether lists and mappings are nested more than `DEEPEST` levels deep."""
     left = [(schema, 0)]
     while left:
         each, depth = left.pop()

@@ -1,7 +1,7 @@
 """How model families write tool calls and reasoning.
 
-A format is data: the text before the first call, between calls and behind the last, and how a call is written. One
-grammar and one reader serve all of them, but for the channels of GPT-OSS, which have a reader of their own.
+A format is data: the text before the first call, between calls and after the last, and the form of a call. One grammar
+and one reader serve all formats, except the channels of GPT-OSS, which have their own reader.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from kp_core.tools.native import braced, tagged
 __all__ = ["FORMATS", "HARMONY", "THINK", "Thought", "ToolFormat", "format_of", "thought_of"]
 
 Thought: TypeAlias = tuple[str, str]
-"""What stands before reasoning at the beginning of an answer, and behind it."""
+"""The marks before and after reasoning at the beginning of an answer."""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
     """A way to write calls: `opening call (between call)* closing`.
 
-    A call is the JSON object `{"name": ..., <arguments_key>: {...}}`, or, where `separator` is not `None`, the bare
-    name, the separator and the JSON of the arguments; `before` then is what stands directly before a name. Without
-    `between` there is one call at a time. `markers` may be tokens of their own in the tokenizer.
+    A call is the JSON object `{"name": ..., <arguments_key>: {...}}`. With a `separator`, it is the bare name, the
+    separator and the JSON of the arguments; `before` then stands directly before a name. Without `between` an answer
+    has at most one call. `markers` may be special tokens of the tokenizer.
 
-    A model that writes arguments in a language of its own has `read`, which takes them and the schema of the tool, and
-    `ending`, which stands behind them: it is held to JSON only where it must call. `answer` stands before an answer
-    that is no call.
+    Some models write arguments in a syntax of their own. `read` then parses the arguments, given also the schema of the
+    tool, and `ending` stands behind them. Such a model must write JSON only if it must call a tool. `answer` stands
+    before an answer without a call.
     """
 
     name: str
@@ -46,12 +46,12 @@ class ToolFormat:
 
     @property
     def trigger(self) -> str:
-        """What shows that a call begins; empty for formats whose answer is a call from its first character on."""
+        """The text that shows that a call begins; empty if a call begins the answer without one."""
         return self.markers[0] if self.markers and self.opening.startswith(self.markers[0]) else ""
 
     @property
     def head(self) -> re.Pattern[str]:
-        """Matches a call up to where its arguments begin; group 1 is the name."""
+        """Matches a call up to the beginning of its arguments; group 1 is the name."""
         if self.separator is not None:
             before = re.escape(self.before)
             lead = rf"\s*+(?:(?!{before})|.*?{before})" if before else ""
@@ -63,7 +63,7 @@ class ToolFormat:
 
     @property
     def example(self) -> str:
-        """A call as a model is shown it."""
+        """An example of a call to show the model."""
         name, arguments = "<the name of the tool>", "<its arguments>"
         call = f'{{"name": {name}, "{self.arguments_key}": {arguments}}}'
         if self.separator is not None:
@@ -78,8 +78,8 @@ HERMES = ToolFormat(
     closing="\n</tool_call>",
     markers=("<tool_call>", "</tool_call>"),
 )
-"""Hermes, Qwen 2.5 and 3, and most others; also what models without a format of their own are taught in the system
-message."""
+"""Hermes, Qwen 2.5 and 3, and most others; the system message also teaches it to models without a format of their
+own."""
 
 QWEN_TAGS = ToolFormat(
     "qwen-tags",
@@ -97,7 +97,7 @@ QWEN_TAGS = ToolFormat(
 LLAMA3 = ToolFormat(
     "llama3", opening="", between="; ", closing="", arguments_key="parameters", markers=("<|python_tag|>",)
 )
-"""Llama 3.1 and later: the bare JSON of the call, possibly behind `<|python_tag|>`."""
+"""Llama 3.1 and later: the bare JSON of the call, possibly after `<|python_tag|>`."""
 
 LLAMA4 = ToolFormat(
     "llama4",
@@ -123,7 +123,7 @@ MISTRAL_ARGS = ToolFormat(
 )
 """Later Mistral models: `[TOOL_CALLS]name[ARGS]{...}` for each call."""
 
-# Between full-width bars, with low blocks for blanks.
+# The names stand between full-width bars, with low blocks for blanks.
 _CALLS, _CALLS_END, _CALL, _CALL_END, _SEP = (
     f"<\uff5c{name}\uff5c>".replace(" ", "\u2581")
     for name in ("tool calls begin", "tool calls end", "tool call begin", "tool call end", "tool sep")
@@ -189,7 +189,7 @@ HARMONY = ToolFormat(
     ending="<|call|>",
     answer="<|channel|>final<|message|>",
 )
-"""GPT-OSS: messages in channels, of which a call is one (see `kp_core.tools.harmony`)."""
+"""GPT-OSS: messages in channels; a call is one of them (see `kp_core.tools.harmony`)."""
 
 FORMATS = (
     HERMES,
@@ -210,7 +210,7 @@ _THOUGHTS: tuple[Thought, ...] = (THINK, ("[THINK]", "[/THINK]"), ("<|channel>th
 
 
 def format_of(template: str) -> ToolFormat:
-    """The format that the Jinja source of a chat template speaks; Hermes where it knows none."""
+    """Return the tool-call format in the Jinja source of a chat template; Hermes if there is none."""
     signs = (
         ("<|channel|>", HARMONY),
         ("<|tool_call>", GEMMA4),
@@ -227,5 +227,5 @@ def format_of(template: str) -> ToolFormat:
 
 
 def thought_of(template: str) -> Thought | None:
-    """How a model with this chat template marks its reasoning, if it reasons; GPT-OSS has channels instead."""
+    """Return the reasoning marks of a model with this chat template, or `None`; GPT-OSS has channels instead."""
     return next((marks for marks in _THOUGHTS if marks[1] in template), None)

@@ -1,7 +1,7 @@
-"""Reading the channels of GPT-OSS ("Harmony").
+"""Reads the channels of GPT-OSS ("Harmony").
 
-An answer is a row of messages, each `<|channel|>name ... <|message|>content<|end|>`: `analysis` is reasoning, a message
-with a recipient (`to=functions.name`) a call, all others are text.
+An answer is a sequence of messages, each `<|channel|>name ... <|message|>content<|end|>`. The channel `analysis` is
+reasoning, a message with a recipient (`to=functions.name`) is a call, and all others are text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BEGINNINGS = ("<|channel|>", "<|start|>", "to=")
 
 
 class HarmonyReader(AnswerReader):
-    """As `AnswerReader`, of messages in channels; `tools` are the parameters of the tools that may be called."""
+    """As `AnswerReader`, for messages in channels; `tools` maps the callable tools to their parameters."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(HARMONY, tools, thought=("", _END))
@@ -44,7 +44,7 @@ class HarmonyReader(AnswerReader):
         return _END
 
     def _begin(self) -> Iterator[Delta]:
-        """Behind the arguments of a call as behind all messages."""
+        """A message header follows the arguments of a call, as after every message."""
         return self._head()
 
     def _after_thought(self) -> Iterator[Delta]:
@@ -52,7 +52,7 @@ class HarmonyReader(AnswerReader):
         yield from ()
 
     def _head(self) -> Iterator[Delta]:
-        """Before the content of a message; an answer that begins with no header is text."""
+        """Read up to the content of a message; an answer without a header is text."""
         lead = self._buffer.lstrip()
         if self._is_first and lead and not any(sign.startswith(lead) or lead.startswith(sign) for sign in _BEGINNINGS):
             self._step = self._text

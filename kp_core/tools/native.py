@@ -1,4 +1,4 @@
-"""Arguments of calls that are written in no JSON; each reader raises `ValueError` for what it cannot read."""
+"""Parsers of tool arguments that are not JSON; each raises `ValueError` for invalid input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BARE_KEY = re.compile(r"(?<=[{,])(\s*)([^\s\"{}\[\],:]+)(\s*:)")
 
 
 def braced(quote: str) -> Callable[[str, Mapping[str, Any]], Mapping[str, Any]]:
-    """A reader of `{key:value}`, with strings between two `quote` in place of JSON's quotes, or of JSON."""
+    """Return a parser of `{key:value}`, where `quote` marks strings instead of JSON's quotes; it also takes JSON."""
 
     def read(text: str, _: Mapping[str, Any]) -> Mapping[str, Any]:
         parts = text.split(quote) if quote else [text]
@@ -27,7 +27,7 @@ def braced(quote: str) -> Callable[[str, Mapping[str, Any]], Mapping[str, Any]]:
 
 
 def tagged(text: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments as `<parameter=key>`, value, `</parameter>`, or as JSON; `schema` says which values are strings."""
+    """Parse `<parameter=key>`, value, `</parameter>`, or JSON; `schema` says which values are strings."""
     if text.lstrip().startswith("{"):
         return _object(text)
     if _PARAMETER.sub("", text).strip():

@@ -1,4 +1,4 @@
-"""From the text of an answer to what is in it: visible text, reasoning and tool calls, piece by piece."""
+"""Splits the text of an answer into visible text, reasoning and tool calls, piece by piece."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ __all__ = ["AnswerReader"]
 
 
 class AnswerReader:
-    """Reads an answer as it is written.
+    """Reads an answer while it is written.
 
-    `form` is the format of calls, or `None` when no tool is on offer: markup then is text like any other. `tools` are
-    those that may be called, with their parameters. `thought` marks reasoning; `opened` says that the prompt has begun
-    a `<think>` block. What might still become markup is held back until it is decided, so that no piece has to be
-    taken back.
+    `form` is the format of calls, or `None` without tools: then markup is text. `tools` maps the callable tools to
+    their parameters. `thought` marks reasoning; `opened` means that the prompt ends inside a `<think>` block. The
+    reader holds back text that may still become markup, so it never has to revoke a piece.
     """
 
     def __init__(
@@ -43,12 +42,12 @@ class AnswerReader:
         self.calls: list[ToolCall] = []
 
     def push(self, piece: str) -> list[Delta]:
-        """What became certain with `piece`."""
+        """Add `piece`; return everything that is certain now."""
         self._buffer += piece
         return self._run()
 
     def finish(self) -> list[Delta]:
-        """What was held back; the answer is over. A call that is not complete is no call, and no text either."""
+        """Return the rest at the end of the answer. An incomplete call is dropped: it is neither a call nor text."""
         deltas = self._run()
         if self._step == self._native:
             deltas += self._native(is_over=True)
@@ -72,7 +71,7 @@ class AnswerReader:
                 return deltas
 
     def _begin(self) -> Iterator[Delta]:
-        """Nothing was said yet: it may be reasoning, a bare call, or text."""
+        """At the start of the answer: it may be reasoning, a bare call, or text."""
         lead = self._buffer.lstrip()
         if self._thinks and lead.startswith(self._open):
             self._buffer, self._step = lead[len(self._open) :], self._reasoning
@@ -85,7 +84,7 @@ class AnswerReader:
         yield from ()
 
     def _begin_bare(self, form: ToolFormat, lead: str) -> None:
-        """Formats without an opening: the answer is a call when it begins like one, of a tool that there is."""
+        """For formats without an opening: the answer is a call if it begins like a call of an existing tool."""
         lead = lead.removeprefix(form.markers[0]).lstrip() if form.markers else lead
         head = form.head.match(lead)
         if head is not None:
@@ -105,7 +104,7 @@ class AnswerReader:
         yield from self._think(said)
 
     def _after_thought(self) -> Iterator[Delta]:
-        """Blank lines between reasoning and answer belong to neither."""
+        """Skip blank lines between reasoning and answer."""
         self._buffer = self._buffer.lstrip("\n")
         if self._buffer:
             self._step = self._begin
@@ -121,7 +120,7 @@ class AnswerReader:
         yield from self._say(said)
 
     def _head(self) -> Iterator[Delta]:
-        """Between calls, or before the first: the next thing is a name."""
+        """Before a call: the next thing is a name."""
         if self._form is None:
             raise AssertionError("calls are read in a format")
         for marker in (self._form.trigger, self._form.closing.strip()):
@@ -148,13 +147,13 @@ class AnswerReader:
             parts.append(piece)
             yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=piece))
         if end is not None:
-            # What is held to no grammar may be no JSON, and then it is no call.
+            # Without a grammar, arguments may be invalid JSON; then there is no call.
             with suppress(ValueError):
                 self.calls.append(ToolCall(identity, name, json.loads("".join(parts))))
             self._open_call, self._step = None, self._between
 
     def _native(self, *, is_over: bool = False) -> Iterator[Delta]:
-        """Inside a call whose arguments are in a language of their own: they are read when they are complete."""
+        """Inside a call with arguments in a syntax of its own: parse them when they are complete."""
         if self._open_call is None or self._form is None or self._form.read is None:
             raise AssertionError("arguments belong to a call")
         identity, name, _ = self._open_call
@@ -163,7 +162,7 @@ class AnswerReader:
         for stop, rest in [*ends, (len(self._buffer), len(self._buffer))] if is_over else ends:
             try:
                 arguments = self._form.read(self._buffer[:stop].strip(), self._names.get(name, {}))
-            except ValueError:  # The mark stands inside a string.
+            except ValueError:  # The ending stood inside a string.
                 continue
             yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=json.dumps(arguments)))
             self.calls.append(ToolCall(identity, name, arguments))
@@ -171,7 +170,7 @@ class AnswerReader:
             return
 
     def _between(self) -> Iterator[Delta]:
-        """Behind the arguments: the brace that ends the call, unless the format has none."""
+        """After the arguments: skip the brace that ends the call, if the format has one."""
         if self._form is not None and self._form.separator is not None:
             self._step = self._head
         elif self._buffer.lstrip().startswith("}"):
@@ -179,7 +178,7 @@ class AnswerReader:
         yield from ()
 
     def _until(self, mark: str) -> tuple[str, bool]:
-        """Take what is before `mark`; until it came, blanks and what may be a part of it stay."""
+        """Take the text before `mark`; without the mark, keep trailing blanks and what may be its beginning."""
         before, found, after = self._buffer.partition(mark)
         if found:
             self._buffer = after
@@ -200,12 +199,12 @@ class AnswerReader:
 
 
 def _begun(text: str, mark: str) -> int:
-    """How many characters at the end of `text` might begin `mark`."""
+    """Return how many characters at the end of `text` may begin `mark`."""
     return next((n for n in range(min(len(mark), len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _without_begun(text: str, trigger: str) -> str:
-    """`text` without the part of `trigger` at its end, where that is long enough to be nothing else."""
+    """Remove an incomplete `trigger` from the end of `text`, if more than half of it is there."""
     begun = _begun(text, trigger)
     return text[: len(text) - begun].rstrip() if 2 * begun > len(trigger) else text
 

@@ -1,6 +1,6 @@
-"""What an answer must look like, and the grammar that holds it to that.
+"""The required form of an answer, and the grammar that enforces it.
 
-The grammar is in the Lark dialect of llguidance, with JSON Schemas inside it; an engine compiles it for its tokenizer.
+The grammar is in the Lark dialect of llguidance, with JSON Schemas inside it; the engine compiles it for its tokenizer.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kp_core.tools.formats import THINK, Thought, ToolFormat
 
 __all__ = ["AnswerShape"]
 
-# The spacing of `json.dumps`, which is what chat templates show models. Free spacing lets small models pad for ever.
+# The spacing of `json.dumps`, which chat templates show models. With free spacing, small models may pad forever.
 _SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 _ANY = r"/(.|\n)*/"
 
 
 @dataclass(frozen=True)
 class AnswerShape:
-    """Tools on offer, whether one must be called, and the JSON Schema of the answer, if it has one.
+    """The offered tools, whether one must be called, and the JSON Schema of the answer, if any.
 
-    `parallel` allows several calls in one answer; by default only where the model itself decides to call.
+    `parallel` allows several calls in one answer; the default allows them only if the model decides whether to call.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -43,7 +43,7 @@ class AnswerShape:
         schema: Mapping[str, Any] | bool | None = None,
         parallel: bool | None = None,
     ) -> AnswerShape:
-        """The shape that a request asks for; raises `ToolError` for what contradicts itself."""
+        """Read the shape from the options of a request; raises `ToolError` for contradictions."""
         offered = tuple(Tool.of(tool) for tool in tools)
         names = [tool.name for tool in offered]
         if len(set(names)) < len(names):
@@ -70,7 +70,7 @@ class AnswerShape:
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """The tools that may be called; with `"none"` they are on show only."""
+        """The tools that may be called; with `"none"` the tools are only shown."""
         if self.choice == "none":
             return ()
         named = tuple(tool for tool in self.tools if tool.name == self.choice)
@@ -82,15 +82,15 @@ class AnswerShape:
         return bool(self.tools) and self.choice not in ("auto", "none")
 
     def is_free(self, form: ToolFormat, thought: Thought | None) -> bool:
-        """Whether any text is an answer: a model with calls or thoughts of its own form is not held to ours."""
+        """Whether any text is allowed: a model with its own syntax for calls or reasoning is not held to a grammar."""
         is_own = form.read is not None or thought not in (None, THINK)
         return self.schema is None and (not self.tools or (is_own and not self.is_forced))
 
     def grammar(self, form: ToolFormat, token: Callable[[str], int | None], *, thinks: bool, opened: bool) -> str:
-        """The Lark grammar of answers of this shape, with calls in `form`.
+        """Return the Lark grammar of answers of this shape, with calls in `form`.
 
-        `token(text)` is the id of a marker that is a special token, else `None`. `thinks` admits a `<think>` block at
-        the beginning; with `opened` the prompt has begun it already.
+        `token(text)` is the id of a marker that is a special token, else `None`. `thinks` allows a `<think>` block at
+        the beginning; with `opened` the prompt has already begun it.
         """
         options, rules = self._calls(form, token) if self.callable else ([], [])
         if self.schema is not None:
@@ -101,7 +101,7 @@ class AnswerShape:
             options.append(name)
             rules.append(f"{name}: {text}")
         start = " | ".join(options)
-        # Text holds no special token, so a free answer has to be told of thoughts that begin with one.
+        # Text holds no special tokens, so even a free answer needs a rule for reasoning that begins with one.
         is_held = self.is_forced or self.schema is not None or token(THINK[1]) is not None
         if is_held and (thinks or opened):
             begin, end = (_literals(mark, THINK, token) for mark in THINK)
@@ -116,15 +116,15 @@ class AnswerShape:
         return "\n".join([f"start: {start}", *rules])
 
     def _free_text(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[str, str]:
-        """What an answer without calls may be, as the name of a terminal and its pattern."""
+        """Return the text of an answer without calls, as the name of a terminal and its pattern."""
         if not self.callable:
-            # No call may begin. A trigger that is a special token is no text anyway.
+            # Forbid the beginning of a call. A trigger that is a special token is no text anyway.
             bans = form.trigger and token(form.trigger) is None
             return "TEXT", f"{_ANY} & ~/(.|\n)*{re.escape(form.trigger)}(.|\n)*/" if bans else _ANY
         return ("TEXT", _ANY) if form.trigger else ("PLAIN", r"/([^{](.|\n)*)?/")
 
     def _calls(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[list[str], list[str]]:
-        """How an answer with calls begins and goes on, and the rules for it."""
+        """Return how an answer with calls begins and continues, and the rules for it."""
         several = bool(form.between) and (self.parallel if self.parallel is not None else not self.is_forced)
         rules = [f"call_{at}: {_call(tool, form, token)}" for at, tool in enumerate(self.callable)]
         rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(self.callable))))
@@ -165,16 +165,16 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**_closed(schema), **_SPACING}, ensure_ascii=False)}"
 
 
-# Keys whose values map names of the user's to schemas, and keys whose values are data.
+# Keys whose values map the user's names to schemas, and keys whose values are data.
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
 _DATA = ("const", "enum", "required", "examples")
 _SAID = ("title", "description", "default", "examples")
 
 
 def _closed(schema: Mapping[str, Any], *, merged: bool = False) -> dict[str, Any]:
-    """`schema` with objects closed that list their properties: the answer holds nothing beyond what was asked for.
+    """Close all objects of `schema` that list their properties, so that the answer has no further properties.
 
-    Members of `allOf` stay open (`merged`), as each lists a part only.
+    Members of `allOf` stay open (`merged`), because each lists only a part.
     """
     made: dict[str, Any] = {}
     for key, value in schema.items():
@@ -194,7 +194,7 @@ def _closed(schema: Mapping[str, Any], *, merged: bool = False) -> dict[str, Any
 
 
 def _literals(text: str, markers: Sequence[str], token: Callable[[str], int | None]) -> str:
-    """`text` as grammar: markers that are special tokens by their id, all else quoted."""
+    """Return `text` as grammar: markers that are special tokens by their id, everything else quoted."""
     parts, rest = [], text
     while rest:
         at, marker = min(((rest.find(m), m) for m in markers if m in rest), default=(len(rest), ""))

@@ -1,8 +1,8 @@
-"""Knowledge from elsewhere: files of several types, and rows of any length, become facts, one at a time.
+"""Reads facts from files of several formats and from rows, one at a time.
 
-Nothing is dropped in silence: a row or file that makes no fact is an error that names file and line, or, where it is
-to be skipped, is reported. Files are read line by line (PDF page by page, HTML as a whole), rows one by one, so that
-their number does not matter.
+Nothing is dropped silently: a row or file that gives no fact is an error that names file and line, or is reported if
+errors are skipped. Files are read line by line (PDF page by page, HTML as a whole) and rows one by one, so any number
+works.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ def read_facts(  # noqa: PLR0913 - every setting has a default that works
     namespace: str | None = None,
     encoding: str | None = None,
 ) -> Iterator[Fact]:
-    """The facts in files and folders, and of `-` those in standard input, in the order of their paths and lines.
+    """Yield the facts in files and folders, and for `-` in standard input, in the order of paths and lines.
 
     - `.jsonl`: one object per line; `text` is required, `title`, `source`, `id`, `namespace`, `expires` and `metadata`
       are the fact's own, any other field goes to its metadata.
-    - `.csv`: the same by the names in its first line, all metadata being strings.
-    - `.txt`: a fact per paragraph; paragraphs are parted by blank lines.
-    - `.md`: as text, under the headings above it (`Guide > Install`) as title; a fenced block is one paragraph.
-    - `.html`: as Markdown; an item of a list and a row of a table are paragraphs; scripts and navigation are left out.
-    - `.docx`: a fact per paragraph or table row, `paragraph` in its metadata, titles as in Markdown.
-    - `.pdf`: a fact per paragraph of a page, `page` in its metadata, the document's title as title.
-    - `-`: JSON lines where it begins with `{`, else as `.txt`.
+    - `.csv`: the same fields, named by the first line; all metadata are strings.
+    - `.txt`: a fact per paragraph; blank lines separate paragraphs.
+    - `.md`: as text, with the headings above (`Guide > Install`) as title; a fenced block is one paragraph.
+    - `.html`: as Markdown; list items and table rows are paragraphs; scripts and navigation are left out.
+    - `.docx`: a fact per paragraph or table row, with `paragraph` in its metadata and titles as in Markdown.
+    - `.pdf`: a fact per paragraph of a page, with `page` in its metadata and the document's title as title.
+    - `-`: JSON lines if it begins with `{`, else as `.txt`.
 
-    Paragraphs of more than `max_chars` characters are cut at ends of sentences. The source of a fact is its file, and
-    `line` in its metadata where its paragraph begins, unless the row says otherwise. Of a folder, all files in it and
-    below whose names do not begin with a dot are read. `namespace` is that of facts that do not name one. `encoding` is
-    that of text; by default UTF-8, or what a page of HTML says.
+    Paragraphs of more than `max_chars` characters are cut at sentence ends. Unless the row says otherwise, the source
+    of a fact is its file, and `line` in its metadata is the first line of its paragraph. For a folder, all files in it
+    and in its subfolders are read, except names that begin with a dot. `namespace` applies to facts that do not name
+    one. `encoding` is the text encoding; the default is UTF-8, or what an HTML page declares.
 
-    Raises `SourceError`, naming file and line or page, for what cannot be read; with `on_error="skip"` it is logged,
-    given to `skipped`, and passed over.
+    Raises `SourceError`, naming file and line or page, for anything unreadable; with `on_error="skip"` it is logged,
+    passed to `skipped`, and skipped.
     """
     if max_chars < 1:
         raise SourceError(f"Got max_chars={max_chars}; expected at least 1.")
@@ -80,10 +80,11 @@ def read_rows(  # noqa: PLR0913 - every setting has a default that works
     skipped: Callable[[SourceError], None] | None = None,
     namespace: str | None = None,
 ) -> Iterator[Fact]:
-    """The facts in any iterable of mappings (also an endless one, also a Hugging Face dataset), as those of `.jsonl`.
+    """Yield the facts in any iterable of mappings, with fields as in `.jsonl`; it may be endless or a dataset.
 
-    `columns` says which of their fields are kept and as what, e.g. `{"passage": "text", "url": "source"}`; by default
-    all under their own names. Raises and skips as `read_facts`, naming `source` and the number of the row, from 1.
+    `columns` selects and renames fields, e.g. `{"passage": "text", "url": "source"}`; by default all fields keep their
+    names. Hugging Face datasets work too. Raises and skips as `read_facts`, naming `source` and the number of the row,
+    from 1.
     """
 
     def drafts() -> Iterator[Draft]:
@@ -109,10 +110,10 @@ def read_dataset(  # noqa: PLR0913 - every setting has a default that works
     skipped: Callable[[SourceError], None] | None = None,
     namespace: str | None = None,
 ) -> Iterator[Fact]:
-    """The facts in a split of a Hugging Face dataset, by its name on the hub or its folder; read as they are asked for.
+    """Yield the facts in a split of a Hugging Face dataset, by its name on the hub or its folder; streams the rows.
 
-    See `read_rows`; the source of a fact is `name/split` unless a column says otherwise. Raises `SourceError` for what
-    `datasets` cannot load, `MissingDependencyError` where it is not installed.
+    See `read_rows`; the source of a fact is `name/split` unless a column says otherwise. Raises `SourceError` if
+    `datasets` cannot load it, `MissingDependencyError` if `datasets` is not installed.
     """
     with needing(f"{name}: reading a dataset needs datasets", "datasets"):
         import datasets
@@ -203,7 +204,7 @@ def _fact(source: str, row: Mapping[str, Any], namespace: str | None) -> Fact:
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, Mapping):
         raise SourceError(f"got {metadata!r} as `metadata`; expected an object")
-    # What these hold, a fact checks itself.
+    # `Fact` checks these values itself.
     others = {name: value for name, value in row.items() if name not in {*_OWN, "metadata"} and value is not None}
     fields.setdefault("source", source)
     if namespace is not None:
@@ -221,4 +222,4 @@ FORMATS: dict[str, _Reader] = {
     ".html": read_html,
     ".htm": read_html,
 }
-"""The reader of each type of file, by its suffix."""
+"""The reader of each file format, by suffix."""

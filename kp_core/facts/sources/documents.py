@@ -1,4 +1,4 @@
-"""PDF, HTML and Word: a fact per paragraph."""
+"""Readers of PDF, HTML and Word: a fact per paragraph."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kp_core.facts.sources.drafts import Draft, Headings, cut, wrong
 
 __all__ = ["read_docx", "read_html", "read_pdf"]
 
-_DEEPEST = 10_000  # What reading takes grows with the square of it.
+_DEEPEST = 10_000  # Reading time grows with the square of the depth.
 _LARGEST, _TIMES = (
     100_000_000,
     20,
-)  # Bytes that a .docx may unpack to, or so many times its own; text shrinks to a tenth.
-_WIDEST = 1000  # Columns of a cell; python-docx gives it once for each.
+)  # A .docx may unpack to this many bytes, or this many times its own size; text compresses to a tenth.
+_WIDEST = 1000  # Columns of a cell; python-docx returns the cell once per column.
 _TAG = re.compile(rb"<(/?)([a-zA-Z][a-zA-Z0-9-]*)")
 _VOID = frozenset(b"area base br col embed hr img input link meta source track wbr".split())
 _BLANK_LINE = re.compile(r"\n\s*\n")
 _HEADING = re.compile(r"(?:h|Heading )([1-9])$")
-# What begins and ends a paragraph; everything else runs on within one.
+# Tags that begin and end a paragraph; text continues across all others.
 _BLOCK_NAMES = (
     "address article aside blockquote body caption dd details div dl dt fieldset figcaption figure footer form "
     "header hr html li main ol p pre section summary table tbody tfoot thead tr ul"
@@ -33,9 +33,9 @@ _UNSEEN = ("script", "style", "template", "noscript", "title", "head", "nav")
 
 
 def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft]:
-    """Paragraphs of each page, with `page` in their metadata; a page of pictures alone is an error.
+    """Yield the paragraphs of each page, with `page` in their metadata; a page with only images is an error.
 
-    Raises `MissingDependencyError` where pypdf is absent.
+    Raises `MissingDependencyError` if pypdf is not installed.
     """
     with needing(f"{path}: reading PDF needs pypdf", "files"):
         from pypdf import PdfReader
@@ -68,14 +68,14 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
 
 
 def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
-    """Paragraphs, items and table rows, under the headings above them (else the page's title), with their line.
+    """Yield paragraphs, list items and table rows with their line, under the headings above or the page's title.
 
-    Raises `MissingDependencyError` where Beautiful Soup is absent.
+    Raises `MissingDependencyError` if Beautiful Soup is not installed.
     """
     with needing(f"{path}: reading HTML needs beautifulsoup4", "files"):
         from bs4 import BeautifulSoup
     data = path.read_bytes()
-    # A comment that nobody closes goes on to the end, and is looked through anew for each that begins in it.
+    # The parser would search an unclosed comment to the end once for each comment that begins in it.
     unclosed = data.find(b"<!--", data.rfind(b"-->") + 1)
     data = data if unclosed < 0 else data[:unclosed]
     if data.count(b"<") > _DEEPEST and _depth(data) > _DEEPEST:
@@ -92,7 +92,7 @@ def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterat
 
 
 def _depth(data: bytes) -> int:
-    """How deep elements stand in one another at most, where each goes on until it is closed."""
+    """Return the largest nesting depth, if every element continues until its closing tag."""
     depth = deepest = 0
     for closing, name in _TAG.findall(data):
         if closing:
@@ -103,9 +103,9 @@ def _depth(data: bytes) -> int:
 
 
 def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft]:
-    """Paragraphs and table rows, under the headings above them (else the document's title), with their number.
+    """Yield paragraphs and table rows with their number, under the headings above or the document's title.
 
-    Raises `MissingDependencyError` where python-docx is absent.
+    Raises `MissingDependencyError` if python-docx is not installed.
     """
     with needing(f"{path}: reading Word needs python-docx", "files"):
         import docx
@@ -113,7 +113,7 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
     try:
         document = _opened(path, docx.Document)
         title = document.core_properties.title or ""
-        # One at a time: whoever has read enough may stop.
+        # One at a time, so that the caller may stop early.
         blocks = (
             part
             for each in document.iter_inner_content()
@@ -128,7 +128,7 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
 
 
 def _opened(path: Path, read: Callable[[IO[bytes]], Any]) -> Any:  # noqa: ANN401 - the library's own type
-    """The document; raises `ValueError` for one that would fill the memory."""
+    """Open the document; raises `ValueError` for one that would fill the memory."""
     with path.open("rb") as file:
         with zipfile.ZipFile(file) as archive:
             parts = archive.infolist()
@@ -136,7 +136,7 @@ def _opened(path: Path, read: Callable[[IO[bytes]], Any]) -> Any:  # noqa: ANN40
             if unpacked > max(_LARGEST, _TIMES * size):
                 raise ValueError(f"{size:,} bytes that unpack to {unpacked:,}")
             for part in parts:
-                # Who lies about a size is found out here, a piece at a time.
+                # The archive may state false sizes, so unpack it in small pieces to check them.
                 with archive.open(part) as opened:
                     while opened.read(1 << 20):
                         pass
@@ -151,14 +151,14 @@ def _rows(table: Any) -> Iterator[tuple[str, str]]:  # noqa: ANN401 - the librar
         cells, texts = row.cells, []
         while cells:
             texts.append(cells[0].text)
-            cells = cells[cells[0].grid_span :]  # A cell of several columns is given once for each.
+            cells = cells[cells[0].grid_span :]  # python-docx returns a wide cell once per column.
         yield "", " ".join(texts)
 
 
 def _sections(
     path: Path, unit: str, blocks: Iterable[tuple[int, str, str]], title: str, max_chars: int
 ) -> Iterator[Draft]:
-    """Drafts of blocks, each a number, a kind (which may be a heading) and a text."""
+    """Turn blocks (number, kind, text) into drafts; a kind may be a heading."""
     headings, found = Headings(), False
     for number, kind, text in blocks:
         if heading := _HEADING.match(kind):
@@ -172,7 +172,7 @@ def _sections(
 
 
 def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the library's own type
-    """Each run of text that no block interrupts: its line, the tag around it that counts, the text."""
+    """Yield each run of text between blocks: its line, the block tag around it, the text."""
     from bs4.element import NavigableString, PreformattedString, Tag
 
     held: list[str] = []
@@ -184,7 +184,7 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
         if text:
             yield begun, around, text
 
-    # Not by recursion, as pages may be nested deeper than Python allows.
+    # Without recursion, because pages may be nested deeper than Python allows.
     waiting: list[Any] = [soup]
     while waiting:
         node = waiting.pop()
@@ -195,7 +195,7 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
                 begun, around = node.sourceline or begun, node.name
             elif node.name in {"br", "td", "th"}:
                 held.append("\n" if node.name == "br" else " ")
-            # A block within ends this one; what follows it is told apart by its end, which names the tag that goes on.
+            # An inner block ends this one. The tuple marks the end of the inner block and names the tag that continues.
             waiting += [(node.parent.name if node.parent else "",)] * block + list(reversed(node.contents))
         elif isinstance(node, tuple):
             yield from flush()

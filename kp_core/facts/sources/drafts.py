@@ -1,4 +1,4 @@
-"""What the readers of files share: drafts of facts, each with its place in the file, and what is wrong with a place."""
+"""Shared by the file readers: drafts of facts with their place in the file, and errors that name the place."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from kp_core.errors import SourceError
 __all__ = ["STDIN", "Draft", "Headings", "cut", "error_at", "lines_of", "wrong"]
 
 STDIN = "-"
-"""What standard input is called among files."""
+"""The file name for standard input."""
 
 Draft: TypeAlias = tuple[str, Mapping[str, object] | SourceError]
-"""A place in a file ("line 3") and the fields of the fact there, or why there is none."""
+"""A place in a file ("line 3"), with the fields of the fact there or the error."""
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
 _BOM = "\ufeff"
 
 
 def error_at(path: object, place: str, reason: str) -> SourceError:
-    """The error that names file and place."""
+    """Return an error that names file and place."""
     return SourceError(f"{path}, {place}: {reason}")
 
 
 def wrong(path: object, place: str, reason: str) -> Draft:
-    """A place where there is no fact, and the error that says why."""
+    """Return a draft that is an error at this place."""
     return place, error_at(path, place, reason)
 
 
 def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str | SourceError]]:
-    """The lines of a text file and their numbers from 1 on; what is not in `encoding` (UTF-8) is an error."""
+    """Yield the lines of a text file with their numbers from 1; text not in `encoding` (UTF-8) is an error."""
     encoding = encoding or "UTF-8"
     with _opened(path, encoding) as file:
         number = 0
@@ -46,12 +46,12 @@ def lines_of(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str
                 line = file.readline()
                 if not line:
                     return
-                # Bytes that are none of the encoding stand as lone surrogates, which nothing can encode.
+                # Invalid bytes become lone surrogates, which cannot be encoded.
                 line.encode()
             except UnicodeEncodeError as error:
                 yield number, error_at(path, place, f"is not {encoding} (at character {error.start + 1})")
                 continue
-            except UnicodeError as error:  # UTF-16 that lacks its mark is not even a UnicodeDecodeError.
+            except UnicodeError as error:  # UTF-16 without a byte order mark raises a plain UnicodeError.
                 yield number, error_at(path, place, f"is not {encoding} ({getattr(error, 'reason', error)})")
                 return
             yield number, (line.removeprefix(_BOM) if number == 1 else line).rstrip("\r\n")
@@ -80,12 +80,12 @@ class Headings:
         return " > ".join(name for _, name in self._held)
 
     def add(self, depth: int, name: str) -> None:
-        """A heading, which ends all that are as deep or deeper."""
+        """Add a heading; it ends all headings of the same or a deeper level."""
         self._held = [*(each for each in self._held if each[0] < depth), (depth, name)]
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:
-    """`text` in parts of at most `max_chars`, at ends of sentences where there are any, else between words."""
+    """Cut `text` into parts of at most `max_chars`, at sentence ends if possible, else between words."""
     part = ""
     for sentence in _SENTENCE_END.split(text) if len(text) > max_chars else [text]:
         for piece in [sentence] if len(sentence) <= max_chars else _words(sentence, max_chars):

@@ -1,4 +1,4 @@
-"""JSON lines and CSV: a fact per row."""
+"""Readers of JSON lines and CSV: a fact per row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["read_csv", "read_json_lines"]
 
 
 def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
-    """An object per line."""
+    """Yield one object per line."""
     for number, line in lines_of(path, encoding):
         if isinstance(line, SourceError):
             yield f"line {number}", line
@@ -34,7 +34,7 @@ def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator
 
 
 def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
-    """A row per record, named by the first line."""
+    """Yield one record per row; the first line has the names."""
     bad: list[Draft] = []
 
     def good() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Plain text and Markdown: a fact per paragraph."""
+"""Readers of plain text and Markdown: a fact per paragraph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FENCE = re.compile(r"(`{3,}|~{3,})")
 
 
 def read_text(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
-    """Paragraphs between blank lines."""
+    """Yield the paragraphs between blank lines."""
     yield from _paragraphs(path, max_chars, encoding, markdown=False)
 
 
 def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
-    """Paragraphs and fenced blocks, under the headings above them."""
+    """Yield paragraphs and fenced blocks, under the headings above them."""
     yield from _paragraphs(path, max_chars, encoding, markdown=True)
 
 
