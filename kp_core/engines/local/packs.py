@@ -124,7 +124,7 @@ class PackKV:
 
 
 def _may_wait(region: Region, run: Run) -> bool:
-    """Whether the pass over the text after `region` also computes its tokens: if that text is short and has no packs."""
+    """Whether the pass over the text after `region` also computes its tokens: if this text is short, without packs."""
     behind = next((each for each in run.plan.regions if each.start == region.stop), None)
     if behind is None or behind.source != "computed" or len(behind) > _TOGETHER_TOKENS:
         return False
