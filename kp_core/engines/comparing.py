@@ -104,7 +104,7 @@ def compare_composers(
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measured quality of one composer with one model, over a number of questions."""
+    """The measured quality of one composer with one model, over so many `questions`."""
 
     composer: str
     model: str

@@ -69,7 +69,10 @@ class Keeper:
             return self._met[key] > 1
 
     def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
-        """The key of each pack that is not read from its own entry. It includes a short text after the pack before."""
+        """The key of each pack that is not read from its own entry, by the part `start:stop` of the prompt.
+
+        A short text between two packs belongs to the part of the second one.
+        """
         prompt, own = plan.prompt, _own_words(request, view)
         before, spoken, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
         packs: list[str] = []

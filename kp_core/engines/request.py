@@ -189,7 +189,7 @@ class Request(Sampling):
 
     @classmethod
     def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:
-        """The request with these `options`; those not given come from `base`, or are defaults. `None` is the default.
+        """A request with these `options`; the others come from `base` or are defaults. `None` means the default.
 
         Raises `OptionError` for an unknown name, with the closest known one.
         """

@@ -167,7 +167,7 @@ class KVBuffer:
     def passed(self, length: int) -> None:
         """Record that a forward pass brought tokens and states to `length`.
 
-        Writing keys alone does not record it, because a model with nothing but recurrent layers writes none.
+        Models with only recurrent layers need this call, because they write no keys.
         """
         for layer in self.layers:
             layer.length = length

@@ -25,7 +25,7 @@ __all__ = ["Filler", "Run"]
 
 @dataclass
 class Run:
-    """A plan being executed: `buffer` holds the KV of its prompt, `logits` those after it.
+    """A plan being executed. `buffer` holds the KV of its prompt, and `logits` are the logits after the prompt.
 
     Pass it to `Filler.finish` at the end.
     """
@@ -314,7 +314,7 @@ class Filler:
         self._keep(run, region, altered(kv.slice(before, kv.tokens), region))
 
     def _keep(self, run: Run, region: Region, kv: KVTensors) -> None:
-        """Write the KV of a labelled region to the buffer and, unless `run.late` is open, to the tree as one node."""
+        """Write the KV of a labelled region to the buffer, and to the tree as one node once all of it is computed."""
         is_of_buffer = run.buffer.holds(kv)
         run.buffer.append(kv)
         if run.late is None:

@@ -128,7 +128,10 @@ class Constraint:
         return scores.masked_fill(~allowed, float("-inf"))
 
     def accept(self, token: int, left: int) -> int:
-        """Returns `token`, or another token if only that lets the answer end within `left` tokens, itself included."""
+        """Take the next token and return it: `token` if the answer can still end in time, else one of a known ending.
+
+        `left` is how many tokens may still come, this one included.
+        """
         if not self._closing and token != self._end:
             ahead = self._matcher.deep_copy()
             ahead.consume_token(token)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE = 2
 _LOOK_S = 0.05
-"""Seconds between two checks of a waiting request for its limit, which sends no signal."""
+"""How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal."""
 _LONG_S = 10.0
 
 
@@ -32,10 +32,10 @@ class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
 class BufferPool:
     """Gives buffers to requests, from one byte budget that it shares with the prefix tree.
 
-    `budget_bytes` covers buffers in use, idle buffers, and the tree, which gets the rest. Idle buffers are kept for the
-    next requests, because new memory costs several times as much as filling it: two of them, or as many as take a
-    quarter of the budget. To make room for a new buffer, the pool frees idle buffers, then the least recently used KV
-    of the tree. A request that does not fit beside those under way waits.
+    `budget_bytes` covers buffers in use, idle buffers, and the tree, which gets the rest. The pool keeps two idle
+    buffers, or as many as take a quarter of the budget, because new memory costs several times as much as filling it.
+    To make room for a new buffer, it frees idle buffers, then the least recently used KV of the tree. A request that
+    does not fit beside those under way waits.
     """
 
     def __init__(self, shape: CacheShape, tree: PrefixTree, budget_bytes: int) -> None:

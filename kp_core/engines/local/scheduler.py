@@ -23,7 +23,7 @@ __all__ = ["Decoding", "Scheduler"]
 _MOST_ROWS = 16
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
 _PATIENCE = 0.5
-"""How long a step waits for the answers of the last pass that it shared, as a share of the time of the last pass."""
+"""How long a step waits for the answers that it shared its last pass with, as a share of the duration of a pass."""
 _SHORT = 64  # Most tokens of a question computed with others, and of a pass after which prefill keeps its turn.
 _MOST_TOKENS = 512  # Most tokens of a pass for several answers.
 _BURST, _GRACE = 0.5, 0.1  # Seconds for which prefill keeps its turn, and for which steps wait for the next prompt.
@@ -54,7 +54,7 @@ class Scheduler:
         self._model = model
         self._changed = threading.Condition()
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
-        self._turn = math.inf  # The time from which steps go before prefill; a prompt sets it when it takes the turn.
+        self._turn = math.inf  # The time from which steps go before prefill; infinite until a prompt takes its turn.
         self._waiting: list[Decoding] = []
         self._took = self._freed = self._came = 0.0
         self._together: set[Decoding] = set()
