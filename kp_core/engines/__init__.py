@@ -1,1 +1,1 @@
-"""Engines run models; each implementation has its own module, imported when it is asked for."""
+"""Engines run models. Each implementation has its own module, which is imported on first use."""

@@ -1,4 +1,4 @@
-"""The seam to a model: plans in, tokens and KV out."""
+"""The interface to a model: an engine takes plans and gives tokens and KV."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ CAPABILITIES = {
     "sampling": "temperature, top_p, top_k, repetition_penalty and seed",
     "steer": "altered values and keys",
 }
-"""What `Engine.supports` may name."""
+"""The names that `Engine.supports` may contain, each with its meaning."""
 
 
 class TokenStream:
-    """The tokens of one answer as they come, and what they cost so far.
+    """The tokens of one answer as they are generated, and their cost so far.
 
-    Iterating prefills and generates; `close` stops and gives the memory back. `tokens` makes the iterator and may set
-    the attributes of the stream it is given.
+    Iterating prefills and generates; `close` stops and releases the memory. `tokens` is called with this stream,
+    returns the iterator, and may set the attributes of the stream.
     """
 
     def __init__(self, tokens: Callable[[TokenStream], Iterator[int]]) -> None:
         self.computed_tokens = 0
-        """Tokens of the prompt that were prefilled; all others were at hand."""
+        """Tokens of the prompt that were prefilled; the KV of all others was available."""
         self.approximate_tokens = 0
         """Tokens of the prompt whose KV an approximate composer made."""
         self.state_bytes = 0
-        """Bytes of the states of recurrent layers that are kept for the prompt."""
+        """Bytes of the recurrent-layer states kept for the prompt."""
         self.finish: FinishReason = "length"
-        """Why the stream ended: `"stop"` behind an end token, `"cancelled"`, else `"length"`."""
+        """Why the stream ended: `"stop"` after an end token, `"cancelled"`, else `"length"`."""
         self.first_logits: Tensor | None = None
-        """Logits behind the prompt, `(vocabulary,)`, once it is prefilled, of engines that support `logits`."""
+        """Logits after the prompt, `(vocabulary,)`. Engines that support `logits` set them after the prefill."""
         self.losses: list[float] = []
-        """Minus the logarithm of the probability of each token of a forced answer."""
+        """The negative log-probability of each token of a forced answer."""
         self._tokens = tokens(self)
 
     def __iter__(self) -> TokenStream:
@@ -61,7 +61,7 @@ class TokenStream:
         return next(self._tokens)
 
     def close(self) -> None:
-        """End here."""
+        """Stop generating and release the memory."""
         close = getattr(self._tokens, "close", None)
         if close is not None:
             close()
@@ -69,11 +69,11 @@ class TokenStream:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Runs a model: the only seam that touches one. A `Session` makes conversations of it."""
+    """Runs a model. Nothing else touches the model; a `Session` builds conversations on this interface."""
 
     @property
     def identity(self) -> ModelFingerprint:
-        """Which model, and in what numerics."""
+        """The model and its numerics."""
 
     @property
     def tokenizer(self) -> Any:  # noqa: ANN401 - of the transformers family, with or without weights
@@ -85,21 +85,21 @@ class Engine(Protocol):
 
     @property
     def supports(self) -> frozenset[str]:
-        """What it can do beyond greedy answers, in words of `CAPABILITIES`."""
+        """What it can do beyond greedy answers, as names from `CAPABILITIES`."""
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """Why it does not offer some of the others, by capability; may be empty."""
+        """The reasons why it lacks capabilities, by name; need not cover all of them."""
 
     def run(self, plan: Plan) -> TokenStream:
-        """The answer to a plan; refuses at the call what cannot be, prefills at the first token."""
+        """The answer to a plan. Refuses an impossible plan at the call; prefills when the first token is read."""
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:
         """The KV of `plan.wanted` for each plan, in order: per layer `(kv_heads, tokens, head_dim)`."""
 
 
 class CachingEngine(Engine, Protocol):
-    """What comes with the capability `cache`."""
+    """An engine with the capability `cache`."""
 
     @property
     def cached_bytes(self) -> int:
@@ -111,13 +111,13 @@ class CachingEngine(Engine, Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
+        """Bytes of recurrent-layer states at each end of a pack or a message; 0 for models without such layers."""
 
     def found(self, plan: Plan) -> int:
-        """How many tokens of a prompt, from the first on, the prefix tree has now."""
+        """How many tokens of the prompt, from the first on, are in the prefix tree now."""
 
     def pin(self, plan: Plan) -> object:
-        """Keep the prompt of `plan` in the prefix tree until `unpin` of what is given back."""
+        """Keep the prompt of `plan` in the prefix tree until `unpin` is called with the returned object."""
 
     def unpin(self, pinned: object) -> None:
         """Undo one `pin`."""
@@ -126,11 +126,14 @@ class CachingEngine(Engine, Protocol):
         """Drop all KV that is neither pinned nor in use."""
 
     def refresh(self) -> None:
-        """Take the model as it is now; raises `BusyError` while KV is pinned or in use."""
+        """Start to use the model as it is now. Raises `BusyError` while KV is pinned or in use."""
 
 
 def refusal(engine: Engine, name: str, capability: str, what: str) -> UnsupportedRequestError:
-    """That `engine`, called `name`, does not offer `what`: why, where it says so, and what does."""
+    """The error that says that `engine`, called `name`, does not offer `what`.
+
+    It gives the reason if the engine has one in `lacks`; otherwise it names an engine that offers `what`.
+    """
     if why := engine.lacks.get(capability):
         return UnsupportedRequestError(f"{name} does not offer {what}: {why}.")
     return UnsupportedRequestError(

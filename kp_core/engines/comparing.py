@@ -1,4 +1,4 @@
-"""What an approximate composer costs in answers: against exact composition, on the user's own prompts."""
+"""Measures how an approximate composer changes answers, against exact composition on the user's own prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Calibration", "Comparison", "Doubts", "calibrate_composer", "compare
 logger = logging.getLogger(__name__)
 
 THRESHOLD = 0.95
-"""Share of answers that must be those of exact composition for a composer to be used without a warning."""
+"""Share of answers that must equal those of exact composition; below it, using the composer logs a warning."""
 _COMPOSERS: tuple[Composer, ...] = (
     SpliceComposer(),
     BlendComposer(0.15, "first"),
@@ -41,15 +41,15 @@ _COMPOSERS: tuple[Composer, ...] = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """One composer on one prompt, against exact composition of the same token ids."""
+    """One composer on one prompt, compared with exact composition of the same token ids."""
 
     composer: str
     kl: float
-    """Divergence of the first token's distribution from the exact one, in nats."""
+    """KL divergence of the first token's distribution from the exact one, KL(exact || composer), in nats."""
     same: bool
-    """Whether the greedy answers are token for token the same."""
+    """Whether both greedy answers have the same tokens."""
     agreement: float
-    """Share of the exact answer up to the first token that differs."""
+    """Share of the exact answer before the first token that differs."""
     ttft_s: float
     """Seconds to the first token, with nothing of the prompt in memory."""
     exact_ttft_s: float
@@ -66,19 +66,20 @@ def compare_composers(
     max_tokens: int = 24,
     **options: Any,  # noqa: ANN401 - of `Request`
 ) -> tuple[Comparison, ...]:
-    """What each of `composers` (by default splice and the three rules of blend) does to the answer to `messages`.
+    """Compare each of `composers` (by default splice and the three rules of blend) with exact composition.
 
-    Answers are greedy, of at most `max_tokens` tokens. Drops all KV that is neither pinned nor in use before each, and
-    reads none that was kept of such prompts, so that times are those of a first use. Raises as `Session.generate`.
+    Each answers `messages` greedily, with at most `max_tokens` tokens. Before each answer, all KV that is neither
+    pinned nor in use is dropped. KV that the store keeps of earlier requests is not read. So times are those of a first
+    use. Raises as `Session.generate`.
     """
-    # What the first request of all pays for is nobody's cost.
+    # The first request has one-time costs that belong to no composer.
     session.prefill(messages, **options | {"composer": ExactComposer(), "keep": "never"})
 
     def answer(composer: Composer | str) -> Any:  # noqa: ANN401
         session.clear_cache()
         made = composer_of(composer) if isinstance(composer, str) else composer
         asked = options | {"composer": made, "max_tokens": max_tokens}
-        # Wrapped packs are compiled once, like packs, and kept like them.
+        # Wrapped packs are compiled once and kept, as packs are.
         return session.generate(messages, **asked if isinstance(made, PacketComposer) else asked | {"keep": "never"})
 
     exact = answer(ExactComposer())
@@ -103,24 +104,24 @@ def compare_composers(
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was measured of one composer with one model, on so many questions."""
+    """The measured quality of one composer with one model, over so many `questions`."""
 
     composer: str
     model: str
     """Identity of the model."""
     questions: int
     same: float
-    """Share of the answers that are those of exact composition, token for token."""
+    """Share of the answers that have the same tokens as with exact composition."""
     agreement: float
-    """Mean share of an exact answer up to the first token that differs."""
+    """Mean share of an exact answer before the first token that differs."""
     kl: float
-    """Mean divergence of the first token, in nats."""
+    """Mean KL divergence of the first token's distribution, in nats."""
     faster: float
-    """Time to first token of exact composition, divided by this one's; medians."""
+    """Median time to first token of exact composition, divided by the median of this composer."""
 
     @property
     def is_safe(self) -> bool:
-        """Whether it answers as exact composition does, but for one answer in twenty."""
+        """Whether at least 95 % of its answers equal those of exact composition."""
         return self.same >= THRESHOLD
 
     def __str__(self) -> str:
@@ -133,11 +134,11 @@ def calibrate_composer(
     composer: Composer | str = "splice",
     **options: Any,  # noqa: ANN401
 ) -> Calibration:
-    """Measure `composer` on your questions, each with the handles of its packs, and keep the result beside the packs.
+    """Measure `composer` on your questions, each with the handles of its packs.
 
-    `options` are those of `compare_composers`; with `view=store.view(...)` the result is kept in that store, and the
-    warning at its use gives the figure, or is silent where at least 95 % of the answers are the same. Raises
-    `OptionError` without questions, or when no question held anything to compose.
+    `options` are those of `compare_composers`. With `view=store.view(...)` the result is stored beside the packs. Then
+    the warning on use of the composer gives the measured share of equal answers; from 95 % on, there is no warning.
+    Raises `OptionError` without questions, or when no question has packs to compose.
     """
     every = [compare_composers(session, question, [composer], **options)[0] for question in questions]
     rows = [row for row in every if row.approximate_tokens]
@@ -167,16 +168,16 @@ def calibrate_composer(
 
 
 class Doubts:
-    """Says once, for each store and composer, what an approximate composer is known to cost."""
+    """Warns about approximate composers, once for each store and composer."""
 
     def __init__(self) -> None:
         self._said: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 
     def say(self, plan: Plan, view: PackView | None, model: str) -> None:
-        """Log a warning for each approximate composer in `plan` that was not found safe."""
+        """Log a warning for each approximate composer in `plan` that no measurement has shown to be safe."""
         made = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
-        for key in made - {"accept"}:  # Other numerics are asked for by a name of their own.
+        for key in made - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
             blobs = None if view is None else view.source.blobs
             with self._lock:
                 if (str(blobs), key) in self._said:

@@ -1,4 +1,4 @@
-"""Making a steering from contrastive pairs."""
+"""Makes a steering from contrastive pairs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ADVICE = "expected pairs of (positive, negative), each a text or a list of mess
 
 
 class _Means(NamedTuple):
-    """Means of one side over the positions read: keys and values per layer, and the norms of value vectors."""
+    """Means over the positions of one side, per layer: keys and values, `(kv_heads, head_dim)`, and norms of values."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -45,16 +45,19 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     c_k: float | None = None,
     progress: bool = True,
 ) -> Steering:
-    """The steering towards the positive sides of `pairs` and away from the negative ones.
+    """A steering towards the positive sides of `pairs` and away from the negative ones.
 
-    `"mean"` (arXiv 2604.03270, section 2.6): the mean over pairs of the mean over positions of V(positive) minus
-    that of V(negative). Positions count from the first message that differs; a text is one user message.
-    `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference of K and of V at the last token but one
-    of the prompt, its generation prompt included, which is the last token in the cache when the model is about to
-    answer; times `c_k` (default 1) and `c_v`. Keys are taken as cached, rotated for where they stood.
+    `"mean"` (arXiv 2604.03270, section 2.6): for each pair, the mean of V over the positions of the positive side,
+    minus the same mean of the negative side; then the mean over pairs. Only positions from the first message that
+    differs count. A text is one user message.
 
-    `layers` is by default the middle third. Raises `SteeringError` for pairs that are empty, one-sided or alike
-    once rendered, for layers the model lacks, for a method that does not exist, and for `c_k` with `"mean"`.
+    `"last_token"` (arXiv 2507.08799): the mean over pairs of the difference in K and in V at the second last token of
+    the prompt, which includes the generation prompt. This is the last token in the cache when the model is about to
+    answer. Keys are taken as cached, after RoPE.
+
+    Value deltas are multiplied by `c_v`, key deltas by `c_k` (default 1). `layers` is by default the middle third.
+    Raises `SteeringError` for pairs that are empty, one-sided or identical once rendered, for layers that the model
+    lacks, for an unknown method, and for `c_k` with `"mean"`.
     """
     if isinstance(pairs, str) or not isinstance(pairs, Sequence) or not pairs:
         raise SteeringError(f"Got {pairs!r} for pairs; {_ADVICE}")
@@ -105,7 +108,7 @@ def _prompts(template: ChatTemplate, pair: Pair, index: int, method: Method) -> 
 
 
 def _plans(wanted: Callable[[Prefix, Sequence[int]], Plan], positive: Prompt, negative: Prompt) -> tuple[Plan, Plan]:
-    """The KV of both sides from the first message on that differs; only what is before is looked up."""
+    """Plans for the KV of both sides from the first message that differs. Only KV before it may be reused."""
     shared = common_length(positive.token_ids, negative.token_ids)
     start = max((at for at in positive.breaks if at <= shared), default=0)
     before = Prefix(positive.token_ids[:start])
@@ -119,6 +122,6 @@ def _means(kv: KVTensors, method: Method) -> _Means:
     return _Means(
         [key.double().mean(dim=1).cpu() for key in kv.keys],
         [value.double().mean(dim=1).cpu() for value in kv.values],
-        # All heads of one token are one vector.
+        # The norm of a token is over the values of all its heads.
         [float(value.double().square().sum(dim=(0, 2)).sqrt().mean()) for value in kv.values],
     )

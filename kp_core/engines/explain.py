@@ -1,4 +1,4 @@
-"""A plan as a table for people: where each part of a prompt will come from, and what that costs."""
+"""Shows a plan as a table: the source of the KV of each part of a prompt, and its estimated cost."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Explanation", "Row", "explain"]
 class Row:
     """The tokens `start:stop` of a prompt: what they are, and the source of their KV.
 
-    `source` is `tree` (at hand in memory), `pack` (read from the store), `kept` (read from the store, where an earlier
-    request left it), `composed` (by `method`), `steered` or `computed`. `seconds` is an estimate from what the engine
-    did before, or from a probe; `None` without either.
+    `source` is `tree` (in memory), `pack` (read from the store), `kept` (read from the store, where an earlier request
+    left it), `composed` (by the composer `method`), `steered` or `computed`. `seconds` is an estimate from earlier
+    requests or from a probe; `None` without either.
     """
 
     start: int
@@ -38,27 +38,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a request would do; nothing of it has been done. `str` is a table."""
+    """What a request would do, before anything is computed. `str` gives a table."""
 
     rows: tuple[Row, ...]
     token_budget: int
     states: int = 0
-    """Ends of packs and messages for which states of recurrent layers are kept; 0 for models without."""
+    """Number of ends of packs and messages where states of recurrent layers are kept; 0 for models without them."""
     state_bytes: int = 0
-    """Bytes of these states, beside the KV."""
+    """Bytes of these states, in addition to the KV."""
     is_bitwise: bool = True
-    """Whether what is reused has the bits of what would be computed."""
+    """Whether reused KV has the same bits as computed KV."""
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Tokens by source."""
+        """Number of tokens by source."""
         found = Counter[str]()
         for row in self.rows:
             found[row.source] += row.tokens
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The explanation as plain values, for JSON."""
         rows = [{**asdict(row), "tokens": row.tokens} for row in self.rows]
         about = {
             "token_budget": self.token_budget,
@@ -88,9 +88,10 @@ class Explanation:
 def explain(
     plan: Plan, found: int, seconds_per_token: float, state_bytes: int = 0, *, is_bitwise: bool = True
 ) -> Explanation:
-    """The rows of `plan`, of which the prefix tree has the first `found` tokens; NaN seconds are not known.
+    """The explanation of `plan`, when the prefix tree has the first `found` tokens of its prompt.
 
-    `state_bytes` is what recurrent layers keep for each end, `is_bitwise` as in `Explanation`.
+    `seconds_per_token` is NaN when it is not known. `state_bytes` is the bytes of recurrent-layer states at each end of
+    a pack or a message. `is_bitwise` is as in `Explanation`.
     """
     rows: list[Row] = []
     for region in plan.regions:
@@ -107,7 +108,7 @@ def explain(
 
 
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
-    """Where the tokens of a region from `known` on would come from."""
+    """The parts of a region from `known` on, as start, stop and source."""
     source, done = _source(region), known
     for start, stop in plan.kept.parts if source == "computed" and plan.kept else ():
         if max(known, region.start) <= start and stop <= region.stop and plan.kept and plan.kept.has(start, stop):
@@ -117,7 +118,7 @@ def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, s
 
 
 def _source(region: Region) -> str:
-    """Where the KV would come from; a pack without KV is computed from its text."""
+    """The source of the KV of a region; a pack without KV is computed from its text."""
     pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
     brings = isinstance(region.composer, PacketComposer)
     if pack is not None and pack.kv is None and not pack.stored_bytes and not brings:
@@ -126,7 +127,7 @@ def _source(region: Region) -> str:
 
 
 def _what(plan: Plan, start: int, stop: int) -> str:
-    """The packs that have tokens here, or that it is text."""
+    """A description of the tokens `start:stop`: the packs in them, or that they are text."""
     inside = [span for span in plan.prompt.spans if span.start < stop and start < span.stop]
     names = [f"{span.handle}{' (recognised)' if span.recognised else ''} {span.pack.text[:32]!r}" for span in inside]
     is_all = len(inside) == 1 and inside[0].start <= start and stop <= inside[0].stop

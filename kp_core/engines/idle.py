@@ -1,4 +1,4 @@
-"""Work for when nobody waits: compiling ahead, upgrades; one step at a time, between requests."""
+"""Background work between requests, one step at a time: compiling packs ahead, and exact upgrades."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["IdleQueue", "Job"]
 logger = logging.getLogger(__name__)
 
 Job: TypeAlias = Callable[[], Iterable[object] | None]
-"""Work: a function that does all of it at once, or gives an iterable that does a piece at each step."""
+"""A function that does all its work at once, or returns an iterable that does one piece at each step."""
 
 
 class IdleQueue:
     """Runs jobs one after the other in one thread, which exists only while there are jobs.
 
-    A step begins when no request is being answered; a request that comes meanwhile waits for that step at most. At most
-    `limit` jobs wait.
+    A step begins only when no request is being answered. A request that arrives during a step waits for at most that
+    step. At most `limit` jobs may wait.
     """
 
     def __init__(self, limit: int = 64) -> None:
@@ -35,9 +35,9 @@ class IdleQueue:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job) -> Future[None]:
-        """Do `job` when there is time; the future tells when it is done, takes its error, and can be cancelled.
+        """Queue `job`. The returned future completes with the job, receives its error, and can be cancelled.
 
-        Raises `BusyError` when too many jobs wait already, or behind `close`.
+        Raises `BusyError` when too many jobs wait, or after `close`.
         """
         future: Future[None] = Future()
         with self._changed:
@@ -46,7 +46,7 @@ class IdleQueue:
                 raise BusyError(f"The engine takes no more background work: {reason}.")
             self._jobs.append((job, future))
             if self._thread is None:
-                # A thread inside torch must not be cut off when the interpreter ends.
+                # The interpreter must not exit while a thread is inside torch.
                 atexit.register(self.close)
                 self._thread = threading.Thread(target=self._work, name="kp-idle", daemon=True)
                 self._thread.start()
@@ -54,7 +54,7 @@ class IdleQueue:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """For as long as a request is answered: no step begins."""
+        """Hold this while a request is answered; no step begins meanwhile."""
         with self._changed:
             self._requests += 1
         try:
@@ -65,7 +65,7 @@ class IdleQueue:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Cancel what waits, and wait for the step under way."""
+        """Cancel the waiting jobs, and wait for the step under way."""
         atexit.unregister(self.close)
         with self._changed:
             self._closed = True
@@ -100,13 +100,13 @@ class IdleQueue:
                     return
             future.set_exception(BusyError("The engine was closed before this background work was done."))
         except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
-            # At the end of the interpreter it may use no other threads; what it was for is met again.
+            # At interpreter exit a job cannot use other threads. A later run meets the same work again.
             is_over = not threading.main_thread().is_alive()
             logger.log(logging.DEBUG if is_over else logging.WARNING, "Background work failed: %s", error)
             future.set_exception(error)
 
     def _may_begin(self) -> bool:
-        """Wait until no request is answered; `False` when the queue was closed."""
+        """Wait until no request is being answered. Returns `False` when the queue was closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._requests)
             return not self._closed

@@ -1,4 +1,4 @@
-"""What of a request's KV is kept in the store, and read from it: the prefix tree at rest."""
+"""Decides which KV of a request the store keeps, and which kept KV a request reads: a prefix tree in the store."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kp_core.prompt.template import ChatTemplate
 
 __all__ = ["Keeper"]
 
-_GAP_TOKENS = 64  # Between two packs that are kept with what stands between them.
-_BEGINS = 8  # Tokens by which a part is found.
-_REMEMBERED = 4096  # Keys that were met and not kept, counted.
+_GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
+_BEGINS = 8  # First tokens of a part that belong to its key.
+_REMEMBERED = 4096  # Most keys whose uses are counted.
 _PROBE = "The lighthouse keeper counts ships, and writes each of them into a long book."
 
 
 class Keeper:
-    """Decides what is kept, for one model: by policy, and by how often it was met."""
+    """Decides what KV of one model is kept: by the policy of the request, and by how often its key was met."""
 
     def __init__(self, template: ChatTemplate, identity: ModelFingerprint) -> None:
         self._template, self._identity = template, identity
@@ -37,10 +37,10 @@ class Keeper:
         self._counting = threading.Lock()
 
     def of(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
-        """What is kept for `plan`, and with `learn` what is to be.
+        """The kept KV for `plan`; with `learn`, also the parts that this request must keep.
 
-        `None` where nothing can be: without a store that keeps, without reuse, or for a steered prompt. Raises
-        `OptionError` for a `keep_in` that the view may not read.
+        `None` if nothing can be kept: without a store that keeps KV, without reuse, with `keep="never"`, or for a
+        steered prompt. Raises `OptionError` for a `keep_in` that the view may not read.
         """
         view = request.view
         if view is None or (entries := view.source.kept) is None:
@@ -55,7 +55,7 @@ class Keeper:
         if learn:
             missing = (edge for edge in kept.keys if not kept.has(*edge))
             kept.wanted = frozenset(edge for edge in missing if self._again(kept.keys[edge], request.keep))
-        # Compiled once and taken then, whatever the policy but `never`.
+        # A wrapped pack is compiled once and kept then, under every policy except `never`.
         kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
 
@@ -69,13 +69,16 @@ class Keeper:
             return self._met[key] > 1
 
     def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
-        """The key of each pack that is not read from its own entry, with the few tokens between it and the last one."""
+        """The key of each pack that is not read from its own entry, by the part `start:stop` of the prompt.
+
+        A short text between two packs belongs to the part of the second one.
+        """
         prompt, own = plan.prompt, _own_words(request, view)
         before, spoken, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
         packs: list[str] = []
         for region in plan.regions:
             span = region.span if region.source == "pack" else None
-            # What is computed by choice, and not read, is kept by choice alone.
+            # A pack whose KV is not stored is computed each time by choice, so only `keep="always"` keeps it.
             has_own = span is not None and bool(span.pack.kv or span.pack.stored_bytes or request.keep != "always")
             done = region.start
             for each in prompt.spans:
@@ -95,7 +98,7 @@ class Keeper:
                 digested = region.stop
 
     def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], KeptEntry]:
-        """The key of each wrapped pack that is stored: the digest of its wrapper is in what stands before."""
+        """The key of each wrapped pack that has a handle. The key of the composer names the wrapper."""
         found = {}
         for region in plan.regions:
             for span in region.spans if isinstance(region.composer, PacketComposer) else ():
@@ -106,26 +109,29 @@ class Keeper:
         return found
 
     def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
-        """Whether words of the conversation stand before each pack: more than the template, other packs and blanks."""
+        """For each pack, whether words of the conversation precede it.
+
+        The template, other packs and white space do not count as words.
+        """
         found, words = dict[Span, bool](), False
         for at, span in enumerate(prompt.spans):
             if at:
                 words = words or bool(prompt.rendered[prompt.spans[at - 1].chars[1] : span.chars[0]].strip())
             else:
                 words = self._known(prompt) < span.start
-            # A pack that is not in the store cannot be asked for.
+            # A pack without a handle is not in the store, so its text counts as words.
             words = words or not find_handles(span.handle)
             found[span] = words
         return found
 
     def _known(self, prompt: Prompt) -> int:
-        """How many of the first tokens are the template's, or those that a pack of this prompt was compiled behind."""
+        """How many of the first tokens the template wrote, or are the prefix that a pack here was compiled for."""
         prefixes = [*self._heads, *(span.pack.prefix.token_ids for span in prompt.spans)]
         return max((len(each) for each in prefixes if prompt.token_ids[: len(each)] == each), default=0)
 
     @cached_property
     def _heads(self) -> list[tuple[int, ...]]:
-        """What stands before the first pack of a user message and of the system message."""
+        """The tokens before the first pack of a user message, and of the system message."""
         found = []
         places: tuple[CompiledFor, ...] = ("user", "system")
         for place in places:
@@ -142,7 +148,7 @@ def _packed(ids: Sequence[int]) -> bytes:
 
 
 def _own_words(request: Request, view: PackView) -> str | None:
-    """The namespace in which KV behind words of the conversation is kept; `None` keeps none."""
+    """The namespace that keeps KV after words of the conversation; with `None`, such KV is not kept."""
     if request.keep_in is None and len(view.namespaces) == 1:
         return next(iter(view.namespaces))
     return request.keep_in

@@ -1,4 +1,4 @@
-"""Many requests at once: what begins alike one after the other, so many at a time."""
+"""Answers many requests, several at once, sorted so that requests with the same beginning share KV."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kp_core.prompt.conversation import Message
 __all__ = ["Asked", "Key", "generate_many"]
 
 Asked = Sequence[Message] | str | Mapping[str, Any]
-"""A conversation, or a mapping of its `messages` and options of its own."""
+"""A conversation, or a mapping of its `messages` and its own options."""
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -37,7 +37,7 @@ def generate_many(
     if wrong := [key for key, asked in pairs if isinstance(asked, Mapping) and "messages" not in asked]:
         what = "expected a conversation, or a mapping of `messages` and options"
         raise OptionError(f"The request {wrong[0]!r} has no messages; {what}.")
-    # What begins alike finds the KV of those before it, and is decoded over the same keys.
+    # A request reuses the KV of earlier ones with the same beginning, and they are decoded over the same keys.
     todo = sorted((pair for pair in pairs if pair[0] not in done), key=lambda pair: _beginning(pair[1]))
     return _run(generate, todo, at_once, progress=progress, options=options)
 
@@ -68,11 +68,11 @@ def _run(
                     bar.update()
                     yield key, future.result()
         finally:
-            cancel.set()  # Whoever leaves early, or met an error, waits for a step at most.
+            cancel.set()  # A caller that leaves the loop early, or gets an error, waits for one step at most.
 
 
 def _beginning(asked: Asked) -> str:
-    """What requests are sorted by: packs by name, then the conversation from its first word on."""
+    """The sort key of a request: its packs by name, then the conversation from its first word on."""
     if isinstance(asked, Mapping):
         return "".join(f"{pack}\n" for pack in map(_name, asked.get("packs") or ())) + _beginning(asked["messages"])
     if isinstance(asked, str):

@@ -1,7 +1,7 @@
-"""The order of packs that may stand in any: known sequences go on, and a pack compiled for the place goes first.
+"""Chooses the order of packs where it is free: a known sequence first, or a pack that was compiled for the position.
 
-Exact for the order chosen: the answer is that of the text in that order. Prompts that begin alike are what ContextPilot
-(MLSys 2026) gains by.
+The answer is exact for the chosen order: it is the answer to the text in this order. ContextPilot (MLSys 2026) gains
+speed from common prefixes in the same way.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Ordering", "missing_tokens"]
 Handles: TypeAlias = tuple[str, ...]
 
 _PLACES = 256
-_LOOKED_AT = 4  # Each costs a rendering.
-_SEQUENCES = 256  # At one place, a few hundred bytes each.
+_LOOKED_AT = 4  # Known beginnings to try; each costs a rendering.
+_SEQUENCES = 256  # Sequences remembered at one place, a few hundred bytes each.
 
 
 def missing_tokens(plan: Plan, found: int) -> int:
-    """How many tokens of `plan` are to be computed, when `found` of them, from the first on, are in memory."""
+    """How many tokens of `plan` must be computed, when the first `found` of them are in memory."""
     tokens = 0
     for region in plan.regions:
         pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
@@ -39,21 +39,21 @@ def missing_tokens(plan: Plan, found: int) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Packs that stand side by side in one message, parted by the same text; `place` names what stands before them."""
+    """Packs side by side in one message, separated by the same text; `place` identifies everything before them."""
 
     place: Hashable
     packs: tuple[PackRef, ...]
 
     @property
     def handles(self) -> Handles:
-        """Their handles, each once, in the order given."""
+        """Their handles in the given order, each once."""
         return tuple(dict.fromkeys(pack.handle for pack in self.packs))
 
 
 class Ordering:
-    """Renders prompts with their packs in the order given, or where it is free in the one with least to compute.
+    """Renders prompts with their packs in the given order or, where it is free, in the one with the least to compute.
 
-    It remembers the sequences of packs that were sent, by their place; what was sent last is found first.
+    Remembers which sequences of packs were sent at each place, and tries the most recent ones first.
     """
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class Ordering:
         is_free: bool,
         learn: bool,
     ) -> tuple[Prompt, int]:
-        """The prompt, and how many packs are not where they were named; never dearer than in the order given.
+        """The prompt, and how many packs moved. It never costs more to compute than the prompt in the given order.
 
-        Packs that were sent before, at the same place and together, keep their order; so a conversation does.
+        A set of packs that was sent before at the same place keeps its order, so a conversation keeps its orders.
         """
         prompt, orders, given = render(turns), dict[int, Handles](), _arranged(turns, {})[1]
         if is_free and given:
@@ -96,7 +96,7 @@ class Ordering:
         orders: dict[int, Handles] = {}
         best, known = cost(prompt), set()
         for at in range(len(given)):
-            # Each group is at its place where those before it have their orders.
+            # The place of a group depends on the orders of the groups before it.
             group = _arranged(turns, orders)[1][at]
             sent = next((each for each in self._sent(group) if set(each) == set(group.handles)), None)
             known |= {at} if sent else set()
@@ -109,7 +109,7 @@ class Ordering:
                 orders, known = {}, set()
         for at in range(len(given)):
             group = _arranged(turns, orders)[1][at]
-            # What was sent in this order may be gone from memory, and something else be there.
+            # KV of this order may be gone from memory while KV of another order is there.
             if at in known and best < min(len(pack.pack.token_ids) for pack in group.packs):
                 continue
             for order in self._candidates(group, partial(_stands, prompt)):
@@ -120,9 +120,12 @@ class Ordering:
         return prompt, orders
 
     def _candidates(self, group: Group, is_home: Callable[[PackRef], bool]) -> list[Handles]:
-        """Orders worth looking at: the longest known beginnings, and the largest pack at home, each continued."""
+        """The orders to try: some begin with a known sequence, one with the largest pack compiled for this place.
+
+        Each continues in the given order, and the given order itself is the last one.
+        """
         sizes = {pack.handle: len(pack.pack.token_ids) for pack in group.packs}
-        # The longest may be gone from memory, so a few are looked at.
+        # The KV of the longest may be gone from memory, so several are tried.
         shared = dict.fromkeys(_common(known, sizes) for known in self._sent(group))
         begins = sorted(filter(None, shared), key=lambda begin: -sum(sizes[handle] for handle in begin))[:_LOOKED_AT]
         home = [pack.handle for pack in group.packs if is_home(pack)]
@@ -131,7 +134,7 @@ class Ordering:
         return list(dict.fromkeys(tuple(dict.fromkeys((*begin, *group.handles))) for begin in (*begins, ())))
 
     def _keep(self, groups: Sequence[Group], orders: Mapping[int, Handles]) -> None:
-        """Remember what was sent at which place."""
+        """Remember which sequence was sent at which place."""
         with self._lock:
             for at, group in enumerate(groups):
                 handles, known = orders.get(at, group.handles), self._places.setdefault(group.place, OrderedDict())
@@ -144,15 +147,15 @@ class Ordering:
                 self._places.popitem(last=False)
 
     def _sent(self, group: Group) -> list[Handles]:
-        """The sequences that were sent at the place of a group."""
+        """The sequences that were sent at the place of a group, most recent first."""
         with self._lock:
             return list(reversed(self._places.get(group.place, ())))
 
 
 def _arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tuple[Turn, ...], list[Group]]:
-    """`turns` with their groups in `orders`, by number, the others as they are; and the groups in them.
+    """`turns` with some groups reordered, and all groups of the result.
 
-    Handles that an order leaves out are sent no more.
+    `orders` maps the number of a group to its handles in their new order; handles that it leaves out are not sent.
     """
     groups: list[Group] = []
     made: list[Turn] = []
@@ -174,16 +177,17 @@ def _arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tup
 
 
 def _stands(prompt: Prompt, reference: PackRef) -> bool:
-    """Whether the pack was compiled for a place in `prompt` where some pack begins."""
+    """Whether the pack was compiled for a position in `prompt` where some pack begins."""
     prefix = reference.pack.prefix.token_ids
     starts = {span.start for span in prompt.spans}
     return len(prefix) in starts and prompt.token_ids[: len(prefix)] == prefix
 
 
 def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Where packs stand side by side: `start:stop` of segments, packs and the text between them in turn.
+    """The ranges `start:stop` of segments in which packs alternate with the same text.
 
-    Two packs alone may be parted by anything, which says nothing about a list; so their text has no letters in it.
+    Two packs count only if the text between them has no letters or digits, because any sentence may separate two packs
+    that are no list.
     """
     found: list[tuple[int, int]] = []
     at = 0
@@ -215,7 +219,7 @@ def _ordered(packs: Sequence[PackRef], between: Segment, order: Handles) -> list
 
 
 def _common(known: Handles, wanted: Mapping[str, int]) -> Handles:
-    """The beginning of a known sequence that holds nothing but wanted packs."""
+    """The longest beginning of a known sequence that has only wanted packs."""
     stop = next((at for at, handle in enumerate(known) if handle not in wanted), len(known))
     return known[:stop]
 

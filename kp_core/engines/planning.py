@@ -1,4 +1,4 @@
-"""From messages to a plan."""
+"""Makes plans from messages."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kp_core.steering import as_steering
 __all__ = ["Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
-_REMEMBERED = 4096  # Positions of recognised texts that are counted.
+_REMEMBERED = 4096  # Most positions of recognised texts that are counted.
 
 
 @dataclass(frozen=True)
 class _Sourced:
-    """A prompt, and what was decided about its packs: which bring their KV, which are composed, which to compile."""
+    """A prompt and the sources of its packs: which load their KV, which are composed, which to compile for later."""
 
     prompt: Prompt
     packs: frozenset[Span]
@@ -53,7 +53,7 @@ class Planner:
         max_positions: int,
         found: Callable[[Plan], int],
     ) -> None:
-        """`found` tells how many tokens of a prompt, from the first on, are in memory."""
+        """`found` returns how many tokens of a prompt, from the first on, are in memory."""
         self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._keeper = Keeper(template, identity)
@@ -69,11 +69,12 @@ class Planner:
         tokens: int | None = None,
         learn: bool = True,
     ) -> tuple[Plan, Sequence[tuple[KnowledgePack, Plan]]]:
-        """The plan of one request, whose answer may take `tokens` (by default what its sampling says).
+        """The plan of one request, and the packs to compile for their positions in it.
 
-        And the packs that should be compiled for where they stand, each without its KV and with the plan for it;
-        without `learn`, what is met is not counted. Raises `PromptError` and its kinds, `FingerprintMismatchError` for
-        packs, steerings and wrappers of another model, `SteeringError`.
+        The answer may take `tokens` tokens, by default as many as the request allows. Each pack to compile comes
+        without KV, and with the plan for it. Without `learn`, recognised texts and kept KV are not counted as met.
+        Raises `PromptError` and its subclasses, `FingerprintMismatchError` for packs, steerings and wrappers of another
+        model, and `SteeringError`.
         """
         view = request.view
         if view is not None:
@@ -100,7 +101,7 @@ class Planner:
         laid = prompt
         if isinstance(composer := request.composer, PacketComposer):
             composer.check(self._identity)
-            if steered or not request.reuse:  # Steered packs are computed, and without reuse everything is.
+            if steered or not request.reuse:  # Steered packs are computed; without reuse, everything is.
                 request = replace(request, composer=ExactComposer())
             else:
                 wrapped = [span for span, each in sourced.composed.items() if each == composer]
@@ -124,7 +125,7 @@ class Planner:
         return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), learned
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
-        """What is to be steered in `prompt`."""
+        """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
         steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
         steered = plan_steered(prompt, steering, request.scope, answering=answering)
         for added in (part.steering for region in steered for part in region.parts):
@@ -134,7 +135,7 @@ class Planner:
         return steered
 
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
-        """The plan that holds `pack` behind the prefix it was compiled for, and nothing behind it."""
+        """The plan for `pack` after the prefix that it was compiled for, with nothing after it."""
         prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
         sourced = self._sourced(prompt, Request())
         steered = self._steered(sourced.prompt, Request(), answering=False)
@@ -144,9 +145,10 @@ class Planner:
     def wanted(
         self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()
     ) -> Plan:
-        """The plan for the KV of `token_ids` behind `prefix`, in which the packs `before` stand.
+        """The plan for the KV of `token_ids` after `prefix`, which contains the packs `before`.
 
-        What else stands in the prefix belongs to `namespace`, as its last token may hold the beginning of a pack.
+        All other tokens of the prefix belong to `namespace`, because its last token may contain the beginning of a
+        pack.
         """
         ids = (*prefix.token_ids, *token_ids)
         prompt, regions = Prompt(ids, as_text=tuple(before), owner=namespace), plan_regions(Prompt(prefix.token_ids))
@@ -155,7 +157,11 @@ class Planner:
     def _sourced(
         self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
     ) -> _Sourced:
-        """Where the KV of the packs of `prompt` comes from; a recognised one that brings none becomes plain text."""
+        """Decide where the KV of each pack of `prompt` comes from.
+
+        A recognised pack without KV for its position is computed as text; from the second time on, it is also compiled
+        for that position. With a steering, recognised packs are text.
+        """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, texts = list[Span](), list[Span]()
         wanted, accepts, mine = set(request.composer.regions(prompt)), request.mismatch == "accept", self._identity
@@ -184,7 +190,7 @@ class Planner:
             elif fits and home and accepts:
                 composed[span] = NaiveComposer("accept")
             elif home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
-                # It is stored as another engine computed it: from now on also as this one does.
+                # The store has only KV that another engine computed, so this engine compiles the pack too.
                 learned.append(self._compiled(span, prompt))
             elif entry is not None:
                 span = kept  # noqa: PLW2901 - the same place, and KV that was computed for it
@@ -194,14 +200,14 @@ class Planner:
         return _Sourced(prompt, frozenset(packs), composed, learned)
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
-        """The pack of `span` as it would be compiled for where it stands, without its KV, and the plan for that."""
+        """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""
         ids, prefix = prompt.token_ids[span.start : span.stop], prompt.prefix_of(span)
         pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self._identity, kv=None)
         before = [each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start]
         return pack, self.wanted(prefix, ids, pack.namespace, before)
 
     def _entry(self, span: Span, prompt: Prompt, source: PackView | None) -> KnowledgePack | None:
-        """The entry of a pack for what stands before it in `prompt`, where its source has one."""
+        """The stored entry of a pack for exactly the tokens before it in `prompt`; `None` if `source` has none."""
         if source is None or span.pack.steering is not None or not find_handles(span.handle):
             return None
         key = PackKey(self._identity, prompt.prefix_of(span))
@@ -211,14 +217,14 @@ class Planner:
         return found if found.token_ids == prompt.token_ids[span.start : span.stop] else None
 
     def exact(self, plan: Plan) -> Plan:
-        """The plan for the same prompt with nothing composed."""
+        """The plan for the same prompt without composers."""
         sourced = self._sourced(plan.plain or plan.prompt, Request(), plan.packs)
-        # What is kept has its place in the prompt as it was laid out.
+        # Parts of `kept` are positions in the prompt with the composer's tokens.
         kept = None if plan.plain else plan.kept
         return replace(plan, prompt=sourced.prompt, regions=sourced.regions(), plain=None, kept=kept)
 
     def _is_upgraded(self, prompt: Prompt, request: Request, source: PackView | None) -> bool:
-        """Whether the packs of a prompt, up to the last one, are in memory as exact composition has them."""
+        """Whether the exact KV of a prompt, up to the end of its last pack, is in memory."""
         if request.composer.exact or not prompt.spans:
             return False
         return self._found(self.exact(Plan(prompt, (), packs=source, reuse=request.reuse))) >= prompt.spans[-1].stop
@@ -230,7 +236,7 @@ class Planner:
         return missing_tokens(plan, self._found(plan))
 
     def _again(self, span: Span, prompt: Prompt, *, learn: bool) -> bool:
-        """Whether a pack that was recognised by its text was met behind these tokens before."""
+        """Whether a pack that was recognised by its text was met after these tokens before. With `learn`, count it."""
         place = (span.handle, hash(prompt.token_ids[: span.start]))
         with self._counting:
             met = self._met[place] > 0
@@ -241,7 +247,7 @@ class Planner:
         return met
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
-        """How many tokens the answer may take."""
+        """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""
         left = self._max_positions - len(prompt)
         wanted = tokens if tokens is not None else request.max_tokens or min(_DEFAULT_MAX_TOKENS, max(left, 1))
         if wanted > left:

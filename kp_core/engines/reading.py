@@ -1,4 +1,4 @@
-"""From the tokens of an answer to its text, its reasoning and its calls."""
+"""Reads the text, the reasoning and the tool calls of an answer from its tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["AnswerText", "Reading", "WithoutHandles", "check_time", "usage_of"]
 _MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
 )
-"""The end of a text that more text could turn into a handle, or into what may stand before one."""
+"""The end of a text that more text could turn into a handle, or into an escape that may precede one."""
 
 
 class Reading:
-    """How the answer to one prompt is read, and the grammar that holds it to the shape asked for."""
+    """Reads the answer to one prompt. Its `grammar` enforces the shape of the answer; `None` if the shape is free."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> None:  # noqa: ANN401
         form, shape, thought = template.tool_format, request.shape, template.thought
@@ -42,7 +42,7 @@ class Reading:
         )
         markers = form.markers if tools or is_harmony else ()
         if thought is not None:
-            # `<|channel>thought` is a token and a word.
+            # `<|channel>thought` is a special token and then a word.
             markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
         self._kept = {token: marker for marker in markers if (token := self._special(marker)) is not None}
         self.grammar = None
@@ -50,7 +50,7 @@ class Reading:
             self.grammar = shape.grammar(form, self._special, thinks=thinks, opened=self.opened)
 
     def read(self, plan: Plan, stream: TokenStream) -> Generator[Delta, None, Generation]:
-        """The answer piece by piece; raises `GenerationTimeoutError` when its time is up."""
+        """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
         text, parts = AnswerText(self._tokenizer, self._stop, self._kept), self._parts
         tokens: list[int] = []
         ttft = 0.0
@@ -79,7 +79,7 @@ class Reading:
             stream.close()
 
     def _special(self, marker: str) -> int | None:
-        """The id of `marker`, when it is a special token, or one that llguidance takes for one."""
+        """The id of `marker`, if it is a special token or llguidance treats it as one; else `None`."""
         in_brackets = marker.startswith("<") and marker.endswith(">")
         for number, token in self._tokenizer.added_tokens_decoder.items():
             if token.content == marker and (token.special or in_brackets):
@@ -88,33 +88,33 @@ class Reading:
 
 
 class WithoutHandles:
-    """Leaves handles out of a text that comes in pieces; holds back what might still become one."""
+    """Removes handles from a text that comes in pieces. Holds back text that may still become a handle."""
 
     def __init__(self) -> None:
         self._before = self._held = ""
 
     def push(self, piece: str) -> str:
-        """The text that became certain with `piece`, possibly empty."""
+        """The text that is certain after `piece`; may be empty."""
         self._held += piece
         found = _MAYBE_HANDLE.search(self._held)
         return self._give(found.start() if found else len(self._held))
 
     def flush(self) -> str:
-        """Everything held back; the text is over."""
+        """All text that was held back; call it at the end."""
         return self._give(len(self._held))
 
     def _give(self, until: int) -> str:
-        # What was given out may be the beginning of a handle that had another one in it.
+        # After an inner handle is removed, text that was already returned may form another handle with the rest.
         given = strip_handles(self._before + self._held[:until])[len(self._before) :]
         self._before, self._held = (self._before + given)[-2:], self._held[until:]
         return given
 
 
 class AnswerText:
-    """Decodes an answer incrementally, ends it at a stop string, and leaves handles out.
+    """Decodes an answer token by token, ends it at a stop string, and removes handles.
 
-    What might still become a stop string or a handle is held back until it is decided, so that the pieces of a stream
-    join to exactly `text`. Special tokens are left out, but for those in `kept`, which read as the text given there.
+    Holds back text that may still become a stop string or a handle, so that the pieces of a stream join to exactly
+    `text`. Removes special tokens, except those in `kept`, which become the text given there.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], kept: Mapping[int, str] | None = None) -> None:  # noqa: ANN401
@@ -125,12 +125,12 @@ class AnswerText:
         self._stop, self._kept = tuple(stop), dict(kept or {})
         self._held, self._handles = "", WithoutHandles()
         self.text = ""
-        """What was given out so far."""
+        """The text returned so far."""
         self.stopped = False
-        """Whether a stop string was met."""
+        """Whether a stop string was found."""
 
     def push(self, token: int) -> str:
-        """The text that became certain with `token`, possibly empty."""
+        """The text that is certain after `token`; may be empty."""
         self._held += self._kept.get(token) or self._stream.step(self._backend, token) or ""
         if self._stop:
             found = [at for at in map(self._held.find, self._stop) if at >= 0]
@@ -142,7 +142,7 @@ class AnswerText:
         return self._give(self._handles.push(certain))
 
     def flush(self) -> str:
-        """Everything held back; the answer is over."""
+        """All text that was held back; call it at the end of the answer."""
         rest, self._held = self._held, ""
         return self._give(self._handles.push(rest) + self._handles.flush())
 
@@ -155,7 +155,7 @@ class AnswerText:
 
 
 def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> Usage:
-    """What a request cost: `ttft` in seconds, all else in tokens."""
+    """The cost of a request. `completion` is the number of generated tokens, `ttft` the seconds to the first one."""
     prompt = plan.prompt
     was_read = completion > 0 or stream.first_logits is not None
     return Usage(
@@ -174,7 +174,7 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
 
 
 def check_time(limit: Limit, tokens: int) -> None:
-    """Raise `GenerationTimeoutError` when the time is up."""
+    """Raise `GenerationTimeoutError` when the time of `limit` is up; `tokens` is how many were generated."""
     if limit.is_over:
         raise GenerationTimeoutError(
             f"The answer was not complete after {limit.timeout} s ({tokens} tokens were generated). Raise the timeout, "

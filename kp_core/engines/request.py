@@ -1,4 +1,4 @@
-"""What may be asked of one generation, in one table: every option with its default, its meaning and its place."""
+"""One table of all options of a generation: the default of each, its meaning, and who may set it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _EXACT = ExactComposer()
 WITHOUT_EFFECT: Mapping[str, str] = {
     "deterministic": "an engine computes in one way, bit for bit where it supports 'bitwise'"
 }
-"""Options of the last release that are taken and do nothing, as they always hold now."""
+"""Options of the last release that are accepted and have no effect, because they now always hold."""
 _RENAMED: Mapping[str, Sequence[str]] = {
     "absorb": ("compact",),
     "bank": ("fact_store", "namespaces"),
@@ -57,11 +57,11 @@ _RENAMED: Mapping[str, Sequence[str]] = {
     "foreign": ("mismatch",),
     "inside": ("compiled_for",),
 }
-"""Names of an earlier release, and what they may be called now."""
+"""Names of an earlier release, each with the names that may replace it."""
 _REMOVED: Mapping[str, str] = {
     "co_compile": "It was removed; `keep='always'` keeps what a request computes behind other packs."
 }
-"""Options of an earlier release, and what to do instead."""
+"""Options of an earlier release, each with what to do instead."""
 
 _ABOUT: Mapping[str, str] = {
     "max_tokens": "Most tokens to generate; by default 512, or fewer where the context ends sooner.",
@@ -132,9 +132,9 @@ _OF_THE_CORE = ("view", "cancel")
 
 @dataclass(frozen=True)
 class Request(Sampling):
-    """Every option of one generation. `Request.of` makes one from options by name, and refuses unknown ones.
+    """All options of one generation. `Request.of` makes one from options by name, and refuses unknown ones.
 
-    Raises `SamplingError` for a value out of range, `ToolError` for tools and schemas that contradict themselves.
+    Raises `SamplingError` for a value out of range or of the wrong type, and `OptionError` for other wrong values.
     """
 
     view: PackView | None = None
@@ -189,16 +189,16 @@ class Request(Sampling):
 
     @classmethod
     def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:
-        """The request that `options` make, over `base` where there is one; `None` is the default of every option.
+        """A request with these `options`; the others come from `base` or are defaults. `None` means the default.
 
-        Raises `OptionError` for a name that is no option, with the near miss.
+        Raises `OptionError` for an unknown name, with the closest known one.
         """
         named = checked_options(options, "A request")
         return cls(**named) if base is None else replace(base, **named)
 
     @cached_property
     def shape(self) -> AnswerShape:
-        """What the answer must look like."""
+        """The shape that the answer must have. Raises `ToolError` for tools and schemas that contradict themselves."""
         return AnswerShape.of(
             self.tools, self.tool_choice, schema=self.response_schema, parallel=self.parallel_tool_calls
         )
@@ -206,7 +206,7 @@ class Request(Sampling):
 
 @dataclass(frozen=True)
 class Option:
-    """One row of the table: `where` says who may set it: the settings of a model, each call alone, or the core."""
+    """One row of the table. `where` says who may set the option: the settings of a model, only a call, or the core."""
 
     name: str
     type: str
@@ -225,11 +225,11 @@ OPTIONS: Mapping[str, Option] = {
     )
     for each in fields(Request)
 }
-"""All options by name; the fields of both adapters, their checks and the page of options come from here."""
+"""All options by name. The fields and checks of both adapters and the page of options are made from this table."""
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `OptionError` for the first of `given` that is not `known`, naming what to write instead."""
+    """Raise `OptionError` for the first of `given` that is not `known`. The message says what to write instead."""
     names = sorted(known)
     for name in given:
         if name not in names:
@@ -241,9 +241,10 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
 
 
 def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] = OPTIONS) -> dict[str, Any]:
-    """`options` without those that have no effect, `None` as the default it stands for.
+    """`options` without those that have no effect, and with the default in place of `None`.
 
-    Raises `OptionError` for names that are not among `known`, naming `what` does not have them.
+    Issues a `DeprecationWarning` for options without effect. Raises `OptionError` for names that are not `known`; its
+    message says that `what` has no such option.
     """
     names = tuple(known)
     refuse_unknown([name for name in options if name not in WITHOUT_EFFECT], names, what)
@@ -258,7 +259,7 @@ def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] 
 
 @dataclass(frozen=True)
 class Generation:
-    """One answer: its text (handles, stop strings, reasoning and calls removed), its tokens, why it ended, its cost."""
+    """One answer: its text (without handles, stop strings, reasoning and calls), its tokens, why it ended, its cost."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -266,21 +267,21 @@ class Generation:
     usage: Usage
     prompt: Prompt
     first_logits: Tensor | None = field(default=None, compare=False, repr=False)
-    """Logits behind the prompt, `(vocabulary,)`; `None` when the generation was cancelled before."""
+    """Logits after the prompt, `(vocabulary,)`; `None` if the engine gives none or the prefill was cancelled."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls that were completed, in order."""
+    """The complete calls, in order."""
     reasoning: str = ""
-    """What stood in the `<think>` block."""
+    """The text of the `<think>` block."""
 
     @property
     def packs(self) -> tuple[str, ...]:
-        """The handles of the packs that the prompt held, in the order in which they were sent."""
+        """The handles of the packs in the prompt, in the order in which they were sent."""
         return tuple(span.handle for span in self.prompt.spans)
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """What a prefill alone gives: the first logits, of shape `(vocabulary,)`, and what it cost."""
+    """The result of a prefill alone: the logits after the prompt, `(vocabulary,)`, and the cost."""
 
     logits: Tensor
     usage: Usage

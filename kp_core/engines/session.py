@@ -1,4 +1,4 @@
-"""Conversations on any engine: messages in, plans to the engine, answers and counts out."""
+"""Conversations on any engine: makes plans from messages, runs them, and returns answers with their cost."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ from kp_core.tools import Delta
 
 __all__ = ["Session"]
 
-_STEP_TOKENS = 512  # Of background work.
-_PACED = 256  # Of fewer tokens a pass takes longer each: what it costs to run at all.
+_STEP_TOKENS = 512  # Tokens of one step of background work.
+_PACED = 256  # Shorter prefills do not count for the pace, because the fixed cost of a pass dominates them.
 
 
 class Session:
-    """Everything that is done with an engine: packs are built, conversations answered, explained and measured.
+    """Does everything with an engine: builds packs, and answers, explains and measures conversations.
 
-    `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling a
-    token takes; `explain` estimates with it until a request that computed many tokens has told more. Options of a
-    request are those of `Request`, by name; unknown ones raise `OptionError`, and what the engine does not support
-    raises `UnsupportedRequestError`, both at the call. Several threads may use one session.
+    `template` is by default the chat template of the engine's tokenizer. `probe` measures the seconds that prefilling
+    one token takes; `explain` uses it until a request has computed enough tokens to measure this. Options of a request
+    are those of `Request`, by name. Unknown options raise `OptionError`, and options that the engine does not support
+    raise `UnsupportedRequestError`, both at the call. Several threads may use one session.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Session:
         self.max_positions = engine.max_positions
         """Most tokens of prompt and answer together."""
         self._idle, self._doubts, self._planning = IdleQueue(), Doubts(), threading.Lock()
-        self._pace = (0, 0.0)  # Tokens computed, and seconds until their first answers.
+        self._pace = (0, 0.0)  # Sums over requests: computed tokens, and seconds to the first token.
 
     @property
     def fingerprint(self) -> ModelFingerprint:
-        """Which model, and in what numerics; the weights are digested when it is first asked for."""
+        """The model and its numerics. The weights are hashed on first use."""
         return self.engine.identity
 
     @cached_property
@@ -89,15 +89,16 @@ class Session:
     def generate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401 - of `Request`
         """The answer to a conversation (a string is one user message).
 
-        Raises `PromptError` for what cannot become a prompt, `ContextOverflowError` before any compute,
-        `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`) and, as its kind
-        `SteeringMismatchError`, for a steering of one, `SteeringError` for one that the prompt has no position for,
-        `SamplingError`, `OptionError`, `CacheBudgetError` for a request larger than the engine's memory for KV.
+        Raises `PromptError` for messages that cannot become a prompt, `ContextOverflowError` before anything is
+        computed, `FingerprintMismatchError` for packs of another model (unless `mismatch="rebuild"`),
+        `SteeringMismatchError`, a subclass of it, for a steering of another model, `SteeringError` for a steering that
+        has no position in the prompt, `SamplingError`, `OptionError`, and `CacheBudgetError` for a request larger than
+        the engine's memory for KV.
         """
         return self.stream(messages, **options).result()
 
     def stream(self, messages: Sequence[Message] | str, **options: Any) -> Stream:  # noqa: ANN401
-        """The answer piece by piece; raises as `generate`, at the call."""
+        """The answer in pieces. Raises as `generate`, at the call."""
         request = Request.of(options)
         plan, reading = self._plan(messages, request)
         self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
@@ -112,27 +113,27 @@ class Session:
         progress: bool = True,
         **options: Any,  # noqa: ANN401
     ) -> Iterator[tuple[Key, Generation]]:
-        """Answers to many conversations by key, `at_once` at a time, each as it comes.
+        """Answers many conversations, `at_once` at a time. Yields each key with its answer when it is complete.
 
-        A request is what `generate` takes, or a mapping of `messages` and options of its own. They are sorted by how
-        they begin, prefilled one after the other, and decoded together where the engine does so. `done` are keys to
-        leave out: those of an interrupted run. `options` are those of `generate`, for all. An error of one ends the
-        run. Leaving the loop ends what is under way.
+        A request is a conversation as `generate` takes it, or a mapping of `messages` and the request's own options.
+        Requests are sorted by their beginnings, prefilled one after the other, and decoded together if the engine can.
+        `done` are keys to skip, such as those of an interrupted run. `options` are those of `generate`, for all
+        requests. An error in one request ends the run. Leaving the loop ends the requests under way.
         """
         return generate_many(self.generate, requests, at_once=at_once, done=done, progress=progress, **options)
 
     async def agenerate(self, messages: Sequence[Message] | str, **options: Any) -> Generation:  # noqa: ANN401
-        """As `generate`, without blocking the event loop; cancelling the task stops the generation."""
+        """As `generate`, without blocking the event loop. Cancelling the task stops the generation."""
         cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return await in_thread(lambda: self.generate(messages, **options), cancel)
 
     def astream(self, messages: Sequence[Message] | str, **options: Any) -> AsyncStream:  # noqa: ANN401
-        """As `stream`, without blocking the event loop; leaving the loop early stops the generation."""
+        """As `stream`, without blocking the event loop. Leaving the loop early stops the generation."""
         cancel = options["cancel"] = options.get("cancel") or threading.Event()
         return AsyncStream(lambda: self.stream(messages, **options), cancel)
 
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
-        """Prefill a conversation without answering it: warms the cache, and gives the first logits."""
+        """Prefill a conversation without answering it. Warms the cache, and returns the logits after the prompt."""
         self._need("logits", "a prefill alone")
         plan, _ = self._plan(messages, Request.of(options), tokens=0)
         stream = self._run(plan)
@@ -144,7 +145,7 @@ class Session:
         return Prefill(stream.first_logits, usage_of(plan, stream, 0, plan.limit.spent), plan.prompt)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
-        """What `generate` would do with this request: a table of regions, computed from nothing but the plan."""
+        """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it."""
         plan, _ = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
@@ -178,10 +179,10 @@ class Session:
         provenance: Mapping[str, str] | None = None,
         compress: Compression = "none",
     ) -> KnowledgePack:
-        """`text` compiled for the position that `compiled_for` says (see `ChatTemplate.tokenise_pack`).
+        """`text` compiled for the position `compiled_for` (see `ChatTemplate.tokenise_pack`).
 
-        A lazy pack holds text and token ids only; its KV is computed on first use. `provenance` (`title`, `source`,
-        ...) travels with the pack; `compress` says how it is stored (see `KnowledgePack.compressed`).
+        A lazy pack holds only text and token ids; its KV is computed on first use. `provenance` (`title`, `source`,
+        ...) is stored in the pack. `compress` says how its KV is stored (see `KnowledgePack.compressed`).
         """
         about = [provenance or {}]
         options: dict[str, Any] = {"lazy": lazy, "provenance": about, "compress": compress}
@@ -199,12 +200,12 @@ class Session:
         compress: Compression = "none",
         progress: bool = True,
     ) -> Iterator[KnowledgePack]:
-        """The packs of `texts`, in order and one at a time, so that any number fits in memory.
+        """The packs of `texts`, in order and one at a time, so that memory does not limit their number.
 
-        Each is bit-identical to what `build_pack` gives; on a server all are lazy, and compiled there on first use. A
-        text too short to own a token, or longer than the model has positions (seen before anything of it is computed),
-        goes to `on_short` and is left out; without that, its error is raised. A progress bar shows when it takes longer
-        than a second.
+        Each has the same bits as from `build_pack`. On a server all packs are lazy, and the server compiles them on
+        first use. A text that is too short for a token of its own, or longer than the model's positions (checked before
+        any of it is computed), is left out and passed to `on_short`; without `on_short`, its error is raised. A
+        progress bar appears after one second.
         """
         lazy = lazy or ("lazy" in self.engine.supports and "kv" not in self.engine.supports)
         self._need("kv", "building packs", needed=not lazy)
@@ -214,7 +215,7 @@ class Session:
         waiting: deque[KnowledgePack] = deque()
 
         def plans() -> Iterator[Plan]:
-            """The plans for the KV of all packs, which wait without it until it comes."""
+            """The plans for the KV of all packs. Each pack is in `waiting` until its KV is computed."""
             for text, about in abouts:
                 try:
                     job = self.template.tokenise_pack(text, compiled_for, most=most)
@@ -233,44 +234,44 @@ class Session:
             yield replace(waiting.popleft(), kv=kv).compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
-        """A steering from what `pairs` of (positive, negative) have apart; options as of `contrast.make_steering`."""
+        """A steering from the differences in `pairs` of (positive, negative). Options: `contrast.make_steering`."""
         self._need("kv", "making steerings")
         self._need("steer", "steering")
         return make_steering(self.engine, self.template, self._planner.wanted, pairs, **options)
 
     def when_idle(self, job: Job) -> Future[None]:
-        """Do `job` when no request is being answered, a step at a time; raises `BusyError` when too much waits."""
+        """Run `job` step by step while no request is being answered. Raises `BusyError` when too many jobs wait."""
         return self._idle.put(job)
 
     def refresh(self) -> None:
-        """Take the model as it is now, after its weights were changed on purpose.
+        """Start to use the model as it is now, after its weights were changed on purpose.
 
-        The fingerprint is taken anew, of the tensors themselves; all KV in memory is dropped; packs of the model as it
-        was belong to another model. Changes are noticed by themselves where that is cheap (see `ModelWatch`); a write
-        through `.data` may not be. Raises `BusyError` while answers are under way or packs are pinned.
+        Computes the fingerprint again, from the tensors themselves, and drops all KV in memory. Packs made before the
+        change then belong to another model. Changes that are cheap to detect need no call (see `ModelWatch`); a write
+        through `.data` may not be detected. Raises `BusyError` while answers are under way or packs are pinned.
         """
         self._cache("refresh").refresh()
         with self._planning:
             self.__dict__.pop("_planner", None)
 
     def close(self) -> None:
-        """End background work; requests may still be made."""
+        """End background work. Requests are still answered."""
         self._idle.close()
 
     def pin(self, pack: KnowledgePack) -> object:
-        """Keep the KV of `pack`, at the position it was compiled for, in memory until `unpin` of what is given back."""
+        """Keep the KV of `pack`, at the position it was compiled for, in memory. `unpin` takes the returned object."""
         pack.check(self.fingerprint)
         start = len(pack.prefix)
         span = Span(start, start + len(pack.token_ids), PackRef("", pack))
         return self._cache("pin").pin(self._planner.pinned(pack, span))
 
     def unpin(self, pinned: object) -> None:
-        """Let the prefix tree evict a pinned pack again."""
+        """Allow the prefix tree to evict a pinned pack again."""
         self._cache("unpin").unpin(pinned)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes of KV in the prefix tree, which its budget bounds."""
+        """Bytes of KV in the prefix tree; its budget limits them."""
         return self._cache("cached_bytes").cached_bytes
 
     @property
@@ -280,7 +281,7 @@ class Session:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of what recurrent layers keep for each end of a pack or a message; 0 where there are none."""
+        """Bytes of recurrent-layer states at each end of a pack or a message; 0 for models without such layers."""
         return self._cache("state_bytes").state_bytes
 
     def clear_cache(self) -> None:
@@ -288,7 +289,7 @@ class Session:
         self._cache("clear_cache").clear_cache()
 
     def _need(self, capability: str, what: str, *, needed: bool = True) -> None:
-        """Refuse what the engine does not support."""
+        """Raise `UnsupportedRequestError` for `what`, if it is `needed` and the engine lacks the capability."""
         if needed and capability not in self.engine.supports:
             raise refusal(self.engine, self.name, capability, what)
 
@@ -318,19 +319,19 @@ class Session:
             self._doubts.say(plan, request.view, self.fingerprint.identity)
             self._compile(learned, request)
             if request.upgrade == "background" and any(region.composer for region in plan.regions):
-                with suppress(BusyError):  # It will be met again.
+                with suppress(BusyError):  # The next such request tries again.
                     self.when_idle(partial(self._prefill_steps, planner.exact(plan)))
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
 
     def _prefill_steps(self, plan: Plan) -> Iterator[None]:
-        """Prefill `plan` in short steps, so that a request that comes meanwhile waits for one at most."""
+        """Prefill `plan` in short steps, so that a request that arrives meanwhile waits for one step at most."""
         for stop in range(_STEP_TOKENS, len(plan.prompt) + _STEP_TOKENS, _STEP_TOKENS):
             for _token in self.engine.run(plan.until(stop)):
                 pass
             yield
 
     def _run(self, plan: Plan) -> TokenStream:
-        """What is left of running `plan` to its end."""
+        """The stream of `plan`, run to its end."""
         with self._idle.request():
             stream = self.engine.run(plan)
             for _ in stream:
@@ -348,7 +349,7 @@ class Session:
         return generation
 
     def _compile(self, learned: Sequence[tuple[KnowledgePack, Plan]], request: Request) -> None:
-        """Compile recognised packs for where they stand, in the background, for the next request."""
+        """Compile recognised packs for their positions, in the background, for the next request."""
         if request.view is None or "kv" not in self.engine.supports:
             return
         put = request.view.source.put
@@ -358,6 +359,6 @@ class Session:
                 put(replace(pack, kv=kv))
                 yield
 
-        with suppress(BusyError):  # It will be met again.
+        with suppress(BusyError):  # The next such request tries again.
             for pack, wanted in learned:
                 self.when_idle(partial(stored, pack, wanted))

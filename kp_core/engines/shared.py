@@ -1,4 +1,4 @@
-"""One session per model and process: adapters that are made ten times load the weights once."""
+"""Keeps one session for each model in a process, so that an adapter created ten times loads the weights once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _loading = threading.Lock()
 def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any) -> Session:  # noqa: ANN401
     """A session for a Hugging Face id, a folder or a model object; see `kp_core.engines.hf.load_session`.
 
-    Without `model`, the bundled SmolLM2-135M-Instruct. `model` may also be an `Engine` of any kind, and `engine` names
-    a function that makes one, as `package.module:function`; it is called with `model` and `settings`. An `engine` that
-    is the address of a server (`http://…`, see `kp_serve.engine.VLLMEngine`) answers there: `model` is then the
-    tokenizer's folder or id, where it is not what the server names, and `api_key` may be given. Raises `ModelError` for
-    what is neither, `MissingDependencyError` for an address where `kp_serve` is not installed.
+    Without `model`, loads the bundled SmolLM2-135M-Instruct. `model` may also be any `Engine`. `engine` may name a
+    function that makes one, as `package.module:function`; it is called with `model` and `settings`. `engine` may also
+    be the address of a server (`http://…`, see `kp_serve.engine.VLLMEngine`), which then answers. In this case `model`
+    is the folder or id of the tokenizer, needed only if it differs from the one that the server names, and `api_key`
+    may be given. Raises `ModelError` for any other `model` or `engine` and for a `dtype` with a server, and
+    `MissingDependencyError` for an address when `kp_serve` is not installed.
     """
     if engine is not None and engine.startswith(("http://", "https://")):
         if "dtype" in settings:
@@ -48,7 +49,7 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
 
 
 def session_of(engine: object) -> Session:
-    """`engine` itself where it is a session, else a session on it; raises `ModelError` for what is no engine."""
+    """`engine` itself if it is a session, else a session on it. Raises `ModelError` if it is no engine."""
     if isinstance(engine, Session):
         return engine
     if not isinstance(engine, Engine):
@@ -76,5 +77,5 @@ def shared_engine(
 
 
 def loaded_engine(*asked: str | None) -> Session | None:
-    """The session that `shared_engine` has for these settings; `None` where it would have to load. Never waits."""
+    """The session that `shared_engine` has for these settings; `None` if it is not loaded. Never waits."""
     return _sessions.get(asked)

@@ -1,4 +1,4 @@
-"""Streams of text, for threads and for asyncio."""
+"""Streams of answer text, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["AsyncStream", "Stream", "in_thread"]
 
 T = TypeVar("T")
 
-# asyncio's own pool has few threads on a small machine, and answers that are decoded together wait for one another.
+# asyncio's default pool has few threads on a small machine, and answers that are decoded together wait for each other.
 _THREADS = ThreadPoolExecutor(64, "kp-async")
-# Requests that begin may wait for memory, until streams end that have begun; so those go on in threads of their own.
+# A new request may wait for memory until running streams end, so the steps of running streams have their own threads.
 _STEPS = ThreadPoolExecutor(64, "kp-async-step")
 
 
 class Stream:
-    """Pieces of the visible text of an answer; `generation` is set once they have all come."""
+    """The visible text of an answer in pieces. `generation` is set after the last piece."""
 
     def __init__(self, deltas: Generator[Delta, None, Generation]) -> None:
         self._deltas = deltas
@@ -38,17 +38,17 @@ class Stream:
         raise StopIteration
 
     def deltas(self) -> Iterator[Delta]:
-        """All that comes: text, reasoning and pieces of tool calls. Shares its place with plain iteration."""
+        """All pieces: text, reasoning and tool calls. Shares its position with iteration over the stream."""
         while True:
             try:
                 yield next(self._deltas)
             except StopIteration as stop:
-                # A generator that is asked again after its end has no value any more.
+                # A generator gives its return value only once.
                 self.generation = self.generation or stop.value
                 return
 
     def result(self) -> Generation:
-        """The whole answer; reads what is left of the stream."""
+        """The whole answer; reads the rest of the stream. Raises `RuntimeError` if it was closed before its end."""
         for _ in self.deltas():
             pass
         if self.generation is None:
@@ -56,17 +56,17 @@ class Stream:
         return self.generation
 
     def close(self) -> None:
-        """Stop generating and give the memory back."""
+        """Stop generating and release the memory."""
         self._deltas.close()
 
 
 class AsyncStream:
-    """As `Stream`, for asyncio: every step runs in a thread, and cancelling the task sets `cancel`."""
+    """A `Stream` for asyncio. Every step runs in a thread, and cancelling the task sets `cancel`."""
 
     def __init__(self, start: Callable[[], Stream], cancel: threading.Event) -> None:
         self._start, self._cancel = start, cancel
         self._stream: Stream | None = None
-        # Closing waits for the step that is under way in another thread.
+        # `_close` waits for a step that runs in another thread.
         self._stepping = threading.Lock()
 
     @property
@@ -84,7 +84,7 @@ class AsyncStream:
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """All that comes, as `Stream.deltas`."""
+        """All pieces, as `Stream.deltas`."""
         while True:
             threads = _THREADS if self._stream is None else _STEPS
             if (delta := await in_thread(self._next, self._cancel, self._close, threads)) is None:
@@ -92,7 +92,7 @@ class AsyncStream:
             yield delta
 
     async def aclose(self) -> None:
-        """Stop generating and give the memory back."""
+        """Stop generating and release the memory."""
         self._cancel.set()
         await asyncio.to_thread(self._close)
 
@@ -122,7 +122,7 @@ async def in_thread(
         cancel.set()
 
         def after(done: Future[T] | asyncio.Future[T]) -> None:
-            # Its result or error has no one left to go to.
+            # Nobody awaits the result any more. Reading the error keeps asyncio from logging it.
             if not done.cancelled():
                 done.exception()
             if clean_up is not None:

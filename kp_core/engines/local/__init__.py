@@ -1,1 +1,1 @@
-"""What an engine of one machine is made of, whatever library runs its model: torch, and nothing beyond it."""
+"""The engine for one machine. It needs torch, and no particular library to run the model."""

@@ -1,4 +1,4 @@
-"""Altering KV as a steered region of a plan says."""
+"""Adds steering deltas to the KV of a steered region."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["altered"]
 
 @torch.inference_mode()
 def altered(kv: KVTensors, region: Region) -> KVTensors:
-    """A copy of the plain KV of a steered `region` with its deltas added, rounded once to the dtype of the cache.
+    """A copy of the plain KV of a steered `region`, with its deltas added.
 
-    Raises `SteeringError` when a delta does not fit the cache.
+    Sums are computed in float32 or wider and rounded once to the dtype of the cache. Raises `SteeringError` when a
+    delta does not fit the cache.
     """
     found = kv.clone()
     for part in region.parts:

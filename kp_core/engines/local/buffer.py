@@ -15,12 +15,12 @@ from kp_core.kv import KVTensors
 __all__ = ["TILE", "BufferLayer", "CacheShape", "KVBuffer", "StateShape"]
 
 TILE = 256
-"""Positions that attention reads at once, with or without all their tokens (`hf.attention`)."""
+"""Positions in one tile of attention (`hf.attention`). Attention reads whole tiles, also where one is partly filled."""
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """One state of a recurrent layer: the `index`th of its `kind` (`conv`, `recurrent`) in the `layer` of a model."""
+    """One state of a recurrent layer: number `index` of its `kind` (`conv`, `recurrent`) in layer `layer`."""
 
     layer: int
     kind: str
@@ -31,9 +31,9 @@ class StateShape:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Per layer `(kv_heads, key_dim, value_dim)`, with the dtype and device of the cache; and the states beside it.
+    """The shape of a model's cache: `(kv_heads, key_dim, value_dim)` per layer, its dtype and device, and its states.
 
-    `devices` are those of the layers, where they are not all on one.
+    `devices` has one device per layer; it is empty when all layers are on `device`.
     """
 
     layers: tuple[tuple[int, int, int], ...]
@@ -43,7 +43,7 @@ class CacheShape:
     devices: tuple[torch.device, ...] = ()
 
     def placed(self, kv: KVTensors) -> KVTensors:
-        """`kv` in this dtype, where the layers are."""
+        """`kv` in this dtype, on the devices of the layers."""
         places = self.devices or [self.device] * kv.layers
         keys, values = (
             tuple(tensor.to(place, self.dtype) for tensor, place in zip(side, places, strict=True))
@@ -53,11 +53,11 @@ class CacheShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of all states behind one token."""
+        """Bytes of all states after one token."""
         return sum(prod(state.shape) * state.dtype.itemsize for state in self.states)
 
     def fits(self, kv: KVTensors) -> bool:
-        """Whether `kv` has these layers, and the states that the model needs to go on behind it."""
+        """Whether `kv` has these layers, and the states that the model needs to continue after it."""
         sides = zip(kv.keys, kv.values, strict=True)
         states = [(tuple(state.shape), state.dtype) for state in kv.states]
         return self.layers == tuple((len(key), key.shape[2], value.shape[2]) for key, value in sides) and states == [
@@ -71,24 +71,24 @@ class CacheShape:
 
 
 class BufferLayer:
-    """One layer: `(1, kv_heads, capacity, head_dim)`, of which the first `length` tokens are filled."""
+    """Keys and values of one layer, `(1, kv_heads, capacity, head_dim)` each. The first `length` tokens are filled."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self.keys, self.values, self.length = keys, values, 0
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new tokens behind the filled ones; gives views of all filled tokens."""
+        """Append the new tokens. Returns views of all filled tokens."""
         self.write(keys, values)
         return self.until(self.length)
 
     def write(self, keys: Tensor, values: Tensor) -> None:
-        """Write the new tokens behind the filled ones."""
+        """Append the new tokens."""
         start, self.length = self.length, self.length + keys.shape[2]
         self.keys[:, :, start : self.length] = keys
         self.values[:, :, start : self.length] = values
 
     def put(self, keys: Tensor, values: Tensor, places: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """Write tokens at `places`, whatever is filled; gives views of the first `stop` tokens."""
+        """Write tokens to `places`; `length` stays. Returns views of the first `stop` tokens."""
         self.keys.index_copy_(2, places, keys)
         self.values.index_copy_(2, places, values)
         return self.until(stop)
@@ -99,11 +99,11 @@ class BufferLayer:
 
 
 class KVBuffer:
-    """The cache of one sequence: room for at least `capacity` tokens, in whole tiles.
+    """The cache of one sequence. It has room for at least `capacity` tokens, rounded up to whole tiles.
 
-    `runs` names the KV that the buffer holds from position 0 on, so that a later request which begins alike finds it in
-    place. `states` are those of recurrent layers, `(1, ...)` each, which a forward pass writes in place; they belong to
-    the end of the tokens or, as `has_states` then tells, to nothing.
+    `runs` names the KV that the buffer holds from position 0 on, so that a later request with the same beginning need
+    not copy it. `states` are the states of recurrent layers, `(1, ...)` each; a forward pass writes them in place.
+    They belong to the last filled token if `has_states`; otherwise they are invalid.
     """
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
@@ -118,7 +118,7 @@ class KVBuffer:
             for (heads, key, value), device in places
         ]
         self.view: object = None
-        """The buffer as the library that runs the model wants it; made by that library's side, once."""
+        """The buffer in the form that the model's library needs; the code for that library makes it once."""
         self.nbytes = self.bytes_for(shape, capacity)
         self.runs: list[Name] = []
         self.shape = shape
@@ -130,16 +130,16 @@ class KVBuffer:
 
     @staticmethod
     def bytes_for(shape: CacheShape, capacity: int) -> int:
-        """Bytes of a buffer for so many tokens."""
+        """Bytes of a buffer for `capacity` tokens."""
         return shape.bytes_per_token * -(-capacity // TILE) * TILE + shape.state_bytes
 
     @property
     def length(self) -> int:
-        """Tokens filled."""
+        """Number of filled tokens."""
         return self.layers[0].length
 
     def truncate(self, length: int) -> None:
-        """Forget everything from position `length` on."""
+        """Drop all tokens from position `length` on."""
         for layer in self.layers:
             layer.length = length
         if length != self._states_at:
@@ -148,9 +148,9 @@ class KVBuffer:
             self._blank = range(0)
 
     def blank(self, stop: int) -> None:
-        """Before tokens up to `stop` are written: let the rest of their last tile be zeros.
+        """Set the positions from `stop` to the end of its tile to zero, before tokens up to `stop` are written.
 
-        Attention reads whole tiles, and a weight of nothing times what was left there could be no number.
+        Attention reads whole tiles, and a weight of zero times leftover memory could be NaN.
         """
         end = -(-stop // TILE) * TILE
         if not (self._blank.start <= stop and end == self._blank.stop):
@@ -161,17 +161,20 @@ class KVBuffer:
 
     @property
     def has_states(self) -> bool:
-        """Whether the states, if there are any, are those behind the last token; before the first, nothing is right."""
+        """Whether the states, if there are any, belong to the last filled token. An empty buffer needs none."""
         return not self.states or self._states_at == self.length
 
     def passed(self, length: int) -> None:
-        """Take note that a forward pass brought tokens and states to `length`; a model may write no keys itself."""
+        """Record that a forward pass brought tokens and states to `length`.
+
+        Models with only recurrent layers need this call, because they write no keys.
+        """
         for layer in self.layers:
             layer.length = length
         self._states_at = length
 
     def append(self, kv: KVTensors) -> None:
-        """Write `kv` behind the filled tokens."""
+        """Append `kv` to the filled tokens."""
         if self.holds(kv):
             self.passed(self.length + kv.tokens)
         else:
@@ -181,29 +184,29 @@ class KVBuffer:
         self._restore(kv.states)
 
     def holds(self, kv: KVTensors) -> bool:
-        """Whether `kv` is itself a view of the memory behind the filled tokens, where it was written in place."""
+        """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
         behind = self.layers[0].keys[0, :, self.length :]
         return bool(kv.keys[0].numel()) and kv.keys[0].data_ptr() == behind.data_ptr()
 
     def _restore(self, states: Sequence[Tensor]) -> None:
-        """Write the states behind the last token; without them, they are not known there."""
+        """Set the states after the last token. Without `states`, they are unknown there."""
         for mine, given in zip(self.states, states, strict=bool(states)):
             mine.copy_(given)
         self._states_at = self.length if states else -1
 
     @torch.inference_mode()
     def read(self, start: int, stop: int) -> KVTensors:
-        """The tokens `start:stop`, as a compact copy; torch refuses to write to its tensors.
+        """A compact copy of the tokens `start:stop`, with the states if `stop` is the end.
 
-        With the states if `stop` is the end.
+        Torch refuses to write to its tensors.
         """
         states = tuple(state[0] for state in self.states) if stop == self.length and self.has_states else ()
         kv = self.view_of(start, stop)
         return KVTensors(kv.keys, kv.values, states).clone()
 
     def view_of(self, start: int, stop: int) -> KVTensors:
-        """The tokens `start:stop`, as views that are right until the buffer is written there."""
-        if stop > self.length:  # What is not filled yet may be written through them.
+        """The tokens `start:stop`, as views that are valid until the buffer is written there."""
+        if stop > self.length:  # The caller may write to positions that are not filled yet.
             self._blank = range(0)
         return KVTensors(
             tuple(layer.keys[0, :, start:stop] for layer in self.layers),
@@ -211,21 +214,21 @@ class KVBuffer:
         )
 
     def shared(self, held: Sequence[tuple[Name, KVTensors]]) -> int:
-        """How many tokens of `held` this buffer holds already, from the first on."""
+        """How many tokens of `held`, from the first on, this buffer already holds."""
         return common_tokens(self.runs, [name for name, _ in held])
 
     def load(self, held: Sequence[tuple[Name, KVTensors]]) -> None:
-        """Make the buffer hold what a path `held` and nothing else, copying only what it does not hold yet."""
+        """Make the buffer hold exactly the KV that a path `held`. Copies only the tokens that it does not hold yet."""
         done = self.shared(held)
         self.truncate(done)
         for _, kv in held:
             if done < kv.tokens:
                 self.append(kv.slice(done, kv.tokens))
             done = max(0, done - kv.tokens)
-        if self.states and held:  # Those that were here belong to what was behind this.
+        if self.states and held:  # The old states may belong to tokens that were dropped.
             self._restore(held[-1][1].states)
         self.note(held)
 
     def note(self, held: Sequence[tuple[Name, KVTensors]]) -> None:
-        """Record that the buffer holds what a path `held` from position 0 on."""
+        """Record that the buffer holds the KV that a path `held`, from position 0 on."""
         self.runs = [name for name, _ in held]

@@ -1,4 +1,4 @@
-"""KV of many short texts, several in one forward pass."""
+"""Computes the KV of many short texts, several in one forward pass."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kp_core.plan import Plan
 __all__ = ["build"]
 
 _WINDOW = 256
-"""Plans looked at together: enough to find some with one prefix, few enough to hold in memory."""
+"""Plans examined together: enough to find several with the same prefix, few enough to hold in memory."""
 _MOST_TEXTS, _MOST_TOKENS = 16, 512
-"""Of one pass."""
+"""Limits of one pass."""
 
 
 def build(filler: Filler, plans: Iterable[Plan]) -> Iterator[KVTensors]:
-    """The KV of `plan.wanted` for each plan, in order; texts behind one prefix share passes."""
+    """The KV of `plan.wanted` for each plan, in order. Texts after the same prefix share passes."""
     source = iter(plans)
     while window := list(itertools.islice(source, _WINDOW)):
-        # In order of their first plan, so that the first results come soon.
+        # Batches run in the order of their first plans, so that the first results come soon.
         done: dict[int, KVTensors] = {}
         upcoming = 0
         for batch in sorted(_batches(filler, window), key=min):
@@ -35,7 +35,7 @@ def build(filler: Filler, plans: Iterable[Plan]) -> Iterator[KVTensors]:
 
 
 def _batches(filler: Filler, plans: list[Plan]) -> list[list[int]]:
-    """Indices of plans that are computed in one pass: texts behind one prefix of plain tokens."""
+    """The indices of the plans, grouped into passes. A pass has texts after the same prefix of plain tokens."""
     batches: list[list[int]] = []
     latest: dict[tuple[int, ...], list[int]] = {}
     for index, plan in enumerate(plans):
@@ -65,7 +65,7 @@ def _alone(filler: Filler, plan: Plan) -> KVTensors:
 
 
 def _together(filler: Filler, plans: list[Plan]) -> list[KVTensors]:
-    """The KV of several plans in one go, or nothing where there is no room for that now."""
+    """The KV of several plans, computed in one pass; empty when there is no room for that now."""
     start, shape, stops = plans[0].wanted[0], filler.model.shape, [plan.wanted[1] for plan in plans]
     run, reserved = filler.start(plans[0], start, logits=False), 0
     try:

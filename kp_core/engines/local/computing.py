@@ -1,4 +1,4 @@
-"""What a composer is given to compute with."""
+"""Gives composers the model, and the KV before the region that they fill."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Computing"]
 
 
 class Computing:
-    """A `Forward` behind what a buffer holds of a prompt.
+    """The `Forward` for a region that begins where the filled part of a buffer ends.
 
-    Where it `may_wait`, what `anew` is asked for is `late`: places in the buffer, whose tokens a pass to come is to
-    compute.
+    With `may_wait`, `anew` computes nothing. It records in `late` the places in the buffer whose tokens a later pass
+    must compute.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Computing:
         self._ids, self._may_wait = prompt.token_ids, may_wait
         self.late: Sequence[int] = ()
         self.looked_behind = False
-        """Whether what is composed depends on what stands behind it."""
+        """Whether the composed KV depends on tokens after the region."""
         self.before = buffer.view_of(0, buffer.length) if buffer.length else None
         self.tokens = 0
-        """Tokens that were computed in all layers."""
+        """Tokens computed in all layers, including those in `late`."""
 
     @property
     def rope(self) -> Rope:
@@ -97,7 +97,7 @@ class Computing:
 
     @contextmanager
     def _holding(self, kv: KVTensors, tokens: int) -> Iterator[None]:
-        """The model for so many tokens, with `kv` behind what the buffer holds, which is forgotten afterwards."""
+        """Hold the model for a pass of `tokens` tokens, with `kv` appended to the buffer; drops `kv` afterwards."""
         self._buffer.append(kv)
         try:
             with self._scheduler.prefill(tokens):

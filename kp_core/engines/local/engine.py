@@ -1,4 +1,4 @@
-"""The engine of one machine: plans over a prefix tree, packs and a model that runs here."""
+"""The engine for one machine: runs plans with a prefix tree, packs and a local model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ __all__ = ["LocalEngine"]
 
 
 class LocalEngine:
-    """Runs plans with a `LocalModel`: an `Engine` with all capabilities that its cache allows, and a `CachingEngine`.
+    """Runs plans with a `LocalModel`. It is a `CachingEngine` with all capabilities that the model allows.
 
-    `identity` and `check` are called when the identity is asked for and before each request: the first may take
-    seconds, the second raises when the model is no longer what it was; after `renew` both go by what it is then.
-    `cache_bytes` is the budget of all KV in memory, of requests and in the prefix tree, `pass_tokens` the most tokens
-    of one forward pass.
+    `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
+    model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
+    memory: the buffers of requests and the prefix tree. `pass_tokens` is the most tokens of one forward pass.
 
-    Several threads may call it: prompts are prefilled one after the other, first come, first served, and answers are
-    decoded together or in turns. What does not fit into the budget beside the answers under way waits for them.
+    Several threads may call it. Prompts are prefilled one at a time, first come, first served. Answers are decoded
+    together or in turns. A request that does not fit into the budget beside the answers under way waits for them.
     """
 
     def __init__(  # noqa: PLR0913 - what it is made of
@@ -48,7 +47,7 @@ class LocalEngine:
         renew: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
-        """What runs the forward passes."""
+        """Runs the forward passes."""
         self.max_positions = model.max_positions
         """See `Engine.max_positions`."""
         self.bytes_per_token, self.state_bytes = model.shape.bytes_per_token, model.shape.state_bytes
@@ -66,7 +65,7 @@ class LocalEngine:
 
     @property
     def supports(self) -> frozenset[str]:
-        """All there is, but what the model's cache does not allow."""
+        """All capabilities except those that the model lacks."""
         return frozenset(CAPABILITIES) - frozenset(self.lacks)
 
     @property
@@ -82,15 +81,15 @@ class LocalEngine:
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`.
 
-        Raises `ToolError` for a grammar that cannot be compiled, `SamplingError` when no answer of it fits into the
-        token budget, `CacheBudgetError` for a request larger than all of `cache_bytes`.
+        Raises `ToolError` for a grammar that cannot be compiled, `SamplingError` when no answer of the grammar fits
+        into the token budget, and `CacheBudgetError` for a request larger than `cache_bytes`.
         """
         self._check()
         self._filler.pool.check(len(plan.prompt) + (len(plan.forced) or plan.token_budget))
         if plan.forced:
             return TokenStream(partial(self._forced, plan))
         constraint = None
-        # A prompt that is prefilled and not answered is held to nothing.
+        # A prefill without an answer needs no grammar.
         if plan.grammar is not None and plan.token_budget:
             constraint = self._grammars.constraint(plan.grammar, plan.token_budget, opened=plan.opened)
         sampler = self.model.sampler(plan.sampling, plan.prompt.token_ids, constraint)
@@ -122,7 +121,7 @@ class LocalEngine:
         self._filler.tree.unpin(pinned)
 
     def clear_cache(self) -> None:
-        """Drop all KV that is neither pinned nor in use, and the buffers that wait."""
+        """Drop all KV that is neither pinned nor in use, and all idle buffers."""
         self._filler.tree.clear()
         self._filler.pool.clear()
 
@@ -136,7 +135,7 @@ class LocalEngine:
         self._renew()
 
     def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
-        """The prompt, prefilled; `None` when the request was cancelled meanwhile."""
+        """Prefill the prompt. Returns `None` when the request was cancelled meanwhile."""
         try:
             return self._filler.start(plan, len(plan.prompt) + room, asks=asks)
         except Cancelled:
@@ -148,7 +147,7 @@ class LocalEngine:
         if run is None:
             return
         tokens: list[int] = []
-        # Answers that began alike are decoded over the same keys.
+        # Answers whose prompts begin with the same KV are decoded over the same keys.
         run.buffer.note(run.path.held)
         decoding = Decoding(run.buffer)
         try:
@@ -170,7 +169,7 @@ class LocalEngine:
                 if plan.limit.is_set():
                     stream.finish = "cancelled"
                     return
-                # The KV of a token is computed when the next one is asked for.
+                # The KV of a token is computed when the caller requests the next token.
                 if left > 1:
                     run.logits = self._filler.scheduler.step(decoding, tokens[-1])
         finally:
@@ -189,7 +188,7 @@ class LocalEngine:
             self._filler.finish(run)
 
     def _finish(self, run: Run, tokens: Sequence[int]) -> None:
-        """Let the next turn find what was decoded, and give the memory back."""
+        """Insert the decoded tokens into the tree, for the next turn, and return the buffer."""
         prompt = len(run.plan.prompt)
         decoded = run.buffer.length - prompt
         if decoded > 0 and run.path.is_open and run.path.tokens == prompt:
@@ -199,7 +198,7 @@ class LocalEngine:
 
 
 def _tell(stream: TokenStream, run: Run) -> None:
-    """What bringing the prompt in took."""
+    """Record the cost of the prompt in the stream."""
     stream.computed_tokens, stream.approximate_tokens = run.computed, run.approximate
     stream.first_logits = run.logits
     stream.state_bytes = sum(kv.state_bytes for _, kv in run.path.held)

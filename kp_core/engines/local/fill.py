@@ -1,4 +1,4 @@
-"""Filling a plan: the KV of a prompt into one pooled buffer, from the prefix tree, packs, composers and the model."""
+"""Fills KV buffers for plans: from the prefix tree, from packs, by composers and by forward passes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ __all__ = ["Filler", "Run"]
 
 @dataclass
 class Run:
-    """A plan under way: the KV of its prompt stands in `buffer`, with the logits behind it; must be given back."""
+    """A plan being executed. `buffer` holds the KV of its prompt, and `logits` are the logits after the prompt.
+
+    Pass it to `Filler.finish` at the end.
+    """
 
     plan: Plan
     buffer: KVBuffer
@@ -33,17 +36,17 @@ class Run:
     logits: Tensor | None
     computed: int = 0
     approximate: int = 0
-    """Tokens whose KV an approximate composer made."""
+    """Prompt tokens whose KV an approximate composer made."""
     late: tuple[Region, Sequence[int]] | None = None
-    """A composed region, and the places of its tokens that the next pass computes."""
+    """A composed region, and the places in `buffer` of its tokens that the next pass must compute."""
     question: tuple[int, ...] = ()
-    """The last tokens of the prompt, where they are left to `Filler.ask`."""
+    """The last tokens of the prompt, if `Filler.start` left them to `Filler.ask`."""
 
 
 class Filler:
-    """Brings prompts into buffers, computing only what is neither in the tree nor in a pack.
+    """Prefills prompts into buffers. Computes only the tokens whose KV is neither in the prefix tree nor in a pack.
 
-    Forward passes have at most `pass_tokens` tokens, so that others wait for no longer than that.
+    A forward pass has at most `pass_tokens` tokens, so other requests wait no longer than that.
     """
 
     def __init__(self, model: LocalModel, cache_bytes: int, pass_tokens: int) -> None:
@@ -57,19 +60,25 @@ class Filler:
         return PrefixTree(cache_bytes, has_states=bool(self.model.shape.states))
 
     def forward(self, ids: Sequence[int], buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Logits `(vocabulary,)` behind `ids`, or `None` without `logits`; threads take turns."""
+        """Run `ids` after the tokens in `buffer`, and append their KV. Threads take turns.
+
+        Returns the logits after the last token, `(vocabulary,)`; without `logits`, returns `None`.
+        """
         with self.scheduler.prefill(len(ids)):
             tokens = torch.tensor([ids], device=self.model.device)
             found = self.model.forward(tokens, buffer, logits=logits)
         return None if found is None else found[0]
 
     def forward_several(self, buffers: Sequence[KVBuffer], ids: Sequence[Sequence[int]]) -> None:
-        """Write the KV of some tokens behind each of `buffers`, in one pass."""
+        """Append the KV of `ids[i]` to `buffers[i]`, for all in one pass."""
         with self.scheduler.prefill(sum(map(len, ids))):
             self.model.ragged(buffers, ids)
 
     def losses(self, run: Run, tokens: Sequence[int]) -> list[float]:
-        """Minus the logarithm of the probability of each of `tokens` behind `run`; leaves their KV in the buffer."""
+        """The negative log-probability of each of `tokens` after `run`.
+
+        Appends the KV of all of them but the last to the buffer.
+        """
         if run.logits is None:
             raise AssertionError("a prefilled prompt has logits")
         ids = torch.tensor([tokens], device=self.model.device)
@@ -81,33 +90,37 @@ class Filler:
         return [float(loss) for loss in found]
 
     def start(self, plan: Plan, capacity: int, *, logits: bool = True, asks: bool = False) -> Run:
-        """Prefill the prompt of `plan` into a buffer for `capacity` tokens; raises `Cancelled` at its limit.
+        """Prefill the prompt of `plan` into a buffer for `capacity` tokens.
 
-        With `asks` a short question at its end may be left to `ask`, where others compute, too. What does not fit into
-        the budget waits; raises `CacheBudgetError` where it never will.
+        With `asks`, the end of the prompt may be left to `ask`, if it is short and other requests are computing.
+        Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `Cancelled`
+        when the limit of the plan is reached.
         """
-        # One prompt at a time: a second one that begins alike then finds the KV of the first.
+        # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
         with self.scheduler.coming(), self.pool.turn(plan.limit):
             tree = self.tree if plan.reuse else self._tree(0)
             fill = self._steered if plan.below else self._plain
             return fill(plan, capacity, tree, logits=logits, asks=asks and plan.reuse)
 
     def ask(self, run: Run, decoding: Decoding) -> None:
-        """Compute the question that `start` has left, in one pass with what others compute."""
+        """Compute the tokens that `start` left in `run.question`, in one pass with the steps of other requests."""
         start, ids, run.question = run.buffer.length, run.question, ()
         run.logits = self.scheduler.step(decoding, *ids)
         run.computed += len(ids)
         self._extend(run, start)
 
     def finish(self, run: Run) -> None:
-        """Give buffer and path back; the buffer keeps what it holds for the next prompt that begins alike."""
+        """Return the buffer to the pool and release the path.
+
+        The buffer keeps its KV for the next prompt with the same beginning.
+        """
         run.buffer.note(run.path.held)
         run.path.release()
         self.pool.give(run.buffer)
-        let_go()  # The next request may come in another thread.
+        let_go()  # The next request may compute in another thread.
 
     def match(self, plan: Plan, tree: PrefixTree | None = None, *, logits: bool = True) -> Path:
-        """What the tree has of a prompt; must be released."""
+        """The longest path in the tree for the prompt of `plan`. Release it after use."""
         found = self.tree if tree is None else tree
         return found.match(plan.prompt.token_ids, owners=plan.owners, labels=plan.labels, logits=logits)
 
@@ -120,7 +133,7 @@ class Filler:
                     self._compose(run, region)
                 else:
                     self._bring(run, region, logits=logits)
-            # A plan for the KV of some tokens ends before them.
+            # The regions of a plan for `Engine.kv` end before the wanted tokens.
             self._compute(run, plan.regions[-1].stop if plan.regions else 0, logits=logits, asks=asks)
             self._leave(run)
         except BaseException:
@@ -129,8 +142,8 @@ class Filler:
         return run
 
     def _bring(self, run: Run, region: Region, *, logits: bool) -> None:
-        """Bring in what a pack or the store has of a region, behind all that is to be computed before it."""
-        # The logits behind a prompt are known to a forward pass alone.
+        """Load the KV that a pack or the store has for a region. First computes the missing tokens before it."""
+        # Only a forward pass gives logits, so it must compute the last token.
         stop = min(region.stop, len(run.plan.prompt) - 1) if logits else region.stop
         if stop <= run.buffer.length:
             return
@@ -138,7 +151,7 @@ class Filler:
         if kv is not None:
             self._compute(run, region.start)
             done = run.buffer.length
-            if not kv.states or stop == region.stop:  # States belong to the end.
+            if not kv.states or stop == region.stop:  # States are known only at the end of the pack.
                 self._append(run, kv.slice(done - region.start, stop - region.start))
             return
         for start, end in run.plan.kept.parts if run.plan.kept else ():
@@ -146,7 +159,7 @@ class Filler:
                 self._bring_kept(run, start, min(end, stop))
 
     def _bring_kept(self, run: Run, start: int, stop: int) -> None:
-        """Bring in what an earlier request left in the store for a part of a prompt."""
+        """Load the KV that an earlier request left in the store for the tokens `start:stop`."""
         kv = run.plan.kept.read(start, stop) if run.plan.kept else None
         if kv is None or start + kv.tokens <= run.buffer.length or not self.model.shape.fits(kv):
             return
@@ -154,27 +167,27 @@ class Filler:
         self._append(run, self._packs.placed(kv.slice(run.buffer.length - start, kv.tokens)))
 
     def _append(self, run: Run, kv: KVTensors) -> None:
-        """Write KV that is at hand to the buffer, and to the tree."""
+        """Write loaded KV to the buffer and to the tree."""
         start = run.buffer.length
         run.buffer.append(kv)
         self._extend(run, start, kv)
         _check(run.plan.limit)
 
     def _compose(self, run: Run, region: Region) -> None:
-        """Bring in a composed region."""
+        """Write the KV that a composer makes for a region."""
         if region.composer is None:
             raise AssertionError("a composed region has a composer")
         approximate = 0 if region.composer.exact else sum(map(len, region.spans))
         if region.stop > run.buffer.length:
             self._compute(run, region.start)
             kv = self._packs.load(region, run)
-            if kv is None:  # It is computed from its text.
+            if kv is None:  # A forward pass then computes the region.
                 return
             self._keep(run, region, kv)
         run.approximate += approximate
 
     def _leave(self, run: Run) -> None:
-        """Give what is to be kept to the store."""
+        """Collect the KV of all `wanted` parts, for the store."""
         if run.plan.kept is None:
             return
         states, end = dict[int, tuple[Tensor, ...]](), 0
@@ -193,8 +206,8 @@ class Filler:
         first = next(region for region in plan.regions if region.parts)
         run, kv = self._at(plan, capacity, tree, logits=logits), None
         if run.buffer.length < first.stop:
-            # The first one stands behind plain KV, so all of it comes from where plain prompts have theirs: the tree,
-            # packs, and only then a forward pass.
+            # Only plain KV precedes the first steered region. So its plain KV comes from the same sources as that of a
+            # plain prompt: the tree, then packs, then a forward pass.
             self.finish(run)
             below = self._plain(plan.below, capacity, tree, logits=False)
             try:
@@ -208,7 +221,7 @@ class Filler:
                 self._alter(run, first, kv.slice(done, first.stop))
             for region in plan.regions:
                 if region.parts and region.stop > run.buffer.length:
-                    # What packs bring was computed behind plain KV, so it does not fit behind altered KV.
+                    # Packs were compiled after plain KV, so their KV is wrong after altered KV.
                     self._compute(run, region.start)
                     self._compute_steered(run, region)
             self._compute(run, len(plan.prompt), logits=logits, asks=asks)
@@ -218,7 +231,7 @@ class Filler:
         return run
 
     def _at(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Run:
-        """A run whose buffer holds what the tree has of a prompt; waits until there is room for it."""
+        """A run whose buffer holds the KV that the tree has of the prompt. Waits until there is room for the buffer."""
         while True:
             path = self.match(plan, tree, logits=logits)
             try:
@@ -228,14 +241,16 @@ class Filler:
                 raise
             if buffer is not None:
                 return Run(plan, buffer, path, path.last.logits if path.tokens == len(plan.prompt) else None)
-            # What was found may be in the way itself; it was used last, so it leaves last.
+            # The nodes of the path may take up the room. They were used last, so the tree evicts them last.
             path.release()
             self.pool.wait(capacity, plan.limit)
 
     def _compute(self, run: Run, until: int, *, logits: bool = False, asks: bool = False) -> None:
-        """Compute the tokens up to `until`, in passes of at most `pass_tokens`; behind the last one with its `logits`.
+        """Compute the tokens up to `until`, in passes of at most `pass_tokens`.
 
-        The states of recurrent layers are known behind a pass alone, so passes then end where packs and messages do.
+        With `logits`, the pass over the last token of the prompt sets `run.logits`. With `asks`, that pass may be left
+        to `ask`. The states of recurrent layers are known only at the end of a pass, so if the model has any, a pass
+        also ends where a pack or a message ends.
         """
         ends = sorted(run.plan.ends) if self.model.shape.states else []
         while (start := run.buffer.length) < until:
@@ -250,12 +265,15 @@ class Filler:
             _check(run.plan.limit)
 
     def _extend(self, run: Run, start: int, kv: KVTensors | None = None) -> None:
-        """Give what stands in the buffer from `start` on to the tree: what packs have apart from what nobody owns."""
+        """Insert the tokens of the buffer from `start` on into the tree, as one node for each owner.
+
+        `kv` is their KV; by default it is copied from the buffer.
+        """
         stop = run.buffer.length
         if not run.path.is_open or run.path.tokens != start or start == stop:
             return
         kv = run.buffer.read(start, stop) if kv is None else kv
-        # A state may take more room than the KV of many tokens: inside a long text it is not kept.
+        # A state may be larger than the KV of many tokens, so the tree keeps none inside a long text.
         kv = kv if stop in run.plan.ends or stop == len(run.plan.prompt) else replace(kv, states=())
         for begin, end, owner in run.plan.prompt.owned(start, stop):
             part = kv.slice(begin - start, end - start)
@@ -264,7 +282,7 @@ class Filler:
                 return
 
     def _pass(self, run: Run, ids: Sequence[int], *, logits: bool) -> Tensor | None:
-        """As `forward`, together with what a composer left to this pass; its region is then whole."""
+        """As `forward`, but also compute the tokens in `run.late`, which completes their composed region."""
         if run.late is None:
             return self.forward(ids, run.buffer, logits=logits)
         (region, late), run.late = run.late, None
@@ -278,7 +296,7 @@ class Filler:
         return None if found is None else found[0]
 
     def _compute_steered(self, run: Run, region: Region) -> None:
-        """Compute a steered region behind altered KV, then alter it."""
+        """Compute a steered region after altered KV, then alter it."""
         for start in range(region.start, region.stop, self.pass_tokens):
             ids = run.plan.prompt.token_ids[start : min(region.stop, start + self.pass_tokens)]
             self.forward(ids, run.buffer, logits=False)
@@ -289,21 +307,21 @@ class Filler:
         self._alter(run, region, kv)
 
     def _alter(self, run: Run, region: Region, kv: KVTensors) -> None:
-        """Write plain `kv`, which ends where the steered `region` ends, with the region's own part of it altered."""
+        """Write plain `kv`, which ends where the steered `region` ends, and alter the part inside the region."""
         before = kv.tokens - len(region)
         if before > 0:
             self._append(run, kv.slice(0, before))
         self._keep(run, region, altered(kv.slice(before, kv.tokens), region))
 
     def _keep(self, run: Run, region: Region, kv: KVTensors) -> None:
-        """Write the KV of a labelled region to the buffer, and to the tree as one node."""
+        """Write the KV of a labelled region to the buffer, and to the tree as one node once all of it is computed."""
         is_of_buffer = run.buffer.holds(kv)
         run.buffer.append(kv)
         if run.late is None:
             self._remember(run, region, None if is_of_buffer else kv)
 
     def _remember(self, run: Run, region: Region, kv: KVTensors | None = None) -> None:
-        """Give a labelled region to the tree, as one node: `kv`, or what stands in the buffer."""
+        """Insert a labelled region into the tree as one node: `kv`, or by default a copy from the buffer."""
         if run.path.is_open and run.path.tokens == region.start:
             kv = run.buffer.read(region.start, region.stop) if kv is None else kv
             ids = run.plan.prompt.token_ids[region.start : region.stop]

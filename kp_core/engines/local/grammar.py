@@ -1,4 +1,4 @@
-"""Answers held to a grammar, and brought to an end within their budget (llguidance)."""
+"""Constrains answers to a grammar, and makes them end within their token budget (llguidance)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Constraint", "Grammars"]
 
-_KEPT = 64  # Compiled grammars that are kept.
-_FEW = 200  # Tokens that nearly every string can be made of.
-_SPARE = 256  # Tokens beyond the room, in which an end is still looked for, to tell how much it needs.
+_KEPT = 64  # Compiled grammars in the cache.
+_FEW = 200  # Top-ranked tokens, enough to write nearly every string.
+_SPARE = 256  # The search for an end goes this many tokens beyond the room, so that errors can say how many it takes.
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
 
 _Preferences: TypeAlias = tuple[list[int], list[int]]
@@ -31,7 +31,7 @@ _Preferences: TypeAlias = tuple[list[int], list[int]]
 class Grammars:
     """Compiles grammars for one tokenizer.
 
-    `vocabulary` is the length of the model's logits, `end_tokens` what may end an answer. Raises
+    `vocabulary` is the length of the model's logits; `end_tokens` are the tokens that may end an answer. Raises
     `MissingDependencyError` without llguidance.
     """
 
@@ -41,10 +41,10 @@ class Grammars:
         self._compiled = lru_cache(_KEPT)(self._compile)
 
     def constraint(self, grammar: str, room: int, *, opened: bool = False) -> Constraint:
-        """A fresh constraint to `grammar`; raises `ToolError` for a schema that it cannot express.
+        """A new constraint for `grammar`, for an answer of at most `room` tokens.
 
-        `opened` says that the prompt has begun a `<think>` block. Raises `SamplingError` when no answer of the grammar
-        fits into `room` tokens.
+        `opened` says that the prompt has begun a `<think>` block. Raises `ToolError` for a schema that cannot be
+        enforced, and `SamplingError` when no answer of the grammar fits into `room` tokens.
         """
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
@@ -80,7 +80,7 @@ class Grammars:
 
     @cached_property
     def _preferred(self) -> _Preferences:
-        """The tokens that lead to an end, best first: inside of a JSON string, and outside."""
+        """All tokens in the order in which they lead to an end, best first: inside a JSON string, and outside."""
         texts = [self._text([token]) for token in range(min(len(self._tokenizer), self._vocabulary))]
         inside, outside = (
             sorted(range(len(texts)), key=lambda token: -rank(texts[token])) for rank in (_rank_inside, _rank_outside)
@@ -89,7 +89,11 @@ class Grammars:
 
 
 class Constraint:
-    """Which tokens may come next, for one answer."""
+    """Decides which tokens may come next in one answer.
+
+    Raises `ToolError` when the grammar needs text that contains a control token, and `SamplingError` when no complete
+    answer fits into `room` tokens.
+    """
 
     def __init__(  # noqa: PLR0913 - made in one place
         self,
@@ -119,24 +123,27 @@ class Constraint:
         self._closing = False
 
     def mask(self, scores: Tensor) -> Tensor:
-        """`scores` of shape `(1, vocabulary)` with minus infinity where the grammar forbids the token."""
+        """`scores`, `(1, vocabulary)`, with minus infinity for the tokens that the grammar forbids."""
         allowed = _allowed(self._matcher, scores.shape[-1]).to(scores.device)
         return scores.masked_fill(~allowed, float("-inf"))
 
     def accept(self, token: int, left: int) -> int:
-        """`token`, or the one to take in its place so that the answer ends within `left` tokens, this one included."""
+        """Take the next token and return it: `token` if the answer can still end in time, else one of a known ending.
+
+        `left` is how many tokens may still come, this one included.
+        """
         if not self._closing and token != self._end:
             ahead = self._matcher.deep_copy()
             ahead.consume_token(token)
             way = self._way_from(ahead, token)
-            # A step is taken only when an end can still be reached behind it.
+            # The token is accepted only if the answer can still end in time after it.
             if way is None or len(way) > left - 1:
                 self._closing = True
             else:
                 self._way = way
         if self._closing:
             token, *self._way = self._way or [self._end]
-        # Quotes in free text, where an end is always at hand, and in thoughts open no string.
+        # Quotes open no JSON string in free text, where the answer may end anywhere, nor in thoughts.
         self._scan = JsonScan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
         self._matcher.consume_token(token)
         said = self._text([token])
@@ -144,7 +151,7 @@ class Constraint:
         return token
 
     def _way_from(self, ahead: LLMatcher, token: int) -> list[int] | None:
-        """A way out behind `token`: what is left of the known one, the known one, or else a new one."""
+        """Tokens that end the answer after `token`: the rest of the known ending, all of it, or a new one."""
         if ahead.is_accepting():
             return []
         for known in [self._way[1:]] if self._way[:1] == [token] else [self._way]:
@@ -155,7 +162,7 @@ class Constraint:
         return self._search(ahead, self._scan.feed(said), self._thought.feed(said))
 
     def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
-        """A short way to a complete answer, by the token that closes most at every step; else `None`."""
+        """A short ending of the answer: at every step the allowed token that closes most. `None` if none is found."""
         ahead, way = matcher.deep_copy(), list[int]()
         taken: Counter[int] = Counter()
         while not ahead.is_accepting():
@@ -165,8 +172,8 @@ class Constraint:
             if not step:
                 bits = ahead.compute_bitmask()
                 best = self._preferred[0 if scan.inside else 1]
-                # Nearly always one of the first few is allowed. What was taken before has no precedence, so that a
-                # string which needs an "@" comes by it.
+                # One of the first few is nearly always allowed. Tokens that this string has already come last, so that
+                # a string whose pattern needs an "@" gets one.
                 first = next((token for token in best if bits[token >> 3] >> (token & 7) & 1), self._end)
                 if taken[first]:
                     few = [token for token in best[:_FEW] if bits[token >> 3] >> (token & 7) & 1]
@@ -180,20 +187,20 @@ class Constraint:
             said = self._text(step)
             was_inside = scan.inside
             scan, thought = JsonScan() if thought.is_open else scan.feed(said), thought.feed(said)
-            if was_inside and not scan.inside:  # The next string may end as this one did.
+            if was_inside and not scan.inside:  # The next string may use the same tokens again.
                 taken.clear()
         return way
 
 
 def _allowed(matcher: LLMatcher, vocabulary: int) -> Tensor:
-    """Which tokens may come next, `(vocabulary,)`."""
+    """A mask of the tokens that may come next, `(vocabulary,)`."""
     bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
     return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[:vocabulary]
 
 
 @dataclass(frozen=True)
 class _Thought:
-    """Whether what was said so far is an open `<think>` block; `ending` are the tokens that end one."""
+    """The text `said` so far, to tell whether it is an open `<think>` block; `ending` are the tokens that close one."""
 
     ending: tuple[int, ...]
     said: str = ""
@@ -203,13 +210,13 @@ class _Thought:
         return self.said.startswith(_THOUGHT) and _THOUGHT_END not in self.said
 
     def feed(self, text: str) -> _Thought:
-        # Beyond its beginning, an answer that is no thought needs no watching.
+        # An answer that does not begin with a thought, or has closed it, needs no more text.
         is_decided = len(self.said) >= len(_THOUGHT) and not self.is_open
         return self if is_decided else _Thought(self.ending, self.said + text)
 
 
 def _rank_inside(text: str) -> int:
-    """Inside of a string: end it; else say something short."""
+    """Rank inside a string: tokens that end the string are highest, then short text."""
     if text.startswith('"') and not text.strip('"}] \n'):
         return 100 + len(text)
     if len(text) == 1 and text.isascii() and text.isprintable():
@@ -218,7 +225,7 @@ def _rank_inside(text: str) -> int:
 
 
 def _rank_outside(text: str) -> int:
-    """Outside of strings: close what is open; else take what needs least after it."""
+    """Rank outside strings: tokens that close brackets are highest, then those that need the least after them."""
     core = text.strip()
     if core and not core.strip("}]"):
         return 100 + len(core)

@@ -1,4 +1,4 @@
-"""The seam between the engine of one machine and the library that runs its model."""
+"""The interface between the engine for one machine and the library that runs its model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ __all__ = ["LocalModel"]
 
 
 class LocalModel(Protocol):
-    """A causal language model on this machine: tokens in, KV and logits out."""
+    """A causal language model on this machine: takes tokens, gives KV and logits."""
 
     @property
     def shape(self) -> CacheShape:
-        """What it caches."""
+        """The shape of its cache."""
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go in."""
+        """The device that takes token ids."""
 
     @property
     def max_positions(self) -> int:
-        """Most tokens a sequence may have."""
+        """Most tokens of a sequence."""
 
     @property
     def vocabulary(self) -> int:
@@ -42,30 +42,36 @@ class LocalModel(Protocol):
 
     @property
     def lacks(self) -> Mapping[str, str]:
-        """Capabilities that its cache does not allow, each with the reason."""
+        """Capabilities that this model does not allow, each with the reason."""
 
     @property
     def rope(self) -> Rope:
-        """Moves its keys; raises `UnsupportedRequestError` where they cannot be moved."""
+        """Moves keys to other positions. Raises `UnsupportedRequestError` if they cannot be moved."""
 
     @property
     def batches(self) -> bool:
-        """Whether it decodes several sequences in one forward pass; asked for when two wait."""
+        """Whether it decodes several sequences in one forward pass. First read when two answers wait."""
 
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
-        """Run `ids`, `(1, new)`, behind what `buffer` holds; the logits behind the last, `(1, vocabulary)`."""
+        """Run `ids`, `(1, new)`, after the tokens in `buffer`, and append their KV.
+
+        Returns the logits after the last one, `(1, vocabulary)`; without `logits`, returns `None`.
+        """
 
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
-        """As `forward`, with the logits behind every token: `(new, vocabulary)`."""
+        """As `forward`, but returns the logits after every token, `(new, vocabulary)`."""
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
-        """A step of sequences that go on behind these buffers.
+        """A function that decodes one token for each of these buffers.
 
-        It runs a token behind each, writes its KV to its buffer, and gives the logits, `(rows, vocabulary)`.
+        It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`.
         """
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run so many tokens behind each buffer in one pass; the logits behind the last of each, as `rows`."""
+        """Run `tokens[i]` after `buffers[i]`, for all in one pass.
+
+        Returns the logits after the last token of each, `(rows, vocabulary)`.
+        """
 
     def forward_at(
         self,
@@ -89,10 +95,11 @@ class LocalModel(Protocol):
         weights: list[Tensor] | None = None,
         logits: bool = False,
     ) -> Tensor | None:
-        """Write KV of `ids`, at `positions`, to the `places` of `buffer`, over all that stands there at its position.
+        """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
 
-        Nobody sees the tokens at `unseen`. `weights` takes the attention of each layer, `(tokens,)`. With `logits`,
-        gives those behind the last of `ids`, `(1, vocabulary)`.
+        Each token attends to all KV in the buffer up to its own position, except to the places `unseen`. `weights`
+        takes the attention weights of each layer, `(tokens,)`. With `logits`, returns those after the last of `ids`,
+        `(1, vocabulary)`.
         """
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
@@ -101,4 +108,7 @@ class LocalModel(Protocol):
     def sampler(
         self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None
     ) -> Callable[[Tensor, int], int]:
-        """How the next token is chosen: from logits, `(vocabulary,)`, and how many may still come, it included."""
+        """A function that chooses the next token.
+
+        It takes logits, `(vocabulary,)`, and the number of tokens that may still come, this one included.
+        """

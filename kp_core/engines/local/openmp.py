@@ -1,4 +1,4 @@
-"""Letting go of OpenMP's threads, so that another thread computes at full speed."""
+"""Ends idle OpenMP threads, so that another thread computes at full speed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SOFT = 1
 
 
 def let_go() -> None:
-    """End the threads that OpenMP keeps for this one; they come back when it computes again.
+    """End the OpenMP threads of the calling thread. OpenMP starts new ones when this thread computes again.
 
-    libgomp keeps threads for every thread that ever computed, and lets them wait awake only while there are no more of
-    them than cores. So as soon as a second thread computes, each of the many parallel loops of a forward pass has to
-    wake its threads up: a decoding step of SmolLM2 then takes 66 ms on two cores, and 36 with this. Does nothing where
-    torch comes without libgomp.
+    libgomp keeps worker threads for every thread that ever computed. They wait without sleeping only while there are no
+    more of them than cores. So once a second thread computes, each of the many parallel loops of a forward pass must
+    wake its workers: a decoding step of SmolLM2 then takes 66 ms on two cores, and 36 ms with this function. Does
+    nothing if torch comes without libgomp.
     """
     _pause()(_SOFT)
 
@@ -32,7 +32,7 @@ def _pause() -> Callable[[int], int]:
     for path in found:
         try:
             pause: Callable[[int], int] = ctypes.CDLL(str(path)).omp_pause_resource_all
-        except (OSError, AttributeError):  # Older than OpenMP 5.
+        except (OSError, AttributeError):  # This libgomp is older than OpenMP 5.
             continue
         return pause
     return lambda _: 0

@@ -1,4 +1,4 @@
-"""What a region of a plan gets without a forward pass of its own: KV of packs, composed where they stand elsewhere."""
+"""Gives regions of a plan the KV of their packs, and runs composers for packs at other positions."""
 
 from __future__ import annotations
 
@@ -27,17 +27,21 @@ __all__ = ["PackKV"]
 logger = logging.getLogger(__name__)
 
 _TOGETHER_TOKENS = 256
-"""A longer chunk is sooner computed by itself: in a pass of tokens at any positions, attention has a mask."""
+"""Longer text gets a pass of its own, which is faster: a pass shared with a composed region needs an attention mask."""
 
 
 class PackKV:
-    """Brings the KV of packs to a model's cache; what composers compute, `scheduler` takes turns for."""
+    """Loads the KV of packs for a model's cache. The forward passes of composers take their turns in `scheduler`."""
 
     def __init__(self, model: LocalModel, scheduler: Scheduler) -> None:
         self._model, self._scheduler = model, scheduler
 
     def load(self, region: Region, run: Run) -> KVTensors | None:
-        """The KV that a pack or a composer brings for a region, on the device of the cache."""
+        """The KV of a region from its pack or its composer, on the devices of the cache.
+
+        `None` if the region must be computed from its text. Raises `KVShapeError` when the KV has another number of
+        tokens than the region.
+        """
         if region.source not in ("pack", "composed") or region.span is None or not run.plan.reuse:
             return None
         spans, composer, packs = region.spans, region.composer, []
@@ -67,7 +71,7 @@ class PackKV:
         return self.placed(kv)
 
     def prefetch(self, plan: Plan, length: int) -> None:
-        """Have a store that is far away bring all packs near at once that are read behind the first `length` tokens."""
+        """Tell a remote store to fetch all packs at once that `plan` needs after the first `length` tokens."""
         if plan.reuse and plan.packs is not None:
             regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
             spans = [span for region in regions for span in region.spans]
@@ -75,11 +79,11 @@ class PackKV:
             plan.packs.prefetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
 
     def placed(self, kv: KVTensors) -> KVTensors:
-        """`kv` on the device and in the dtype of the cache."""
+        """`kv` on the devices and in the dtype of the cache."""
         return self._model.shape.placed(kv)
 
     def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
-        """The pack of a span with its KV, as long as it is still the one that was planned with."""
+        """The pack of a span with its KV; `None` if it is gone or is no longer the pack in the plan."""
         planned = pack = span.pack
         if pack.kv is None and plan.packs is not None and find_handles(span.handle):
             try:
@@ -92,7 +96,7 @@ class PackKV:
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
 
     def _wrapped(self, span: Span, composer: PacketComposer, run: Run) -> KnowledgePack:
-        """A wrapped pack with its KV: from the store, else compiled now and kept there."""
+        """A wrapped pack with its KV: read from the store, or compiled now and kept there."""
         kv = run.plan.kept.read(span.start, span.stop) if run.plan.kept else None
         if kv is None:
             kv = composer.compile(span.pack, Computing(self._model, self._scheduler, run.buffer, run.plan.prompt))
@@ -102,13 +106,13 @@ class PackKV:
         return replace(span.pack, kv=self.placed(kv))
 
     def _compose(self, region: Region, packs: Sequence[KnowledgePack], run: Run) -> KVTensors | None:
-        """What the composer of a region makes."""
+        """The KV that the composer of a region makes. Raises `KVShapeError` if it changed what `Forward.anew` gave."""
         if region.composer is None:
             return None
         forward = Computing(self._model, self._scheduler, run.buffer, run.plan.prompt, may_wait=_may_wait(region, run))
         kv = region.composer.fill(region, packs, forward)
         if forward.looked_behind:
-            run.path.is_open = False  # What follows belongs to this prompt alone.
+            run.path.is_open = False  # This KV depends on the end of this prompt, so no other prompt may reuse it.
         if forward.late:
             if not run.buffer.holds(kv):
                 raise KVShapeError(
@@ -120,7 +124,7 @@ class PackKV:
 
 
 def _may_wait(region: Region, run: Run) -> bool:
-    """Whether the tokens of `region` are computed in the pass of what stands behind it: a few words without packs."""
+    """Whether the pass over the text after `region` also computes its tokens: if this text is short, without packs."""
     behind = next((each for each in run.plan.regions if each.start == region.stop), None)
     if behind is None or behind.source != "computed" or len(behind) > _TOGETHER_TOKENS:
         return False

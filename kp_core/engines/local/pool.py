@@ -1,4 +1,4 @@
-"""The KV memory of one engine: buffers and prefix tree in one budget, and who may fill a buffer next."""
+"""The KV memory of one engine: one budget for buffers and prefix tree, and the queue of prompts to fill."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ logger = logging.getLogger(__name__)
 
 _IDLE = 2
 _LOOK_S = 0.05
-"""How often who waits looks whether it was cancelled: nobody tells."""
+"""How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal."""
 _LONG_S = 10.0
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
-    """The generation was cancelled, or its time was up, before its prompt was prefilled."""
+    """The request was cancelled, or its time was up, before its prompt was prefilled."""
 
 
 class BufferPool:
-    """Gives buffers to requests, out of one budget of bytes with the prefix tree.
+    """Gives buffers to requests, from one byte budget that it shares with the prefix tree.
 
-    `budget_bytes` is for buffers in use, buffers that wait for the next request (fresh memory costs several times what
-    filling it does): two, or as many as take a quarter of it; and for the tree, which has what they leave. For a new
-    buffer those that wait are freed, and then the least recently used KV of the tree. What does not fit beside the
-    requests under way waits.
+    `budget_bytes` covers buffers in use, idle buffers, and the tree, which gets the rest. The pool keeps two idle
+    buffers, or as many as take a quarter of the budget, because new memory costs several times as much as filling it.
+    To make room for a new buffer, it frees idle buffers, then the least recently used KV of the tree. A request that
+    does not fit beside those under way waits.
     """
 
     def __init__(self, shape: CacheShape, tree: PrefixTree, budget_bytes: int) -> None:
@@ -45,17 +45,17 @@ class BufferPool:
         """Bytes of the buffers in use."""
         self._waiting: list[KVBuffer] = []
         self._queue: deque[object] = deque()
-        # Reentrant: a stream that nobody holds any more may be collected, and give its buffer back, at any line here.
+        # Its lock is reentrant: garbage collection may close an abandoned stream at any line, which returns its buffer.
         self._changed = threading.Condition()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the waiting buffers."""
+        """Bytes of the idle buffers."""
         return sum(buffer.nbytes for buffer in self._waiting)
 
     @contextmanager
     def turn(self, limit: Limit) -> Iterator[None]:
-        """One at a time, first come, first served; raises `Cancelled` at `limit`, also while it waits."""
+        """One request at a time, first come, first served. Raises `Cancelled` at `limit`, also while it waits."""
         ticket = object()
         with self._changed:
             self._queue.append(ticket)
@@ -74,7 +74,7 @@ class BufferPool:
                 self._changed.notify_all()
 
     def check(self, capacity: int, pinned: int = 0) -> None:
-        """Raise `CacheBudgetError` where a buffer for `capacity` tokens cannot be had beside the `pinned` bytes."""
+        """Raise `CacheBudgetError` if a buffer for `capacity` tokens does not fit beside the `pinned` bytes."""
         size = KVBuffer.bytes_for(self._shape, capacity)
         if size + pinned <= self.budget_bytes:
             return
@@ -86,9 +86,9 @@ class BufferPool:
         )
 
     def take(self, capacity: int, held: Sequence[tuple[Name, KVTensors]]) -> KVBuffer | None:
-        """A buffer for at least `capacity` tokens with what a path `held`; `None` where there is no room for it now.
+        """A buffer for at least `capacity` tokens, filled with the KV that a path `held`; `None` without room now.
 
-        Of those that wait and are large enough, the one that already holds most of it.
+        Takes the large enough idle buffer that already holds most of that KV, or allocates one.
         """
         with self._changed:
             fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
@@ -108,9 +108,9 @@ class BufferPool:
         return buffer
 
     def wait(self, capacity: int, limit: Limit) -> None:
-        """Until there is room for a buffer; raises `CacheBudgetError` where there will be none, `Cancelled` at `limit`.
+        """Wait until there is room for a buffer. Release the tree path before waiting.
 
-        Release the tree path before waiting.
+        Raises `CacheBudgetError` if there can be no room, and `Cancelled` at `limit`.
         """
         size, began, is_told = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False
         with self._changed:
@@ -130,20 +130,20 @@ class BufferPool:
                 self._changed.wait(_LOOK_S)
 
     def reserve(self, nbytes: int) -> bool:
-        """Take bytes for a buffer of another kind, until `free`, where there is room now."""
+        """Reserve bytes for buffers outside the pool, until `free`. Returns whether there was room."""
         with self._changed:
             has_room = self._has_room(nbytes)
             self.used += nbytes if has_room else 0
             return has_room
 
     def free(self, nbytes: int) -> None:
-        """Give back bytes of a buffer that is no more."""
+        """Return the bytes of buffers that no longer exist."""
         with self._changed:
             self.used -= nbytes
             self._share()
 
     def give(self, buffer: KVBuffer) -> None:
-        """Put a buffer back; those that waited longest leave when there are too many."""
+        """Return a buffer to the pool, and free the oldest idle buffers if there are too many."""
         with self._changed:
             self.used -= buffer.nbytes
             self._waiting.append(buffer)
@@ -152,25 +152,25 @@ class BufferPool:
             self._share()
 
     def clear(self) -> None:
-        """Free every waiting buffer."""
+        """Free all idle buffers."""
         with self._changed:
             self._waiting.clear()
             self._share()
 
     def _has_room(self, size: int) -> bool:
-        """Whether `size` bytes are free now, or could be made so."""
+        """Make room for `size` bytes: free idle buffers, then evict from the tree. Returns whether there is room."""
         room = self.budget_bytes - self.used - size
         if room < self.nbytes + self._tree.nbytes and room < self._tree.held_bytes():
-            return False  # And what is kept is not dropped in vain.
+            return False  # Freeing would not be enough, so nothing is freed.
         while self._waiting and self._left() - size < self._tree.nbytes:
             del self._waiting[0]
         return self._tree.shrink(self._left() - size)
 
     def _left(self) -> int:
-        """Bytes that are neither in use by buffers nor by those that wait."""
+        """Bytes that neither buffers in use nor idle buffers take."""
         return self.budget_bytes - self.used - self.nbytes
 
     def _share(self) -> None:
-        """After something was given back: the tree may have it, if nobody else takes it."""
+        """Give the bytes that became free to the tree, and wake waiting requests."""
         self._tree.shrink(self._left())
         self._changed.notify_all()

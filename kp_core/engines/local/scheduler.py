@@ -1,4 +1,4 @@
-"""Who computes next on one model: decoding steps and short questions together, prefill in turns with them."""
+"""Decides who computes next on one model: decoding steps and short questions together, in turns with prefill."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Decoding", "Scheduler"]
 _MOST_ROWS = 16
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
 _PATIENCE = 0.5
-"""How long a step waits for those that were decoded together with it before, as a share of what that step took."""
-_SHORT = 64  # Most tokens of a question that is computed with others, or of a pass that several prompts may have.
-_MOST_TOKENS = 512  # Of a pass for several.
-_BURST, _GRACE = 0.5, 0.1  # Seconds for which they may, and in which the next of them has to come.
+"""How long a step waits for the answers that it shared its last pass with, as a share of the duration of a pass."""
+_SHORT = 64  # Most tokens of a question computed with others, and of a pass after which prefill keeps its turn.
+_MOST_TOKENS = 512  # Most tokens of a pass for several answers.
+_BURST, _GRACE = 0.5, 0.1  # Seconds for which prefill keeps its turn, and for which steps wait for the next prompt.
 
 
 @dataclass(eq=False)
 class Decoding:
-    """One answer that is being decoded behind what its buffer holds."""
+    """One answer that is being decoded in its buffer."""
 
     buffer: KVBuffer
     number: int = field(default_factory=itertools.count().__next__)
@@ -43,18 +43,18 @@ class Decoding:
 class Scheduler:
     """Gives the model to one forward pass at a time.
 
-    Decoding steps that wait together are one pass; a step waits a moment for those that were in the pass before with
-    it, so that answers which began at different times fall into step. A question that ends a prompt is a step of
-    several tokens. No thread is needed: of those that wait, one computes for all. A reader that does not ask for its
-    next token holds nobody up. Where both wait, prefill and decoding take turns, a pass and a step; prompts that come
-    together are brought in before a step, which is then one for all of them.
+    Decoding steps that wait at the same time share one pass. A step waits briefly for the answers that it shared its
+    last pass with, so that answers that began at different times are decoded together. A question that ends a prompt is
+    a step of several tokens. There is no scheduler thread: one of the waiting threads computes for all. A reader that
+    does not request its next token delays nobody. If both wait, prefill and decoding alternate, one pass and one step.
+    Prompts that arrive together are prefilled before the next step, which they then share.
     """
 
     def __init__(self, model: LocalModel) -> None:
         self._model = model
         self._changed = threading.Condition()
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
-        self._turn = math.inf  # When steps have theirs before prefill; nobody knows until a prompt had one.
+        self._turn = math.inf  # The time from which steps go before prefill; infinite until a prompt takes its turn.
         self._waiting: list[Decoding] = []
         self._took = self._freed = self._came = 0.0
         self._together: set[Decoding] = set()
@@ -62,7 +62,7 @@ class Scheduler:
 
     @contextmanager
     def coming(self) -> Iterator[None]:
-        """Steps may wait a moment for a prompt, which is brought in meanwhile."""
+        """Announce a prompt that is being filled; steps may wait briefly for it."""
         with self._changed:
             self._coming += 1
         try:
@@ -74,7 +74,7 @@ class Scheduler:
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
-        """The model, for one pass over a prompt, of so many tokens."""
+        """Hold the model for one pass over `tokens` tokens of a prompt."""
         with self._changed:
             self._prefilling += 1
             try:
@@ -92,13 +92,13 @@ class Scheduler:
             self._free(self._turn if tokens <= _SHORT else -math.inf)
 
     def may_join(self, tokens: int) -> bool:
-        """Whether a question of so many tokens, for a prompt that is `coming`, may find others to be computed with."""
+        """Whether a question of `tokens` tokens, of a prompt that is `coming`, may share a pass with other steps."""
         with self._changed:
             others = self._coming > 1 or self._is_busy or self._waiting or self._together
             return bool(others and tokens <= _SHORT and self._model.batches)
 
     def leave(self, decoding: Decoding) -> None:
-        """An answer is complete: nobody waits for it any more."""
+        """Record that an answer is complete, so that no step waits for it."""
         with self._changed:
             self._together.discard(decoding)
             if self._rows is not None and decoding in self._rows[0]:
@@ -106,14 +106,17 @@ class Scheduler:
             self._changed.notify_all()
 
     def step(self, decoding: Decoding, *tokens: int) -> Tensor:
-        """Compute `tokens` behind the buffer, one or a question; the logits behind the last, `(vocabulary,)`."""
+        """Compute `tokens`, one token or a question, after the buffer. Returns the logits after the last.
+
+        The logits have the shape `(vocabulary,)`. Raises the error of the pass, also if another thread computed it.
+        """
         decoding.tokens, decoding.logits, decoding.error = tokens, None, None
         if len(self._together) > 1 or self._coming or self._waiting:
-            let_go()  # Choosing the token has taken threads, too.
+            let_go()  # Sampling the token used OpenMP threads too.
         came = time.monotonic()
         with self._changed:
             self._waiting.append(decoding)
-            if len(tokens) > 1:  # The next one may be as near.
+            if len(tokens) > 1:  # The next prompt may come soon, too, so steps wait for it again.
                 self._came, self._is_in_vain, self._turn = came, False, min(self._turn, came + _BURST)
             self._changed.notify_all()
             try:
@@ -122,10 +125,10 @@ class Scheduler:
                         break
                     until = max(self._until(came), self._grace if self._coming else 0.0)
                     self._changed.wait(None if self._is_busy else max(until - time.monotonic(), 0.0005))
-            except BaseException:  # Ctrl-C while it waits.
+            except BaseException:  # Ctrl-C while waiting.
                 if decoding in self._waiting:
                     self._waiting.remove(decoding)
-                else:  # Another thread is writing to its buffer.
+                else:  # Another thread is computing this step and writes to its buffer.
                     self._changed.wait_for(lambda: decoding.logits is not None or decoding.error is not None)
                 self._together.discard(decoding)
                 raise
@@ -138,22 +141,25 @@ class Scheduler:
         return decoding.logits
 
     def _until(self, came: float) -> float:
-        """When a step that `came` then waits for others no longer, if the model is free: they were busy until then."""
+        """The time until which a step that arrived at `came` waits for others, if the model is free.
+
+        It counts from when the model became free, because the others could not compute before.
+        """
         return max(came, self._freed) + _PATIENCE * self._took
 
     @property
     def _grace(self) -> float:
-        """Until when a prompt that is coming may still come, for steps to wait for it."""
+        """The time until which steps wait for a prompt that is coming."""
         return max(self._freed, self._came) + _GRACE
 
     def _is_for_prefill(self) -> bool:
-        """Whether a prompt has the turn, and waits for it or will in a moment."""
+        """Whether prefill has the turn, and a prompt waits for the model or is about to."""
         now = time.monotonic()
         is_due = self._coming and not self._is_in_vain and now < self._grace
         return bool(self._prefilling or is_due) and now < self._turn
 
     def _due(self, decoding: Decoding, came: float) -> list[Decoding] | None:
-        """What to compute now, if it is for this step to do so: it is taken from what waits, and the model is taken."""
+        """The steps that this thread must compute now, or `None`. Takes them from the waiting ones, and the model."""
         if self._is_busy or decoding not in self._waiting or self._is_for_prefill():
             return None
         batch = [decoding]
@@ -168,7 +174,7 @@ class Scheduler:
             batch = sorted(batch[:_MOST_ROWS], key=lambda each: each.number)
             self._together = set(batch)
         self._waiting = [each for each in self._waiting if each not in batch]
-        # A prompt that waits for memory or for a far store holds up one step, not all.
+        # A coming prompt may wait for memory or for a remote store, so it delays one step and not all.
         self._is_busy, self._is_in_vain = True, self._coming > 0
         return batch
 
@@ -189,13 +195,13 @@ class Scheduler:
     def _logits(self, batch: list[Decoding]) -> Tensor:
         if len(batch) == 1:
             if self._rows is not None and batch[0] in self._rows[0]:
-                self._rows = None  # What it knows of this buffer ends here.
+                self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
             found = self._model.forward(torch.tensor([batch[0].tokens], device=self._model.device), batch[0].buffer)
             if found is None:
                 raise AssertionError("logits were asked for")
             return found
         if any(len(each.tokens) > 1 for each in batch):
-            self._rows = None  # Questions are new rows, and those that were here go on at other places.
+            self._rows = None  # Questions are new rows, and copies of the other rows' keys are out of date afterwards.
             return self._model.ragged([each.buffer for each in batch], [each.tokens for each in batch])
         rows = self._rows
         if rows is None or rows[0] != batch:

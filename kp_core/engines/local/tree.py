@@ -1,7 +1,7 @@
-"""The prefix tree: KV of heads, packs and conversations, shared by every prompt that begins alike.
+"""The prefix tree: KV that all prompts with the same beginning share.
 
-A radix tree over token ids: a node holds some tokens with their KV, and is split wherever another prompt goes on with
-another token. KV of a token depends on the tokens before it alone, so any common beginning may be reused.
+A radix tree over token ids. A node holds consecutive tokens with their KV, and is split where another prompt continues
+with a different token. The KV of a token depends only on the tokens before it, so any common prefix may be reused.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _serials = itertools.count(1)
 _UNLABELLED: Mapping[int, tuple[int, int]] = MappingProxyType({})
 
 Name: TypeAlias = tuple[int, int, int]
-"""Which tokens of which KV: its serial, the first token, the number of tokens."""
+"""Names some tokens of an inserted KV: the serial of that KV, the first token in it, the number of tokens."""
 
 
 class Node:
-    """Some tokens with their KV.
+    """Consecutive tokens with their KV.
 
-    `owners` are the namespaces of the packs they belong to: who may not read all of them does not find the node, nor
-    what is below it. A node of KV that was altered or composed has a `label`, is found by it, and is matched whole.
-    `serial` names the KV that was inserted, of which this node has the tokens from `begin` on; a split renames nothing.
+    `owners` are the namespaces of the packs that the tokens belong to. A request that may not read all of them finds
+    neither this node nor the nodes below it. A node of altered or composed KV has a `label`: it is found under this
+    label, and matched only as a whole. `serial` numbers the inserted KV, and this node has its tokens from `begin` on;
+    after a split both nodes keep the serial.
     """
 
     __slots__ = ("begin", "children", "ids", "kv", "label", "logits", "owners", "parent", "pins", "serial", "users")
@@ -56,7 +57,7 @@ class Node:
 
     @property
     def key(self) -> object:
-        """What it is found by among the children of its parent."""
+        """The key of this node in `children` of its parent."""
         return _key(self.ids, self.label)
 
     @property
@@ -71,7 +72,7 @@ def _key(ids: tuple[int, ...], label: int) -> object:
 
 
 def common_tokens(left: Sequence[Name], right: Sequence[Name]) -> int:
-    """How many tokens, from the first on, are the same KV in both, however it is divided."""
+    """How many tokens, from the first on, are the same KV in both, even if they are cut differently."""
     total, mine, theirs = 0, list(reversed(left)), list(reversed(right))
     while mine and theirs:
         (serial, begin, count), (other, other_begin, other_count) = mine.pop(), theirs.pop()
@@ -87,15 +88,15 @@ def common_tokens(left: Sequence[Name], right: Sequence[Name]) -> int:
 
 
 class Path:
-    """The nodes from the root that a prompt was found to begin with; holds them in the tree until `release`."""
+    """The nodes from the root that match the beginning of a prompt. They stay in the tree until `release`."""
 
     def __init__(self, tree: PrefixTree, root: Node) -> None:
         self._tree = tree
         self.is_open = True
-        """Whether the tree had room for everything so far, and what follows may be kept."""
+        """Whether more tokens may be inserted. The tree sets it to `False` when it has no room."""
         self.last = root
         self.held: list[tuple[Name, KVTensors]] = []
-        """The KV of each node as it was when the path stepped onto it; another prompt may split the node later."""
+        """The KV of each node, as it was when the path reached it; another prompt may split the node later."""
         self.tokens = 0
         root.users += 1
 
@@ -108,18 +109,21 @@ class Path:
         owners: Collection[str] = (),
         label: int = 0,
     ) -> bool:
-        """Add tokens below the path and step onto them; `False` when there is no room: the path is then closed."""
+        """Insert tokens below the path and extend the path to them.
+
+        Returns `False`, and closes the path, when the tree has no room.
+        """
         self.is_open = self.is_open and self._tree._insert(self, ids, kv, logits, frozenset(owners), label)  # noqa: SLF001
         return self.is_open
 
     def pin(self) -> Node:
-        """Keep the whole path in the tree until `PrefixTree.unpin` of the node given back."""
+        """Keep the whole path in the tree until `PrefixTree.unpin` is called with the returned node."""
         with self._tree.lock:
             self.last.pins += 1
             return self.last
 
     def release(self) -> None:
-        """Let the tree evict these nodes again."""
+        """Allow the tree to evict these nodes again."""
         with self._tree.lock:
             self.last.users -= 1
 
@@ -133,10 +137,11 @@ class Path:
 
 
 class PrefixTree:
-    """Prefix tree with a byte budget: the least recently used leaves go first, never one that is pinned or in use.
+    """Prefix tree with a byte budget. Evicts the least recently used leaves first, but none that is pinned or in use.
 
-    `nbytes` stays within `budget_bytes`; what does not fit is not kept. All methods may be called from several threads.
-    With `has_states`, a model goes on only from where the states of its recurrent layers are known: a path ends there.
+    `nbytes` stays within `budget_bytes`; KV that does not fit is not kept. All methods may be called from several
+    threads. With `has_states`, a path ends only where the states of the recurrent layers are known, because the model
+    can continue only from there.
     """
 
     def __init__(self, budget_bytes: int, *, has_states: bool = False) -> None:
@@ -144,14 +149,14 @@ class PrefixTree:
         self.nbytes = 0
         self.lock = threading.RLock()
         self._root = Node((), None, None)
-        # Oldest first. A path is touched from its leaf to its root, so leaves grow old before what they stand on.
+        # Least recently used first. A path is touched from leaf to root, so a leaf comes before its ancestors.
         self._age: OrderedDict[Node, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._age)
 
     def held_bytes(self, *, pinned_only: bool = False) -> int:
-        """Bytes of the nodes that are pinned or in use, and of all before them."""
+        """Bytes of the nodes that are pinned or in use (with `pinned_only`: pinned), and of all their ancestors."""
         with self.lock:
             held: set[Node] = set()
             for node in self._age:
@@ -163,7 +168,7 @@ class PrefixTree:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds nothing, and nobody holds it."""
+        """Whether the tree has no nodes and no path is in use."""
         with self.lock:
             return not self._age and not self._root.users
 
@@ -175,11 +180,12 @@ class PrefixTree:
         labels: Mapping[int, tuple[int, int]] = _UNLABELLED,
         logits: bool = True,
     ) -> Path:
-        """The longest path that begins the prompt `ids`, over nodes of nobody and of `owners`.
+        """The longest path that matches the beginning of the prompt `ids`.
 
-        `labels` gives, by the position where they begin, the end and the negative label of what is altered or composed:
-        such tokens are one node, which is found by its label alone and matched whole. With `logits`, a path over the
-        whole prompt is given only where the logits behind it are kept; otherwise it ends before the last token.
+        The path has only nodes without owners and nodes whose owners are all in `owners`. `labels` maps the start of
+        each altered or composed region to its end and its negative label. Such a region is one node, which is found
+        only under its label and matched only as a whole. With `logits`, the path covers the whole prompt only if the
+        tree has the logits after it; otherwise it ends before the last token.
         """
         with self.lock:
             found = self._longest(self._root, ids, 0, frozenset(owners), labels)
@@ -207,13 +213,13 @@ class PrefixTree:
         readable: frozenset[str],
         labels: Mapping[int, tuple[int, int]],
     ) -> list[tuple[Node, int]]:
-        """The nodes below `node` that go on with `ids` from `at`, and how many tokens of each do."""
+        """The nodes below `node` that match `ids` from `at` on, each with the number of tokens that match."""
         found: list[tuple[Node, int]] = []
         while at < len(ids):
             stop, label = labels.get(at, (min((start for start in labels if start > at), default=len(ids)), 0))
             children = node.children.get(_key(ids[at:stop], label) if label else ids[at], [])
             children = [child for child in children if child.owners <= readable]
-            if len(children) > 1:  # Texts that begin alike, of several owners.
+            if len(children) > 1:  # Texts of several owners begin alike.
                 branches = [self._branch(child, ids, at, stop, readable, labels) for child in children]
                 return found + max(branches, key=lambda branch: sum(count for _, count in branch))
             if not children:
@@ -240,12 +246,15 @@ class PrefixTree:
         return [(child, count), *behind]
 
     def unpin(self, node: Node) -> None:
-        """Undo one `Path.pin` of the path that ends in `node`."""
+        """Undo one `Path.pin` of the path that ends at `node`."""
         with self.lock:
             node.pins -= 1
 
     def shrink(self, budget_bytes: int) -> bool:
-        """Keep to another budget from here on, if what is pinned and in use fits into it."""
+        """Set a new budget, and evict what exceeds it.
+
+        Returns `False`, and keeps the old budget, when pinned nodes and nodes in use do not fit into it.
+        """
         with self.lock:
             fits = self._evict(self.nbytes - budget_bytes)
             if fits:
@@ -253,12 +262,12 @@ class PrefixTree:
             return fits
 
     def clear(self) -> None:
-        """Drop everything that is neither pinned nor in use."""
+        """Evict everything that is neither pinned nor in use."""
         with self.lock:
             self._evict(self.nbytes)
 
     def _split(self, node: Node, at: int) -> Node:
-        """Put a node of the first `at` tokens above `node`, which keeps the rest; the KV is shared, not copied."""
+        """Insert a node with the first `at` tokens above `node`, which keeps the rest. The KV is shared, not copied."""
         parent, kv = node.parent, node.kv
         if parent is None or kv is None:
             raise AssertionError("the root holds no tokens to split")
@@ -286,7 +295,7 @@ class PrefixTree:
                 node = next((child for child in among if child.owners == owners), None)
                 if node is None:
                     return self._add(path, Node(ids, kv, path.last, owners=owners, label=label), logits)
-                # Another thread was here first, or tokens come again for their logits or their states.
+                # Another thread inserted these tokens first, or they come again with logits or states.
                 same = common_length(node.ids, ids)
                 if same < len(node.ids):
                     node = self._split(node, same)
@@ -297,7 +306,7 @@ class PrefixTree:
             return True
 
     def _complete(self, node: Node, kv: KVTensors, logits: Tensor | None) -> bool:
-        """Give a node what it lacks: the logits behind its last token, and the states."""
+        """Add the logits after the last token and the states to a node that lacks them; `False` without room."""
         added = 0
         if node.logits is None and logits is not None:
             added += logits.nbytes
@@ -305,7 +314,7 @@ class PrefixTree:
             added += kv.state_bytes
         if not added:
             return True
-        node.users += 1  # It is not to be evicted for its own sake.
+        node.users += 1  # Making room must not evict this node.
         try:
             if not self._evict(self.nbytes + added - self.budget_bytes):
                 return False
@@ -329,7 +338,7 @@ class PrefixTree:
         return True
 
     def _evict(self, excess: int) -> bool:
-        """Free at least `excess` bytes; whether that was possible."""
+        """Free at least `excess` bytes. Returns whether that was possible."""
         while excess > 0:
             victim = next((node for node in self._age if not (node.children or node.pins or node.users)), None)
             if victim is None or victim.parent is None:
@@ -345,7 +354,7 @@ class PrefixTree:
         return True
 
     def _release_storage(self, victim: Node) -> None:
-        """Copy what is left of the KV that `victim` had a part of, so that the memory of its part is given back."""
+        """Copy the KV of the ancestors that share memory with `victim`, so that the memory of `victim` is freed."""
         node = victim.parent
         while node is not None and node.serial == victim.serial and node.kv is not None:
             node.kv, node = node.kv.clone(), node.parent
@@ -360,6 +369,6 @@ def _has_states(node: Node) -> bool:
 
 
 def _common(node: Node, ids: tuple[int, ...], at: int, stop: int) -> int:
-    """How many tokens of `node` stand in `ids` from `at` on, before `stop`."""
+    """How many tokens of `node` match `ids` from `at` on, up to `stop`."""
     size = min(len(node.ids), stop - at)
     return size if ids[at : at + size] == node.ids[:size] else common_length(node.ids, ids[at : at + size])
