@@ -26,7 +26,7 @@ def _leave(_signal: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Let an interrupt end the process at once: a half import is of no use, and libraries catch interrupts."""
+    """Let an interrupt end the process at once: half an import is of no use, and libraries catch interrupts."""
     before = signal.getsignal(signal.SIGINT)
     ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if ours:

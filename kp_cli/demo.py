@@ -79,7 +79,7 @@ class _Demo:
         self.passages = {tokens: next(self._cut([tokens])) for tokens in _TOKENS}
         self._handles: dict[int, Handle] = {}
         self._took: dict[tuple[int, str], float] = {}
-        # Warm up: the first pass sets up kernels and packs weights, which no question should pay for.
+        # Warm up: the first pass sets up kernels and lays out weights; no question should pay for it.
         session.generate(self.passages[_TOKENS[0]], max_tokens=2)
         session.clear_cache()
 

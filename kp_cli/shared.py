@@ -193,7 +193,7 @@ class PlaceOptions:
         return {name: value for name, value in given.items() if value is not None}
 
     def folder(self, place: str, facts: ChromaFactStore) -> str | Path:
-        """The place of the packs of `facts`, opened from `place`. It is never inside a folder that is not ours."""
+        """The place of the packs of `facts`, opened from `place`. Its default is never in a folder that is not ours."""
         if self.packs is not None:
             return located(self.packs)
         if facts.path is not None:

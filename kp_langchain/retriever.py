@@ -161,7 +161,7 @@ class KnowledgePackRetriever(PackRetriever):
         return DeleteResponse(num_deleted=len(gone), succeeded=gone, num_failed=0, failed=[])
 
     def edit(self, doc_id: str, old: str, new: str, *, how: How = "amend") -> Document:
-        """Replace `old` by `new` in a document, and return it; see `kp_core.delivery.Delivery.edit`."""
+        """Correct `old` to `new` in a document, and return it; see `kp_core.delivery.Delivery.edit`."""
         return _document(self._delivery().edit(doc_id, old, new, how=how))
 
     def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:  # noqa: ANN401

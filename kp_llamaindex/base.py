@@ -96,12 +96,12 @@ class PackIndex(ABC):
         self.insert_nodes(run_transformations([document], steps))
 
     def update_ref_doc(self, document: Document) -> None:
-        """Replace the document that has the id of `document`, with its nodes and packs."""
+        """Replace the stored document of the same id by `document`. Its old nodes and their packs are removed."""
         self.delete_ref_doc(document.id_)
         self.insert(document)
 
     def refresh_ref_docs(self, documents: Sequence[Document]) -> list[bool]:
-        """Insert new documents and update changed ones. Returns for each of `documents` whether it was one of these."""
+        """Insert new documents and update changed ones. Returns for each of `documents` whether it was either."""
         held = self._hashes([document.id_ for document in documents])
         changed = [held.get(document.id_) != document.hash for document in documents]
         for document, differs in zip(documents, changed, strict=True):

@@ -243,7 +243,8 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
     def _request(self, options: Mapping[str, Any], messages: Sequence[ChatMessage]) -> dict[str, Any]:
         """The fields, overridden by the options of one call. `stop=None` leaves the field's value.
 
-        A conversation that is compacted, or holds handles of a memory block, is an agent's memory, so its KV is kept.
+        A conversation that is compacted, or holds handles of a memory block, is an agent's memory: its KV is kept
+        unless `keep` says otherwise.
         """
         given = {name: value for name, value in options.items() if name != "stop" or value is not None}
         compacts = given.get("compact", self.compact)

@@ -169,7 +169,7 @@ class Desk:
         pack = KnowledgePack(text, known, job.token_ids, prefix, self.identity, provenance=about)
         handle = await asyncio.to_thread(self.store.put, pack)
         told = await asyncio.to_thread(self._told, handle, pack.key)
-        if told["compiled"]:  # E.g. for an interrupted build that runs again.
+        if told["compiled"]:  # E.g. by an interrupted build that now runs again.
             return told
         await self.fill(visit, pack)
         return await asyncio.to_thread(self._told, handle, pack.key)

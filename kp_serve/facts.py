@@ -17,7 +17,7 @@ from kp_serve.wire import HTTPError, Visit
 __all__ = ["answer_facts"]
 
 _FIELDS = ("text", "title", "source", "metadata", "id", "expires")
-_MOST, _AT_ONCE = 1000, 16  # Most facts of one request; facts that are compiled at a time.
+_MOST, _AT_ONCE = 1000, 16  # Most facts of one request; most that vLLM compiles at a time.
 
 
 async def answer_facts(desk: Desk, visit: Visit) -> None:

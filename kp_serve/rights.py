@@ -52,8 +52,8 @@ class Rights:
     def read(cls, parameters: object, salt: str | None, key: bytes) -> Rights | None:
         """The rights in `kv_transfer_params`; `None` unless they were signed for this salt.
 
-        Expired rights give `None` too. Only rights to altered KV (`begins`) are returned, without namespaces, so that
-        their request fails: plain KV must not be computed for it.
+        Expired rights give `None`, except rights to altered KV (`begins`). These are returned without namespaces, so
+        that their request fails: plain KV must not be computed for it.
         """
         signed = parameters.get(_PARAMETER) if isinstance(parameters, Mapping) else None
         text, _, mac = str(signed).partition(".")

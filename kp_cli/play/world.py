@@ -315,8 +315,8 @@ class Step:
 class Agent:
     """An agent that searches until it has read five documents, or all, and then answers.
 
-    It does not decide this itself, as a small model would not go on. The prompt holds handles, and tool calls are
-    compacted, so it does not grow. The same conversation is also counted as text.
+    A small model would not decide by itself to go on, so this class decides. The prompt holds handles, and tool calls
+    are compacted, so it does not grow. The same conversation is also counted as text.
     """
 
     def __init__(self, world: World, task: str) -> None:
