@@ -1,7 +1,7 @@
 """The command line, `kp`.
 
-Exit codes: 0 done; 1 an error, said in one line; 2 a command that was not understood; 3 `kp verify` found something
-wrong (with `--repair`: that could not be repaired); 130 interrupted.
+Exit codes: 0 done; 1 an error, printed in one line; 2 bad usage; 3 `kp verify` or `kp doctor` found a fault
+(`kp verify --repair`: one that it could not repair); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _leave(_signal: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Let an interrupt end the process at once: half an import is nothing to go on with, and libraries catch it."""
+    """Let an interrupt end the process at once: half an import is of no use, and libraries catch interrupts."""
     before = signal.getsignal(signal.SIGINT)
     ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
     if ours:
@@ -47,7 +47,7 @@ def main() -> None:
         sys.stderr.write(f'kp needs {error.name}: `pip install "knowledge-packs[cli]"`.\n')
         sys.exit(1)
     code = run()
-    # All is done and said; what libraries still do at the exit is not worth a traceback.
+    # The command is done. An interrupt of what libraries do at exit needs no traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""All commands in one, and what becomes of their errors."""
+"""All commands, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kp_cli.shared import ERRORS, WrongError, message_of, plain
 
 __all__ = ["app", "run"]
 
-# Typer brings a Click of its own in some releases, and does not name these classes.
+# Some releases of Typer bring their own Click, and do not export this class.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 _COMMANDS = {
@@ -47,7 +47,7 @@ _COMMANDS = {
     "steer": ("steer", "Change how a model speaks, without a word in the prompt."),
     "packet": ("packet", "Soft tokens around packs: train them, and see what they are worth."),
 }
-"""Each command: the module that is imported when it is called, as some take seconds, and what it does."""
+"""Each command: its module, which is imported on call, as some take seconds; and its help."""
 
 _GUIDE = """\
 Knowledge Packs: facts found by meaning, and handed to a model without being read again.
@@ -61,7 +61,7 @@ Knowledge Packs: facts found by meaning, and handed to a model without being rea
 
 
 class _Late(TyperGroup):
-    """Commands whose modules are imported when they are called."""
+    """Commands whose modules are imported on call."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
@@ -112,7 +112,7 @@ def _top(
         logging.getLogger("kp_core").setLevel(logging.DEBUG)
     else:
         warnings.simplefilter("ignore")
-        # What is wrong with a file, we say in one sentence.
+        # Our own error says in one sentence what is wrong with a file.
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)
     if context.invoked_subcommand is None:
         from kp_core.facts.folder import is_fact_store
@@ -122,15 +122,15 @@ def _top(
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code."""
+    """Run one command. Returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "--debug" in given:
-        # It counts wherever it stands.
+        # `--debug` counts at any place.
         given = ["--debug", *(argument for argument in given if argument != "--debug")]
-    # Of the libraries below: a bar for every load of a model that takes a second.
+    # Otherwise libraries show a progress bar for each load of a model.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that knows fewer signs shows others in their place; that is no error.
+        # A terminal that lacks a character shows a replacement; it must not fail.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -145,7 +145,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except WrongError:
         return 3
     except BrokenPipeError:
-        # Who read it has enough (`kp search … | head`); what is still in the buffer must not fail at the exit.
+        # The reader has closed the pipe (`kp search … | head`). The rest of the buffer must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ERRORS as error:

@@ -1,4 +1,4 @@
-"""`kp ask`, `kp chat`: a model answers from what a collection holds."""
+"""`kp ask`, `kp chat`: a model answers from a collection."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer."
 
 @dataclass(frozen=True)
 class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
-    """Which facts, what packs hold, and how which model uses them."""
+    """Options for facts, for packs and for the model."""
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
     kv: Annotated[
@@ -74,7 +74,7 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
     ] = None
 
     def asked(self) -> dict[str, Any]:
-        """As options of a request."""
+        """These options as options of a request."""
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
         steering = None if self.steering is None else (load_steering(self.steering), self.alpha)
@@ -163,9 +163,9 @@ def chat(
 
 
 class _Asker:
-    """A collection, its packs and a model, for as long as `stack` is open.
+    """A collection, its packs and a model, open until `stack` closes.
 
-    `lazy` packs cost nothing to make; `once` is for a process that answers one question.
+    With `lazy`, packs are made without KV. `once` is for a process that answers one question.
     """
 
     def __init__(  # noqa: PLR0913 - what a command was given
@@ -178,9 +178,9 @@ class _Asker:
         lazy: bool = False,
         once: bool = False,
     ) -> None:
-        # What is wrong with the options is known before minutes go into loading a model.
+        # Check the options before loading a model, which may take minutes.
         self._wanted, self._asked = options.keywords(), {"max_tokens": max_tokens, **options.asked()}
-        # Banks are made when they are first asked for.
+        # Banks are made on first use, which writes to the collection.
         facts = stack.enter_context(options.reading(place, read_only=options.unit != "bank"))
         if not len(facts):
             facts.search("anything")
@@ -197,7 +197,7 @@ class _Asker:
         )
         self._is_new = False
         if once and self._packs.kv == "stored":
-            # This process meets nothing twice; the next one does.
+            # Keep KV for the next process; this one reads nothing twice.
             self._asked["keep"] = "always"
 
     def search(self, question: str, k: int) -> list[Found]:
@@ -211,7 +211,7 @@ class _Asker:
     def request(
         self, question: str, found: list[Found], way: str, before: list[Message] | None = None
     ) -> dict[str, Any]:
-        """A question with its facts, as packs or as text, behind the messages before; what `Session.stream` takes."""
+        """Arguments of `Session.stream`: a question with its facts, as packs or as text, behind earlier messages."""
         parts = [each.content if way == "packs" else each.unit.text for each in found]
         content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
@@ -220,7 +220,7 @@ class _Asker:
         }
 
     def gain(self, made: Generation) -> str:
-        """What stored KV saved this answer, or will save the next."""
+        """A sentence on what stored KV saved this answer, or will save the next."""
         usage = made.usage
         if not usage.pack_tokens or self._packs.kv == "lazy":
             return ""
@@ -229,7 +229,7 @@ class _Asker:
         return f"{usage.reused_tokens} tokens were read, not computed."
 
     def converse(self, request: dict[str, Any]) -> Generation:
-        """The answer to the last message; the first are dropped while all are more than the model can read."""
+        """Answer the last message. Drops the oldest messages while there are more than the model can read."""
         while True:
             try:
                 return self.answer(request, live=True)
@@ -241,7 +241,7 @@ class _Asker:
                 console().print("(the model can read no more; the oldest question is forgotten)", style="dim")
 
     def answer(self, request: dict[str, Any], *, live: bool) -> Generation:
-        """An answer, printed piece by piece where it is `live`."""
+        """An answer; with `live`, it is printed piece by piece."""
         with closing(self.session.stream(**request)) as stream:
             for piece in stream if live else ():
                 sys.stdout.write(plain(piece))
@@ -252,7 +252,7 @@ class _Asker:
 
 
 def _typed(out: Console) -> str:
-    """The next question; none when the input ends."""
+    """The next question; empty when the input ends."""
     try:
         return out.input(Text("you: ", "bold")).strip()
     except (EOFError, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""`kp inspect`, `kp verify`: what a collection, a store or a pack file holds, and whether it can be trusted."""
+"""`kp inspect`, `kp verify`: show what a collection, a store or a pack file holds, and check it."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def inspect(
 
 @dataclass
 class _Report:
-    """What was found wrong, and what of it is left after the repair, a sentence each.
+    """The faults that were found, and those left after the repair, one sentence each.
 
-    Besides, the packs that no fact uses any more, and how many packs were `checked` against the model's template or
-    are of an `other_model`.
+    `orphans` are packs that no fact uses any more. `packs` counts those `checked` against the model's template and
+    those of an `other_model`.
     """
 
     found: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ class _Report:
     packs: Counter[str] = field(default_factory=Counter)
 
     def add(self, found: list[str], left: list[str] | None = None) -> None:
-        """Add what was found; by default all of it is left."""
+        """Add faults; by default all of them are left."""
         self.found += found
         self.left += found if left is None else left
 
@@ -107,7 +107,7 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
     """Check counts, a sample of vectors, banks and packs, and that a prompt with a pack's handle is byte for byte that
     with its text; exit code 3 when something is wrong. Packs that no fact uses any more are named.
     """
-    # What opening logs, this says in its own words.
+    # This command reports what opening would log.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
     report, packs = _Report(), located(path)
     if is_collection(path):
@@ -130,7 +130,7 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
 
 
 def _told(path: str, report: _Report, *, repair: bool) -> Text:
-    """A report for people."""
+    """A report as text for people."""
     said, found, left = Text(), report.found, report.left
     if report.orphans:
         said.append(f"Packs that no fact uses any more: {', '.join(report.orphans)}; `kp gc {path}` removes them.\n")
@@ -148,11 +148,11 @@ def _told(path: str, report: _Report, *, repair: bool) -> Text:
 
 
 def _check_collection(path: str, options: PlaceOptions, report: _Report, *, repair: bool) -> str | Path:
-    """Add what is wrong with a collection, and its packs that no fact uses; where its packs are."""
+    """Report the faults of a collection and its unused packs. Returns the place of its packs."""
     try:
         with open_collection(path, options, read_only=True) as facts:
             packs, wrong = options.folder(path, facts), facts.verify()
-            with suppress(FactError):  # Banks may still have to be made, to know which of their packs are used.
+            with suppress(FactError):  # Raised if banks are not made yet: only they tell which of their packs are used.
                 store = PackStore(packs) if is_store(packs) else None
                 report.orphans = [str(h) for h in Delivery(facts, None, store).orphans()] if store else []
     except FactError as error:
@@ -170,7 +170,7 @@ def _check_collection(path: str, options: PlaceOptions, report: _Report, *, repa
 
 
 def _check_store(store: PackStore, report: _Report, *, repair: bool) -> None:
-    """Add which packs are damaged; when repaired they come back lazy, from their text, and what has no text is left."""
+    """Report damaged packs. A repair makes them lazy, from their text; packs without text are left."""
     for handle, reason in list(store.verify()):
         left = [f"The pack {handle}: {reason}"]
         if repair:
@@ -183,9 +183,9 @@ def _check_store(store: PackStore, report: _Report, *, repair: bool) -> None:
 
 
 def _check_template(session: Session, store: PackStore, report: _Report) -> None:
-    """Render a question behind the handle of each pack and behind its text: the same bytes, the same tokens.
+    """Render a question behind each pack's handle and behind its text; bytes and tokens must be the same.
 
-    Packs of another model, by its tokenizer or chat template, are counted, and not judged.
+    Packs of a model with another tokenizer or chat template are counted, but not checked.
     """
     own = session.fingerprint
     for handle in store:
@@ -213,7 +213,7 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
         return "a prompt with its handle is rendered differently from one with its text."
     if prompt.token_ids != twin.token_ids:
         return "a prompt with its handle has other tokens than one with its text."
-    # One made for the system message ends differently than it would in a user's.
+    # The last tokens of a pack for the system message differ from those in a user message.
     for placed in (prompt, template.render(f"{handle}\n\n{_QUESTION}", view=view, placement="system")):
         template.verify(placed)
         if any(placed.token_ids[span.start : span.stop] == pack.token_ids for span in placed.spans):
@@ -222,7 +222,7 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
 
 
 def _pack_file(path: str) -> Path:
-    """The path of a pack file; raises `FactError` for what is nothing of ours."""
+    """The path of a pack file. Raises `FactError` if it is nothing of ours."""
     file = located(path)
     if not isinstance(file, Path) or not file.is_file():
         raise FactError(f"{path} is neither a collection, nor a store of packs, nor a pack file.")
@@ -230,7 +230,7 @@ def _pack_file(path: str) -> Path:
 
 
 def _read(file: Path) -> KnowledgePack:
-    """The pack in a file; raises `PackError`, naming it, for what is none."""
+    """The pack in a file. Raises `PackError` with the file's name if it is not a pack or damaged."""
     try:
         return read_pack(file.read_bytes())
     except PackError as error:
@@ -238,7 +238,7 @@ def _read(file: Path) -> KnowledgePack:
 
 
 def _draw(store: PackStore, picture: Path) -> None:
-    """Draw `store`: how many packs have how many tokens, and the bytes of texts, of packs' KV and of what is kept."""
+    """Plot `store`: tokens per pack, and the bytes of texts, of packs' KV and of kept KV."""
     with needing("--plot needs matplotlib", "plot"):
         from matplotlib.figure import Figure
     entries = [entry for handle in store for entry in store.entries(handle)]
@@ -258,7 +258,7 @@ def _draw(store: PackStore, picture: Path) -> None:
 
 def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
     facts, banks = list(store.facts()), None
-    with suppress(FactError):  # Raised where banks are still to be made, as this only reads.
+    with suppress(FactError):  # Raised if banks are not made yet, as this only reads.
         banks = len(store.banks())
     return {
         "collection": store.where,

@@ -1,4 +1,4 @@
-"""`kp demo`: what packs do, on one screen and in a minute, with the bundled model and facts about invented islands."""
+"""`kp demo`: what packs do, on one screen in a minute, with the bundled model and facts about invented islands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 _TOKENS = (250, 1000, 4000)
-_SEARCHES, _FOUND = 8, 120  # How often the agent searches, and about how many tokens it finds.
+_SEARCHES, _FOUND = 8, 120  # Number of the agent's searches, and about how many tokens each finds.
 _QUESTION = "What is the name of the highest peak on Thranmoor?"
 _STYLED = "What is the sun?"
 _ALPHAS = {-1.0: "casual", 0.0: "as it is", 1.5: "formal"}
@@ -45,10 +45,10 @@ def demo(*, model: ModelOptions) -> None:
     began, out = time.perf_counter(), console()
     out.print("Knowledge Packs: text is read once, and then only named.", style="bold")
     with ExitStack() as stack:
-        # A line that stays: the first time, a bar of the conversion comes behind it.
+        # A line that stays: on the first run, a progress bar of the model's conversion follows.
         out.print("Loading the model ...")
         shown = _Demo(model.load(), Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))))
-        stack.callback(shown.session.close)  # Before its folder goes: what was kept may still be written.
+        stack.callback(shown.session.close)  # Before the folder is deleted: kept KV may still be written.
         with _doing(out, "Compiling three packs, as is done once for each text"):
             shown.compile()
         _heading(out, 1, "The same answer", f"The question: {_QUESTION}")
@@ -66,7 +66,7 @@ def demo(*, model: ModelOptions) -> None:
 
 
 class _Demo:
-    """A model, the passages it is asked about, and their packs in a folder that goes with the demo."""
+    """A model, the passages that questions are about, and their packs in a temporary folder."""
 
     def __init__(self, session: Session, folder: Path) -> None:
         from kp_core import PackStore
@@ -79,12 +79,12 @@ class _Demo:
         self.passages = {tokens: next(self._cut([tokens])) for tokens in _TOKENS}
         self._handles: dict[int, Handle] = {}
         self._took: dict[tuple[int, str], float] = {}
-        # The first pass sets up kernels and lays out weights, which is no part of anybody's question.
+        # Warm up: the first pass sets up kernels and lays out weights; no question should pay for it.
         session.generate(self.passages[_TOKENS[0]], max_tokens=2)
         session.clear_cache()
 
     def _cut(self, sizes: Sequence[int]) -> Iterator[str]:
-        """Passages of about as many tokens as `sizes` say, of whole facts, one behind the other."""
+        """Consecutive passages of whole facts, each of about as many tokens as `sizes` says."""
         first = 0
         for wanted in sizes:
             sums = itertools.accumulate(self._sizes[first:])
@@ -93,15 +93,15 @@ class _Demo:
             first = stop
 
     def compile(self) -> None:
-        """The packs of the passages."""
+        """Compile the packs of the passages."""
         for tokens, text in self.passages.items():
             self._handles[tokens] = self._store.put(self.session.build_pack(text))
 
     def answer(self, tokens: int, way: str, said: Callable[[str], object], *, most: int = 32) -> Generation:
-        """An answer from the passage of so many tokens, with nothing in memory, and from packs with KV on disk.
+        """An answer from the passage of `tokens` tokens. Nothing is in memory; the KV of packs is on disk.
 
-        The text stands in the prompt as it is. That it is a pack's is recognised, and nothing of it is reused: so both
-        prompts are cut alike, and rounding cannot part their answers.
+        A text is recognised as that of a pack, but no KV is reused for it. So both prompts are divided alike, and
+        rounding cannot make their answers differ.
         """
         self.session.clear_cache()
         knowledge = self.passages[tokens] if way == "text" else str(self._handles[tokens])
@@ -114,7 +114,7 @@ class _Demo:
         return made
 
     def side_by_side(self, out: Console) -> None:
-        """One question from text and from its pack."""
+        """Answer one question from text and from its pack, side by side."""
         sides = {way: _Side(out, way) for way in ("text", "pack")}
         made = {}
         with Live(Columns(sides.values(), padding=0), console=out, refresh_per_second=10):
@@ -123,7 +123,7 @@ class _Demo:
                 made[way] = self.answer(_TOKENS[1], way, side.pieces.append)
                 side.stop(made[way])
         if not out.is_terminal:
-            out.line()  # There rich prints the panels once, at the end, and no new line.
+            out.line()  # Without a terminal, rich prints the panels once, at the end, without a line break.
         text, pack = made["text"], made["pack"]
         same = text.token_ids == pack.token_ids
         out.print(
@@ -132,7 +132,7 @@ class _Demo:
         )
 
     def sooner(self, out: Console) -> None:
-        """The seconds until the first token, as bars."""
+        """Show the seconds until the first token as bars."""
         for tokens in _TOKENS:
             for way in ("text", "pack"):
                 if (tokens, way) not in self._took:
@@ -146,7 +146,7 @@ class _Demo:
             out.print(f"{'':>14} pack {_bar(out, pack / longest)} {pack:.2f} s  {text / pack:.0f} x", style="green")
 
     def agent(self, out: Console) -> None:
-        """What two agents send that search again and again; both keep what they have computed."""
+        """Show the tokens that two agents send, which search again and again and keep what they computed."""
         found = list(self._cut([_FOUND] * _SEARCHES))
         packs = [
             str(self._store.put(self.session.build_pack(text, compiled_for="system", lazy=True))) for text in found
@@ -168,7 +168,7 @@ class _Demo:
         out.print(f"{'':>10}{'text':<{_BAR // 2 + 8}}packs", style="dim")
 
     def style(self, out: Console) -> None:
-        """One question, at three strengths of a steering."""
+        """Answer one question at three strengths of a steering."""
         from kp_core.steering import preset
 
         with _doing(out, "Making a steering of pairs of sentences, formal and casual"):
@@ -181,7 +181,7 @@ class _Demo:
 
 
 class _Side:
-    """One of two answers that stand side by side, and its clock."""
+    """The panel of one of two answers, with its clock."""
 
     def __init__(self, out: Console, way: str) -> None:
         self._way, self._width = way, out.width if out.width < 80 else out.width // 2
@@ -190,7 +190,7 @@ class _Side:
         self._told = "waiting"
 
     def stop(self, made: Generation) -> None:
-        """Stop the clock, and say what the answer cost."""
+        """Stop the clock, and show what the answer cost."""
         usage = made.usage
         self._ended = time.perf_counter()
         sent = len(made.prompt) if self._way == "text" else usage.prompt_tokens
@@ -205,7 +205,7 @@ class _Side:
 
 @contextmanager
 def _doing(out: Console, words: str) -> Iterator[None]:
-    """Say what takes its time: on a terminal until it is done, else in a line."""
+    """Show `words` while something runs: on a terminal until it is done, else as a line."""
     if not out.is_terminal:
         out.print(f"{words} ...")
     with out.status(f"{words} ...", spinner="dots" if _is_utf(out) else "line"):

@@ -115,7 +115,7 @@ def _measured(session: Session) -> dict[str, Any]:
     if "kv" not in can:
         return about | {"advice": "keep packs lazy: this engine gives no KV to store"}
     text = _PROBE_TEXT[: session.max_positions * 3 // 4]
-    session.build_pack(text)  # Kernels load with the first.
+    session.build_pack(text)  # Warm up: kernels load with the first pack.
     began = time.perf_counter()
     pack = session.build_pack(text)
     pace = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""`kp build`, `add`, `edit`, `remove`, `gc`, `size`: facts into collections, corrected, and out of them."""
+"""`kp build`, `add`, `edit`, `remove`, `gc`, `size`: add facts to collections, correct and remove them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """A dataset beside files, and how facts are read."""
+    """Options for a dataset beside files, and for reading facts."""
 
     dataset: Annotated[str | None, typer.Option(metavar="NAME", help="A Hugging Face dataset too.")] = None
     config: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of --dataset.")] = None
@@ -89,9 +89,9 @@ class SourceOptions:
     encoding: Annotated[str | None, typer.Option(metavar="NAME", help="Of text that is not UTF-8, e.g. cp1252.")] = None
 
     def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
-        """The facts in `files`, then those of the dataset; rows passed over go to `skipped`.
+        """The facts in `files`, then those of the dataset. Skipped rows go to `skipped`.
 
-        What is not there is said at once, before anything is read or written.
+        A missing file raises `SourceError` at once, before anything is read or written.
         """
         for file in files:
             if str(file) != STDIN and not file.exists():
@@ -113,7 +113,7 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class CompileOptions(ModelOptions):
-    """Whether packs are compiled now, and which."""
+    """Options for compiling packs."""
 
     compile: Annotated[
         bool, typer.Option("--compile", help="Compile packs of all facts now. Without, each is when it is first found.")
@@ -132,7 +132,7 @@ class CompileOptions(ModelOptions):
     ] = None
 
     def chosen(self, session: Session) -> Compression:
-        """How KV is stored from here; raises `BadParameter` for a choice that is the server's."""
+        """How this process stores KV. Raises `BadParameter` for a choice that is the server's."""
         if self.compress is not None and isinstance(session.engine, VLLMEngine):
             raise typer.BadParameter(
                 f"Got --compress {self.compress}; how a server stores KV is for `kp serve --compress` to say."
@@ -140,11 +140,11 @@ class CompileOptions(ModelOptions):
         return self.compress or "none"
 
     def server(self, session: Session) -> VLLMEngine | None:
-        """The server that computes the KV and stores it, where there is one."""
+        """The server that computes the KV and stores it, if there is one."""
         return session.engine if isinstance(session.engine, VLLMEngine) and self.kv == "stored" else None
 
     def plan(self, units: Iterable[Fact], store: PackStore | None, session: Session) -> dict[str, Any]:
-        """What compiling the units takes that have no pack yet."""
+        """The cost of compiling the units that have no pack yet."""
         compress = self.chosen(session)
         texts, stored, allowed = [], 0, set(NUMERICS if compress == "int8" else ())
         for unit in units:
@@ -156,12 +156,12 @@ class CompileOptions(ModelOptions):
                 texts.append(unit.text)
         cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
         about: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
-        if server := self.server(session):  # Which bytes and time it takes, it alone knows.
+        if server := self.server(session):  # Only the server knows bytes and time.
             return about | {"server": server.base_url}
         return about | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
 
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
-        """Say what it takes, and compile; an interrupted run goes on where it stopped."""
+        """Print the cost, and compile. An interrupted run goes on where it stopped."""
         delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=self.chosen(session))
         units, server = delivery.all_units(), self.server(session)
         plan = self.plan(units, store, session)
@@ -220,7 +220,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
             else:
                 _say_plan(plan)
             return
-        # A model that is not there is said before hours of embedding.
+        # A missing model must fail before hours of embedding.
         session = compiling.load() if compiling.compile else None
         opened = stack.enter_context(open_collection(place, options, new=True, wait=wait, bank_size=bank_size))
         told = _ingest(opened, facts, files, source.ttl, skipped)
@@ -405,11 +405,11 @@ def _ingest(
     ttl: float | None,
     skipped: list[SourceError],
 ) -> dict[str, Any]:
-    """Add facts in batches, with a bar that knows how many bytes of the files have become facts.
+    """Add facts in batches, with a progress bar that counts bytes of the files.
 
-    What became of the facts and of the rows of `skipped`, and how many the collection has now, as JSON.
+    Returns as JSON: the result for the facts, the rows in `skipped`, and the number of facts in the collection.
     """
-    # Of standard input nobody knows; it is no file.
+    # Standard input is not a file; its size is unknown.
     total = sum(path.stat().st_size for each in files or () for path in (each, *each.rglob("*")) if path.is_file())
     added, left, seen = Added(), iter(facts), 0
     with bar_of("Adding", total or None, "B") as bar:
@@ -423,7 +423,7 @@ def _ingest(
 
 
 def _ingested(told: Mapping[str, Any]) -> str:
-    """What `_ingest` gives, for people."""
+    """The result of `_ingest` as text for people."""
     near, corrected = told["near_duplicates"], told["superseded"]
     lines = [
         f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
@@ -442,7 +442,7 @@ def _ingested(told: Mapping[str, Any]) -> str:
 
 
 def _units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
-    """The units that facts will make, about: which banks there will be, nobody knows before they are made."""
+    """The units that facts will make. Banks are an estimate until they are made."""
     groups = defaultdict[object, list[str]](list)
     for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
         key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
@@ -451,9 +451,9 @@ def _units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
 
 
 def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> None:
-    """Have a server compile texts, some at a time, as it batches them; it answers at once for what it has.
+    """Have a server compile texts, several at a time, so that it can batch them. It answers at once for stored packs.
 
-    What it refuses is left out, with a warning. Raises `ModelError` when the server is away or refuses the key.
+    Refused texts are left out, with a warning. Raises `ModelError` if the server is away or refuses the key.
     """
 
     def compiled(each: Fact) -> None:
@@ -464,11 +464,11 @@ def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> Non
 
     with ThreadPoolExecutor(_SERVER_THREADS) as pool:
         for _ in pool.map(compiled, units):
-            pass  # What was raised is raised here, and ends the others.
+            pass  # An error in a thread is raised here, and cancels the rest.
 
 
 def _say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
-    """Print a plan in one line, and a warning when it fills the disk."""
+    """Print a plan in one line, and a warning if it takes much of the disk."""
     if "server" in plan:
         typer.echo(
             f"To compile by {plan['server']}: {plan['packs']:,} packs of {plan['tokens']:,} tokens; known to be "
@@ -488,12 +488,12 @@ def _say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
 
 
 def _collect(facts: FactStore, folder: str | Path) -> int:
-    """Remove the packs in `folder` that no fact uses any more; how many there were."""
+    """Remove the packs in `folder` that no fact uses any more. Returns their number."""
     return len(Delivery(facts, None, PackStore(folder)).gc()) if is_store(folder) else 0
 
 
 def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
-    """Vacuum; or why what was removed is still on the disk."""
+    """Vacuum the database. Returns a sentence if removed data stays on the disk, else an empty string."""
     if facts.path is None:
         return f" {facts.where} keeps what was removed until `chroma vacuum --path FOLDER` is run there."
     if not wanted:
@@ -503,7 +503,7 @@ def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
 
 
 def _found_id(given: str, facts: FactStore) -> str:
-    """The id that is or begins with `given`."""
+    """The id that is or begins with `given`. Raises `FactError` if none does, or several do."""
     if any(facts.facts(ids=[given])):
         return given
     ids = [fact.id for fact in facts.facts()]

@@ -1,6 +1,6 @@
-"""`kp mcp`: a collection as memory of any agent that speaks the Model Context Protocol.
+"""`kp mcp`: a collection as memory for any agent that speaks the Model Context Protocol.
 
-Only this file imports `mcp`.
+Only this module imports `mcp`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ABOUT = (
     "is served with this collection's packs reads each as the text it stands for. Leave handles as they are."
 )
 
-_MOST = 50  # Facts of one search, whatever a model asks for.
+_MOST = 50  # Most facts of one search, whatever `k` a model passes.
 
 
 @spread
@@ -63,9 +63,9 @@ def mcp(
 
 
 def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace: str) -> MCPServer[Any]:
-    """A server whose tools read and write `facts` of `namespace`, as packs of what `delivery` gives when it is needed.
+    """A server whose tools read and write `facts` of `namespace`, as packs. Tools call `delivery` when they need it.
 
-    What this project refuses is an error of the tool, with its reason. Raises `MissingDependencyError` without `mcp`.
+    Errors of this project become errors of the tool, with their reason. Raises `MissingDependencyError` without `mcp`.
     """
     try:
         from mcp.server.mcpserver import MCPServer
@@ -106,7 +106,7 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
         """Keep a text for later conversations; what is known already is not kept twice."""
         fact, packs = Fact(text, source="remembered", namespace=namespace), delivery()
         packs.refuse_unreadable([fact])
-        # First the pack: a fact whose pack cannot be made would be in the way of every search.
+        # Compile first: a fact that cannot be compiled must not be stored, as searches would find it.
         packs.compile([fact], progress=False)
         packs.facts.add([fact])
         return result(packs.deliver([Hit(fact, 1.0)]))

@@ -1,4 +1,4 @@
-"""`kp packet`: soft tokens around packs, trained for a model and measured."""
+"""`kp packet`: train soft tokens around packs for a model, and measure them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
 
 
 def _read(place: str, options: ReadOptions) -> list[tuple[str, str]]:
-    """Titles and texts of a collection, or of files."""
+    """Titles and texts of a collection or of files."""
     if is_collection(place) or options.collection is not None:
         with options.reading(place) as facts:
             return [(fact.title, fact.text) for fact in facts.facts()]

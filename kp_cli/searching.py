@@ -1,4 +1,4 @@
-"""`kp search`: the facts nearest to a question. It loads neither a model nor an engine, and is done soon."""
+"""`kp search`: the facts nearest to a question. It loads neither a model nor an engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
     as_json: JsonFlag = False,
 ) -> None:
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
-    # Banks are made when they are first asked for.
+    # Banks are made on first use, which writes to the collection.
     with read.reading(place, read_only=probes is None) as opened:
         hits = opened.search(question, k, probes=probes, **options.keywords())
         folder = read.folder(place, opened)

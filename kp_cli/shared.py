@@ -1,4 +1,4 @@
-"""What commands share: options, where collections and packs are, output."""
+"""Common parts of the commands: options, places of collections and packs, output."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ _SIGNS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} 
 _SIGNS |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 _DATABASE = "chroma.sqlite3"
-_OLD = "facts.jsonl"  # What version 0.1 kept facts in.
+_OLD = "facts.jsonl"  # Version 0.1 stored facts in this file.
 
 ERRORS = (KnowledgePackError, ImportError, OSError, ValueError, RuntimeError, MemoryError)
-"""Our own errors, and what libraries raise besides; shown in one line unless --debug."""
+"""Our own errors, and errors that libraries raise. They are shown in one line unless --debug is given."""
 
 
 def checked_namespace(name: str | None) -> str | None:
-    """`name` of an option, where one is given; raises `HandleError` for what cannot name a namespace."""
+    """Check the namespace in an option, if given. Raises `HandleError` for an invalid name."""
     return None if name is None else check_namespace(name)
 
 
@@ -97,7 +97,7 @@ MaybeNamespace = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model of a command, and what runs it."""
+    """Options for the model of a command, and for the engine that runs it."""
 
     model: Annotated[
         str | None,
@@ -116,7 +116,7 @@ class ModelOptions:
     ] = None
 
     def load(self) -> Session:
-        """A session on the engine; raises `ModelError` where there is none."""
+        """A session on the engine. Raises `ModelError` if there is none."""
         with importing():
             from kp_core import load_engine
 
@@ -138,7 +138,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Which facts a question may find, and in which order."""
+    """Options for the facts that a question may find, and for their order."""
 
     where: Where = None
     namespace: MaybeNamespace = None
@@ -147,14 +147,14 @@ class SearchOptions:
     ] = False
 
     def keywords(self) -> dict[str, Any]:
-        """As the keywords of `FactStore.search`."""
+        """The options as keywords of `FactStore.search`."""
         rerank = LexicalReranker() if self.lexical else None
         return {"where": filter_of(self.where), "namespace": self.namespace, "rerank": rerank}
 
 
 @dataclass(frozen=True)
 class PlaceOptions:
-    """What opening a collection takes."""
+    """Options for opening a collection."""
 
     embedder: Annotated[
         str | None,
@@ -179,7 +179,9 @@ class PlaceOptions:
     ] = None
 
     def settings(self, place: str) -> dict[str, Any]:
-        """As settings of `ChromaFactStore`; raises `FactError` for a header without a colon, or for a folder."""
+        """The options as settings of `ChromaFactStore`. Raises `FactError` for a header without a colon, or for a
+        folder.
+        """
         given: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
         pairs = [each.partition(":") for each in self.header or ()]
         if wrong := [name for name, colon, _ in pairs if not colon or not name.strip()]:
@@ -191,7 +193,7 @@ class PlaceOptions:
         return {name: value for name, value in given.items() if value is not None}
 
     def folder(self, place: str, facts: ChromaFactStore) -> str | Path:
-        """Where the packs of `facts`, opened from `place`, are: nothing is put into a folder that is not ours."""
+        """The place of the packs of `facts`, opened from `place`. Its default is never in a folder that is not ours."""
         if self.packs is not None:
             return located(self.packs)
         if facts.path is not None:
@@ -204,7 +206,7 @@ class PlaceOptions:
 
 @dataclass(frozen=True)
 class ReadOptions(PlaceOptions):
-    """What reading a collection takes, which may be another's."""
+    """Options for reading a collection, which need not be ours."""
 
     collection: Annotated[
         str | None,
@@ -215,7 +217,7 @@ class ReadOptions(PlaceOptions):
 
     @contextmanager
     def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[ChromaFactStore]:
-        """The facts in `place`: those of a collection of ours, else of any Chroma collection, as it is."""
+        """Open the facts in `place`: our own collection, or else any Chroma collection, as it is."""
         ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
         if self.collection is None and ours:
             with open_collection(place, self, read_only=read_only, wait=wait) as facts:
@@ -226,7 +228,7 @@ class ReadOptions(PlaceOptions):
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with the options in each of its parameters that is a dataclass in place of the parameter."""
+    """`command` with each dataclass parameter replaced by the dataclass's fields, as options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, type[Any]] = {
         name: kind for name, kind in hints.items() if isinstance(kind, type) and is_dataclass(kind)
@@ -243,29 +245,29 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
         each = fields[name].values() if name in groups else (parameter,)
         flat += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[one.name]) for one in each]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
-    # This is what typer reads.
+    # Typer reads this signature.
     vars(call)["__signature__"] = inspect.Signature(flat)
     return call
 
 
 class WrongError(Exception):
-    """Something was found wrong, and has been said."""
+    """A check found a fault, and has printed it."""
 
 
 def message_of(error: Exception) -> str:
-    """What an error says; one that is not ours, with the name of its class."""
-    # An `OSError` without a number is one that we say, of places that are far.
+    """The message of an error. That of a library's error begins with the name of its class."""
+    # An `OSError` without a number is ours, about a remote place.
     ours = isinstance(error, KnowledgePackError) or (isinstance(error, OSError) and error.errno is None and error.args)
     return str(error) if ours else f"{type(error).__name__}: {error}"
 
 
 def plain(text: str) -> str:
-    """`text` with signs for control characters: those of facts, titles, files and models must not steer a terminal."""
+    """`text` with visible signs for control characters: facts, titles, files and models must not steer a terminal."""
     return text.translate(_SIGNS)
 
 
 class _Terminal(Console):
-    """A console whose own codes alone reach the terminal."""
+    """A console that passes only its own control codes to the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """See `Console.render`."""
@@ -274,7 +276,7 @@ class _Terminal(Console):
 
 
 def console() -> Console:
-    """The terminal; a file or pipe gets lines of 120 characters. Text is printed as it is, brackets and all."""
+    """The terminal. A file or pipe gets lines of 120 characters. Text is printed unchanged, brackets included."""
     made = _Terminal(highlight=False, markup=False)
     return made if made.is_terminal else _Terminal(highlight=False, markup=False, width=120)
 
@@ -282,12 +284,12 @@ def console() -> Console:
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
     said = json.dumps(data, ensure_ascii=False, indent=2, default=str)
-    # JSON escapes the first 32 control characters alone.
+    # `json.dumps` escapes only the first 32 control characters.
     sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", said) + "\n")
 
 
 def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> None:
-    """Print `data` as JSON, or else what is `said` of it."""
+    """Print `data` as JSON, or else `said`, its form for people."""
     if as_json:
         print_json(data)
     else:
@@ -298,7 +300,7 @@ def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
     """Names and values in two columns."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
     table.add_column()
-    # Fingerprints are for comparing: no terminal is too narrow for all of one.
+    # Fold fingerprints, so that they show in full on any terminal and can be compared.
     table.add_column(overflow="fold")
     for name, value in rows.items():
         if isinstance(value, dict):
@@ -310,13 +312,13 @@ def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
-    """The nearest of `names` as a question, where one is near; else `otherwise`."""
+    """The nearest of `names` as a question, if one is near; else `otherwise`."""
     near = difflib.get_close_matches(name, list(names), n=1)
     return f"Did you mean {near[0]}?" if near else otherwise
 
 
 def filter_of(where: str | None) -> Filter | None:
-    """The filter in an option; raises `FactError` for what is no JSON object."""
+    """The filter in an option. Raises `FactError` unless it is a JSON object."""
     if where is None:
         return None
     with suppress(ValueError):
@@ -326,7 +328,7 @@ def filter_of(where: str | None) -> Filter | None:
 
 
 def is_collection(place: str) -> bool:
-    """Whether a collection lies here; a server may hold one."""
+    """Whether `place` is a collection. Any URL counts, as a server may hold one."""
     return is_url(place) or is_fact_store(Path(place))
 
 
@@ -338,7 +340,7 @@ def open_collection(
     hint: str = "`kp build COLLECTION FILE...` makes one.",
     **settings: Any,  # noqa: ANN401 - those of `ChromaFactStore`
 ) -> ChromaFactStore:
-    """The collection in a folder or on a server; raises `FactError` where there is none, unless it may be `new`."""
+    """Open the collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
     path = Path(place)
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
         around = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -348,14 +350,14 @@ def open_collection(
 
 
 def located(place: str) -> str | Path:
-    """Where packs are: a URL as it is, else a path."""
+    """A place of packs: a URL as it is, anything else as a path."""
     from kp_core.packs.objects import is_far
 
     return place if is_far(place) else Path(place)
 
 
 def is_store(place: str | Path) -> bool:
-    """Whether packs are kept in this folder, or under this URL."""
+    """Whether packs are stored in this folder or under this URL."""
     from kp_core.packs.objects import open_blobs
     from kp_core.packs.secret import is_made
 
@@ -363,7 +365,7 @@ def is_store(place: str | Path) -> bool:
 
 
 def about_hit(hit: Hit, text: str, handle: Handle | None) -> dict[str, Any]:
-    """A hit as JSON: `text` is what a model reads of it."""
+    """A hit as JSON. `text` is what a model reads for it."""
     return {
         "id": hit.fact.id,
         "handle": None if handle is None else str(handle),
@@ -376,7 +378,7 @@ def about_hit(hit: Hit, text: str, handle: Handle | None) -> dict[str, Any]:
 
 
 def sourced(fact: Fact) -> str:
-    """Where a fact is from: its source, and the page there."""
+    """The source of a fact, with its page if known."""
     page = fact.metadata.get("page")
     return f"{fact.source}, page {page}" if fact.source and page is not None else fact.source
 

@@ -1,4 +1,4 @@
-"""`kp steer`: steerings from pairs of texts, how much of each a model takes, and what lies in their files."""
+"""`kp steer`: make steerings from pairs of texts, measure how strong they may be, and show their files."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _about(steering: Steering) -> dict[str, Any]:
         "strength": steering.strength if steering.scales and steering.values else None,
         "norms": {str(layer): norm for layer, norm in steering.norms.items()},
         "keys": bool(steering.keys),
-        # JSON knows no infinity: no cliff was found there.
+        # JSON has no infinity, so `None` says that no limit was found on this side.
         "coherent": steering.coherent and [bound if math.isfinite(bound) else None for bound in steering.coherent],
         "recommended": {
             "alone": steering.default_alpha(with_knowledge=False),

@@ -1,7 +1,7 @@
 """Knowledge Packs for LangChain: a chat model that resolves handles, and a retriever that returns them.
 
-Imports LangChain's core and this project's, nothing else: models and banks load when they are first used. What agents
-need beyond that, `KnowledgePackMiddleware`, is in `kp_langchain.middleware`, which imports `langchain`.
+It imports only LangChain's core and this project's; models and facts load on first use. `KnowledgePackMiddleware`, for
+agents, is in `kp_langchain.middleware`, which imports `langchain`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def to_result(generation: Generation, model_name: str) -> ChatResult:
 
 
 def to_chunk(delta: Delta) -> ChatGenerationChunk:
-    """One step of a stream."""
+    """One chunk of a stream."""
     calls = []
     if delta.tool_call is not None:
         piece = delta.tool_call
@@ -40,7 +40,7 @@ def to_chunk(delta: Delta) -> ChatGenerationChunk:
 
 
 def last_chunk(generation: Generation, model_name: str) -> ChatGenerationChunk:
-    """What ends a stream: counts and reasons."""
+    """The last chunk of a stream: token counts and finish reason."""
     message = AIMessageChunk(
         content="",
         usage_metadata=usage_metadata(generation),
@@ -51,7 +51,7 @@ def last_chunk(generation: Generation, model_name: str) -> ChatGenerationChunk:
 
 
 def usage_metadata(generation: Generation) -> UsageMetadata:
-    """What was sent and said; tokens that packs delivered were not sent, so they are not counted here."""
+    """Tokens that were sent and generated. Tokens that packs delivered were not sent, so they are not counted."""
     usage = generation.usage
     return UsageMetadata(
         input_tokens=usage.prompt_tokens,
@@ -62,7 +62,7 @@ def usage_metadata(generation: Generation) -> UsageMetadata:
 
 
 def _reasoning(text: str) -> dict[str, Any]:
-    # LangChain makes a reasoning block of this key.
+    # LangChain makes a reasoning block from this key.
     return {"reasoning_content": text} if text else {}
 
 

@@ -1,4 +1,4 @@
-"""`ChatKnowledgePacks`: an open-weight model behind LangChain's chat interface, with handles resolved."""
+"""`ChatKnowledgePacks`: an open-weight model behind LangChain's chat interface. It resolves handles."""
 
 from __future__ import annotations
 
@@ -27,33 +27,36 @@ from kp_langchain.structured import answer_parser, call_parser, response_schema,
 __all__ = ["ChatKnowledgePacks"]
 
 _OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "strict", "stream", "stream_usage")
-"""Options of a call that only LangChain knows. Nothing here depends on the last four: LangChain binds them for its own
-records, or for the protocol of other providers."""
+"""Options of a call that only LangChain knows. The last four have no effect here: LangChain binds them for its own
+records, or for the protocols of other providers.
+"""
 
 
 class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     """A chat model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
-    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process; or the
-    `base_url` and `api_key` of a server of `kp serve`, where `model` is the tokenizer's folder or id. Handles
-    resolve through `store` (or the path of one), in the `namespaces` named, from messages of `trusted_roles`; all
-    others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
-    `packs`, `composer`, ...) is a field. Options of a call override the fields, and its packs stand behind the field's;
-    unknown ones, of a model or of a call, raise `OptionError`, a `TypeError`.
+    Give an `engine` (a `Session` or an `Engine`), a `model`, or a `base_url`. A `model` is a Hugging Face id or folder,
+    with `dtype` and `device`; it is loaded on first use, once per process, and defaults to the bundled
+    SmolLM2-135M-Instruct. A `base_url`, with `api_key`, is a server of `kp serve`; `model` is then the folder or id of
+    the tokenizer.
 
-    Tools: forced calls, calls once begun, and structured output are held to their schema by a grammar, so they always
+    Handles resolve in `store` (or the path of one), if they are in the `namespaces` and in messages of `trusted_roles`;
+    all others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
+    `packs`, `composer`, ...) is a field. Options of a call override the fields; packs of a call follow those of the
+    field. Unknown options, of a model or of a call, raise `OptionError`, a `TypeError`.
+
+    Tools: a grammar holds forced calls, calls that have begun and structured output to their schema, so they always
     parse. A schema that the grammar cannot express raises `ToolError`.
 
-    Accounting: `usage_metadata.input_tokens` is what the messages sent. Tokens that packs delivered are not in it, so a
-    summariser that watches it does not fire on knowledge. `input_token_details.cache_read` is how many of those were
-    certainly reused. The full count of `kp_core.Usage` stands in `response_metadata["kp"]`.
+    Accounting: `usage_metadata.input_tokens` counts what the messages sent. It leaves out tokens that packs delivered,
+    so a summariser that watches it does not react to knowledge. `input_token_details.cache_read` counts sent tokens
+    that were certainly reused. `response_metadata["kp"]` holds all counts of `kp_core.Usage`.
 
-    Raises `KnowledgePackError` and its kinds, as the engine does.
+    Raises `KnowledgePackError` and its subclasses, as the engine does.
     """
 
     max_retries: int | None = None
-    """Taken because LangChain's models take it; a model on this machine has nothing to retry."""
+    """Accepted because LangChain's models have it; a model on this machine has nothing to retry."""
     streaming: bool = False
 
     def __init__(self, **settings: Any) -> None:  # noqa: ANN401
@@ -65,7 +68,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        # Part of the key under which LangChain caches answers, so objects go by what they do.
+        # Part of the key of LangChain's cache of answers, so objects are given by what they do.
         request = self._defaults()
         return {
             "model_name": self.model_name,
@@ -84,7 +87,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:  # noqa: ANN401
         if isinstance(composer := kwargs.get("composer"), Composer):
             kwargs["composer"] = composer.key
-        # Two models may have one name.
+        # Two different models may have the same name.
         model = self._engine(kwargs.get("model")).fingerprint.id
         return f"{super()._get_llm_string(stop, **kwargs)}---{model}"
 
@@ -101,7 +104,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         return await super(ChatKnowledgePacks, model)._agenerate_with_cache(messages, *args, **kwargs)
 
     def _remembering(self, messages: list[BaseMessage]) -> ChatKnowledgePacks:
-        """This model, without LangChain's cache of answers where a handle is text now: it may resolve next time."""
+        """This model; without LangChain's cache of answers if a handle does not resolve now, as it may later."""
         role = next(iter(self.trusted_roles), None)
         if self.store is None or role is None or not (self.cache or (self.cache is None and get_llm_cache())):
             return self
@@ -117,7 +120,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         return params
 
     def _resolve_model_profile(self) -> ModelProfile:
-        # `max_input_tokens` is known once there is a model; an id alone does not load one.
+        # Only an engine knows `max_input_tokens`; a model's id alone does not load one.
         known = {} if self.engine is None else {"max_input_tokens": self.engine.max_positions}
         return cast(
             "ModelProfile",
@@ -125,7 +128,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         )
 
     def get_token_ids(self, text: str) -> list[int]:
-        """The token ids of `text` under the model's own tokenizer."""
+        """Token ids of `text` in the model's own tokenizer."""
         return [int(token) for token in self._engine().tokenizer.encode(text, add_special_tokens=False)]
 
     def get_num_tokens_from_messages(
@@ -133,8 +136,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         messages: list[BaseMessage],
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool] | None = None,
     ) -> int:
-        """Tokens that `messages` and `tools` would send: as `usage_metadata.input_tokens`, so without packs."""
-        if not messages:  # as `trim_messages` asks
+        """Number of tokens that `messages` and `tools` send, without packs, as in `usage_metadata.input_tokens`."""
+        if not messages:  # `trim_messages` asks for this.
             return 0
         shape = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ())
         asked = self._defaults()
@@ -144,7 +147,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         return len(prompt) - prompt.pack_tokens
 
     def resolves(self, handle: str, role: str = "system") -> bool:
-        """Whether `handle` stands for a pack that this model may use when a message of `role` brings it."""
+        """Whether `handle` is that of a pack that this model may use from a message of `role`."""
         view, found = self._view(), find_handles(handle)
         return (
             view is not None
@@ -152,10 +155,10 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
             and (view.resolve(found[0][2], core_role(role)) is not None)
         )
 
-    if not TYPE_CHECKING:  # Its type is LangChain's, and private.
+    if not TYPE_CHECKING:  # LangChain's type of it is private.
 
         def bind(self, **kwargs: Any) -> Any:  # noqa: ANN401
-            """The model with options for every call; refuses unknown ones here, not at the first call."""
+            """The model with options for every call. Unknown options raise here, not at the first call."""
             self._request(None, kwargs)
             return super().bind(**kwargs)
 
@@ -169,14 +172,14 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with `tools` on offer.
 
-        `tool_choice`: `"auto"` (default), `"any"` or `"required"` or `True` (one must be called), `"none"`, or the name
-        of the tool to call. `parallel_tool_calls` allows several calls in one answer; by default only with `"auto"`.
-        Raises `ToolError` for a choice that names no tool.
+        `tool_choice` is `"auto"` (default), `"any"`, `"required"` or `True` (a tool must be called), `"none"`, or the
+        name of the tool to call. `parallel_tool_calls` allows several calls in one answer; by default only with
+        `"auto"`. Raises `ToolError` for a choice that names no tool.
         """
         offered = [convert_to_openai_tool(tool) for tool in tools]
         choice = core_choice(tool_choice)
         if offered or choice not in ("auto", "none"):
-            # Two tools of one name are refused when they are sent, as either of them may still be dropped.
+            # Two tools of one name are refused only when they are sent, as one may still be dropped.
             named = {tool["function"]["name"]: tool for tool in offered}
             AnswerShape.of(list(named.values()), choice)
         bound = {"tools": offered, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls, **options}
@@ -193,9 +196,10 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     ) -> Runnable[LanguageModelInput, Any]:
         """The model with answers of `schema`: a Pydantic class, a TypedDict, a JSON Schema or an OpenAI function.
 
-        All methods hold the answer to the schema by a grammar: `function_calling` as the arguments of a call,
-        `json_schema` (default) and `json_mode` as the text. `strict` is taken for LangChain's sake: schemas are always
-        enforced. `include_raw` gives `{"raw", "parsed", "parsing_error"}`.
+        With every method, a grammar holds the answer to the schema: `function_calling` as the arguments of a call,
+        `json_schema` (default) and `json_mode` as the text. `strict` is accepted for LangChain's sake: schemas are
+        always enforced. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `ToolError` for other
+        methods.
         """
         about = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
         if method == "function_calling":
@@ -266,7 +270,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
                 yield last_chunk(stream.generation, model or self.model_name)
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields, overridden by the options of one call; packs of both, the model's first."""
+        """The fields, overridden by the options of one call. Packs of both are used, the field's first."""
         asked = self._asked(options, *_OF_LANGCHAIN)
         request = {name: value for name, value in asked.items() if name not in _OF_LANGCHAIN}
         if asked.get("response_format") is not None:

@@ -1,4 +1,4 @@
-"""What our retrievers share: documents with the handles of their packs, and the settings of delivery."""
+"""Base of our retrievers: documents with the handles of their packs, and the settings of delivery."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ __all__ = ["PackRetriever", "to_fact"]
 
 
 class PackRetriever(DocumentIndex):
-    """A retriever whose documents have packs in `store`, and which `langchain_core.indexing.index` can fill.
+    """A retriever whose documents have packs in `store`. `langchain_core.indexing.index` can fill it.
 
-    A document's `page_content` is its text, which everyone reads (with a blank in what looks like a handle, so that it
-    is not followed); with `content="handle"` it is the handle alone, for models that resolve it. `engine` compiles what
-    has no pack yet, for the position `compiled_for` (of a prompt: `pack_place(prompt)`): when it is found, or with
-    `precompile="background"` when the engine is idle, and until then it comes as text, as it does without an engine,
-    with a logged warning. `kv` says whether KV is kept, and `compress` how (see `kp_core.delivery`).
+    By default a document's `page_content` is its text, with a blank inserted into anything that looks like a handle, so
+    that it does not resolve. With `content="handle"` it is the handle alone, for models that resolve it. `engine`
+    compiles documents without a pack when they are found, for the position `compiled_for` (for a prompt:
+    `pack_place(prompt)`). With `precompile="background"` it does so when it is idle; until then the document comes as
+    text. Without an engine it comes as text, with a logged warning. `kv` says whether KV is stored, and `compress` how
+    (see `kp_core.delivery`).
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -48,11 +49,11 @@ class PackRetriever(DocumentIndex):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._deliver(None)  # It refuses what is no namespace.
+        self._deliver(None)  # It raises for an invalid namespace.
         return self
 
     def add_documents(self, documents: Sequence[Document]) -> list[str]:
-        """`upsert`, as vector stores name it; gives the ids."""
+        """Call `upsert` under the name that vector stores use. Returns the ids."""
         return list(self.upsert(documents)["succeeded"])
 
     def _deliver(self, facts: FactStore | None, unit: Unit = "fact") -> Delivery:
@@ -69,7 +70,7 @@ class PackRetriever(DocumentIndex):
         )
 
     def _packed(self, document: Document, found: Found, **known: object) -> Document:
-        """`document` with the pack that was `found` for it, and what is `known` of the finding."""
+        """`document` with the pack that was `found` for it, and with further metadata (`known`)."""
         handle = None if found.handle is None else str(found.handle)
         known = {"handle": handle, **{name: value for name, value in known.items() if value is not None}}
         ours = {name: value for name, value in known.items() if value is not None} | {"text": document.page_content}
@@ -79,7 +80,7 @@ class PackRetriever(DocumentIndex):
 
 
 def to_fact(document: Document, **others: Any) -> Fact:  # noqa: ANN401 - other fields of a fact
-    """A document's text as a fact; what its metadata say under `title` and `source`, if strings, are the fact's."""
+    """A document's text as a fact. The fact takes `title` and `source` from the metadata, if they are strings."""
     about: dict[str, Any] = {
         name: said for name in ("title", "source") if isinstance(said := document.metadata.get(name), str)
     }

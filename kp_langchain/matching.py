@@ -1,4 +1,4 @@
-"""What LangGraph's filters and conditions ask of an item."""
+"""LangGraph's filters and match conditions, applied to items."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["has_labels", "matches"]
 
 
 def has_labels(labels: tuple[str, ...], wanted: MatchCondition) -> bool:
-    """Whether a namespace begins, or ends, as is wanted."""
+    """Whether a namespace begins or ends with the labels of `wanted`; `*` matches any label."""
     path = wanted.path
     part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
     return len(part) == len(path) and all(label in {held, "*"} for held, label in zip(part, path, strict=True))
 
 
 def matches(held: object, wanted: object) -> bool:
-    """Whether a field of a value is as LangGraph's filter wants it."""
+    """Whether a field of an item matches LangGraph's filter `wanted`. Raises `FactError` for an unknown operator."""
     if isinstance(wanted, Mapping):
         if any(str(how).startswith("$") for how in wanted):
             return all(_compares(held, how, value) for how, value in wanted.items())

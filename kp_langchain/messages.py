@@ -1,4 +1,4 @@
-"""LangChain's messages and prompts in the form the core takes."""
+"""LangChain's messages and prompts in the form that the core takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kp_core.settings import core_role
 
 __all__ = ["pack_place", "to_messages"]
 
-# An assistant message repeats its tool calls as content blocks; they come from `tool_calls`. Reasoning is not sent.
+# Blocks to leave out: tool calls, which are also in `tool_calls`, and reasoning, which is not sent.
 _ASSISTANT_ONLY = frozenset(
     {"tool_call", "tool_use", "function_call", "tool_call_chunk", "invalid_tool_call", "reasoning", "thinking"}
 )
@@ -24,19 +24,18 @@ _ASSISTANT_ONLY = frozenset(
 def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """LangChain messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
-    Content may be a string or text blocks. Tool calls whose arguments did not parse are left out: no template could
-    show them. Raises `UnsupportedContentError` for images, audio and files, `PromptError` for messages that are no turn
-    of a conversation.
+    Content may be a string or text blocks. Tool calls whose arguments did not parse are left out, as no template could
+    show them. Raises `UnsupportedContentError` for images, audio and files, `PromptError` for messages of other roles.
     """
     return [_to_message(message) for message in messages]
 
 
 def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Message]:
-    """Where the first document of `variable` will stand in `prompt`, as messages for `build_pack(compiled_for=...)`.
+    """The place of the first document of `variable` in `prompt`, as messages for `build_pack(compiled_for=...)`.
 
-    A pack compiled for this place is used straight from the store when it is the first document. So the documents must
-    be what `variable` begins with, and nothing before it may change from call to call: another variable there raises
-    `PromptError`. A placeholder for optional messages counts as empty.
+    A pack compiled for this place is read straight from the store if it is the first document. So `variable` must begin
+    with the documents, and nothing before it may change from call to call: another variable there raises `PromptError`.
+    A placeholder for optional messages counts as empty.
     """
     placeholders = {part.variable_name for part in prompt.messages if isinstance(part, MessagesPlaceholder)}
     if variable not in prompt.input_variables or variable in placeholders:

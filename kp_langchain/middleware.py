@@ -1,4 +1,4 @@
-"""Agent memory at constant cost: what tools found becomes packs, and the prompt stays as long as it was."""
+"""Agent memory at constant cost: tool results become packs, and the prompt does not grow."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ class PackState(AgentState[Any]):
     """An agent's state with the packs it has met."""
 
     packs: NotRequired[Annotated[list[str], _union]]
-    """Handles, in order of first appearance; plain strings, so that any checkpointer keeps them."""
+    """Handles, in order of first appearance. They are plain strings, so that any checkpointer can save them."""
 
 
 class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
-    """Keeps what an agent's tools found as packs, and the prompt as long as it was.
+    """Keeps the results of an agent's tools as packs, so that the prompt does not grow.
 
-    Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. In what
-    the model is sent, tool exchanges whose results are all handles are absorbed: of those that follow one message, the
-    latest call stays, with one short line as its result that stands for all of them, and their packs stand at the end
+    Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. In the
+    messages sent to the model, tool exchanges whose results are only handles are compacted. Of all that follow one
+    message, only the latest call stays; one short line is its result, for all of them, and their packs stand at the end
     of that message. So the prompt of step 20 is as long as that of step 2, and a step computes only what is new. Packs
-    whose messages are gone (summarised, or of another conversation) stand at the head of the system message; so do all
-    of them with the model's `placement="system"`. The messages in the state are not touched: text and documents are
-    still there.
+    whose messages are gone (summarised, or of another conversation) stand at the start of the system message; with the
+    model's `placement="system"` all packs do. The messages in the state do not change: text and documents are still
+    there.
 
-    What stands in `packs` counts as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use it.
+    Handles in `packs` count as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use them.
 
-    The agent's model must be a `ChatKnowledgePacks`; its `namespaces` say which handles count, others stay text.
-    Raises `TypeError` for any other model.
+    The agent's model must be a `ChatKnowledgePacks`; any other raises `TypeError`. Only handles in its `namespaces`
+    resolve; others stay text.
     """
 
     state_schema = PackState
 
     def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:  # noqa: ARG002
-        """Put the handles that tools brought into the state."""
+        """Add the handles in tool messages to the state."""
         known = set(state.get("packs") or ())
         found = [handle for message in state["messages"] for handle in _handles(message)]
         new = [handle for handle in dict.fromkeys(found) if handle not in known]
@@ -56,7 +56,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
     ) -> ModelResponse[Any]:
-        """Send packs in place of what they hold."""
+        """Call the model with packs in place of tool results."""
         return handler(_with_packs(request))
 
     async def awrap_model_call(
@@ -67,10 +67,10 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
 
 class PackSummarizer:
-    """A `summarizer` for LangChain's `SummarizationMiddleware` that forgets nothing.
+    """A `summarizer` for LangChain's `SummarizationMiddleware` that loses nothing.
 
-    The messages become one pack, and the summary is its handle, behind the handles that earlier summaries and tools
-    brought. Packs go into `namespace`, compiled as memory of the system message.
+    The messages become one pack. The summary is its handle, behind the handles of earlier summaries and of tools. Packs
+    go into `namespace`, compiled for the system message.
     """
 
     def __init__(self, engine: Session, store: Packs, *, namespace: str = "default") -> None:
@@ -99,7 +99,7 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
         raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
     state: Any = request.state
     here = {handle for message in request.messages for handle in _handles(message)}
-    # Anybody may write into a state; what is no handle is no pack.
+    # Anybody may write into a state; only handles that resolve are used.
     known = [handle for handle in state.get("packs") or () if isinstance(handle, str) and handle not in here]
     gone = [handle for handle in known if model.resolves(handle, "tool")]
     settings = {**model.remembering(), **request.model_settings, "compact": True}
@@ -109,6 +109,6 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
 
 
 def _handles(message: AnyMessage, *, brought: bool = False) -> list[str]:
-    """The handles in what a tool brought, or was otherwise `brought` by us."""
+    """The handles in a tool message, or in any message if it is `brought` by us."""
     ours = brought or isinstance(message, ToolMessage)
     return [str(handle) for _, _, handle in find_handles(message.text)] if ours else []

@@ -36,19 +36,19 @@ _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 
 
 class KnowledgePackRetriever(PackRetriever):
-    """Finds facts of `namespace` in `fact_store` and returns each as a document; for the rest see `PackRetriever`.
+    """Finds facts of `namespace` in `fact_store` and returns each as a document. See `PackRetriever` for the rest.
 
-    The `id` is the fact's. The metadata is the fact's own, with `handle`, `score`, `bank` (where banks were searched),
-    `title`, `source` and `text` added where it has no such field and ours is not empty; `kp` holds `handle`, `score`,
-    `id` and `bank`.
+    The `id` is the fact's. `handle`, `score`, `bank` (if banks were searched), `title`, `source` and `text` are added
+    to the fact's metadata, unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and
+    `bank`.
 
     With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
-    with the best facts; with `unit="document"`, all facts of a source.
+    with the best facts are returned. With `unit="document"` it is all facts of a source.
 
-    All facts are searched, or with `probes` those of so many nearest banks. `where` keeps facts by metadata (see
-    `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank`, e.g. `kp_core.facts.LexicalReranker()`, puts
-    what was found into its order: the first `k` of it that `score_threshold` keeps are returned. Scores stay cosines.
-    These five may also be given to `invoke`.
+    All facts are searched; with `probes`, only those of this many nearest banks. `where` filters facts by metadata (see
+    `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank`, e.g. `kp_core.facts.LexicalReranker()`,
+    orders the results; the first `k` that pass `score_threshold` are returned. Scores stay cosines. These five options
+    may also be given to `invoke`.
 
     Raises `OptionError` for options that do not exist, `FactError` for a blank question and a store without facts.
     """
@@ -84,10 +84,10 @@ class KnowledgePackRetriever(PackRetriever):
     ) -> Self:
         """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
 
-        Without `fact_store`, one is made with `embedder` (by default the bundled MiniLM): in Chroma at `path`, or in
-        memory. Facts go into the retriever's namespace; one that has a namespace of its own stays there, where this
-        retriever does not see it. `lazy` is `kv="lazy"`: packs are computed on first use. With `unit="bank"`, facts
-        that come regroup banks, whose packs are then compiled anew.
+        Without `fact_store`, one is made with `embedder` (by default the bundled MiniLM), in Chroma at `path` or in
+        memory. Facts go into the retriever's namespace. A fact that has a namespace of its own stays there, where this
+        retriever does not find it. `lazy` is `kv="lazy"`: KV is computed on first use. With `unit="bank"`, new facts
+        regroup banks, whose packs are then compiled again.
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
         fields |= {"kv": "lazy"} if lazy else {}
@@ -97,7 +97,7 @@ class KnowledgePackRetriever(PackRetriever):
 
     @classmethod
     def from_documents(cls, documents: Iterable[Document], *, progress: bool = True, **settings: Any) -> Self:  # noqa: ANN401
-        """As `from_facts`, of documents: `settings` are its. What the fact store holds under their ids is replaced."""
+        """As `from_facts`, for documents, with the same `settings`. Facts with the documents' ids are replaced."""
         made = cls.from_facts([], **settings)
         made._add(documents, progress=progress)  # noqa: SLF001 - one of ours
         return made
@@ -111,7 +111,7 @@ class KnowledgePackRetriever(PackRetriever):
         engine: Session | None = None,
         **fields: Any,  # noqa: ANN401
     ) -> WrappedRetriever:
-        """What `retriever` finds, with packs; `fields` are those of `WrappedRetriever`."""
+        """A retriever that adds packs to what `retriever` finds; `fields` are those of `WrappedRetriever`."""
         if not isinstance(retriever, BaseRetriever):
             raise FactError(
                 f"Got {type(retriever)}; expected a LangChain retriever, e.g. `Chroma(...).as_retriever()`."
@@ -127,7 +127,7 @@ class KnowledgePackRetriever(PackRetriever):
         search_kwargs: dict[str, Any] | None = None,
         **settings: Any,  # noqa: ANN401
     ) -> WrappedRetriever:
-        """What a search of `vectorstore` finds, with packs: nothing is copied or embedded again.
+        """A retriever that adds packs to what a search of `vectorstore` finds. Nothing is copied or embedded again.
 
         `search_type` and `search_kwargs` are those of `VectorStore.as_retriever`; `settings` those of `from_retriever`.
         """
@@ -137,9 +137,10 @@ class KnowledgePackRetriever(PackRetriever):
         return cls.from_retriever(searched, **settings)
 
     def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:  # noqa: ANN401
-        """Keep documents as facts and compile their packs; what is held under their ids goes, and its packs.
+        """Store documents as facts and compile their packs. Facts with the same ids are replaced, and so are their
+        packs.
 
-        A document without an id has that of its text. Blank ones are left out, with a warning.
+        A document without an id gets one from its text. Blank documents are left out, with a warning.
         """
         refuse_unknown(kwargs, ("items",), "upsert")
         kept = self._add(items, progress=False)
@@ -154,17 +155,17 @@ class KnowledgePackRetriever(PackRetriever):
         source: str | None = None,
         **kwargs: Any,  # noqa: ANN401
     ) -> DeleteResponse:
-        """Delete facts by id, by filter or by the document they are from, and the packs that no fact uses any more."""
+        """Delete facts by id, filter or source document, and the packs that no fact uses any more."""
         refuse_unknown(kwargs, ("where", "source"), "delete")
         gone = [fact.id for fact in self._delivery().delete(ids, where=where, source=source)]
         return DeleteResponse(num_deleted=len(gone), succeeded=gone, num_failed=0, failed=[])
 
     def edit(self, doc_id: str, old: str, new: str, *, how: How = "amend") -> Document:
-        """The document, which now says `new` where it said `old`; see `kp_core.delivery.Delivery.edit`."""
+        """Correct `old` to `new` in a document, and return it; see `kp_core.delivery.Delivery.edit`."""
         return _document(self._delivery().edit(doc_id, old, new, how=how))
 
     def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:  # noqa: ANN401
-        """The documents with these ids, as they were put; those that there are."""
+        """The documents with these ids, as they were stored; unknown ids are skipped."""
         refuse_unknown(kwargs, ("ids",), "get")
         return [_document(fact) for fact in self.fact_store.facts(ids=list(ids), namespace=self.namespace)]
 

@@ -1,9 +1,9 @@
-"""`KnowledgePackStore`: a fact store as LangGraph's long-term memory, whose items come back as handles.
+"""`KnowledgePackStore`: a fact store as LangGraph's long-term memory. Its items come back as handles.
 
-LangGraph names a place by a tuple of free strings, we by `[a-z0-9_-]{1,64}`. `namespace_of` maps one to the other so
-that no two tuples meet: a label keeps its letters a-z and digits, each other byte of its UTF-8 becomes `_` and two
-hexadecimal digits, and labels are joined by `-`, which no label holds then. What would be too long for us is a digest
-of 256 bits behind `_h`, which no written-out name holds, as `h` is no hexadecimal digit.
+LangGraph names a namespace by a tuple of free strings; ours are `[a-z0-9_-]{1,64}`. `namespace_of` maps one to the
+other without collisions. A label keeps its letters a-z and digits; each other byte of its UTF-8 becomes `_` and two
+hexadecimal digits. Labels are joined by `-`, which no encoded label contains. A name that would be too long becomes
+`_h` and a digest of 256 bits; no encoded name contains `_h`, as `h` is not a hexadecimal digit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 def namespace_of(labels: Labels) -> str:
-    """The namespace in which packs of LangGraph's namespace `labels` stand; what a model's `namespaces` has to name.
+    """The namespace of packs for LangGraph's namespace `labels`, for a model's `namespaces`.
 
     Raises `FactError` for labels that are not Unicode.
     """
@@ -73,9 +73,9 @@ def namespace_of(labels: Labels) -> str:
 
 
 class PackItem(SearchItem):
-    """An item, and the `handle` of the pack that holds its text; `None` where that is too short for one.
+    """An item, and the `handle` of the pack that holds its text; `None` if the text is too short for a pack.
 
-    `content` is what a model is to be sent: the handle, else the text.
+    `content` is what to send to a model: the handle, or else the text.
     """
 
     __slots__ = ("content", "handle")
@@ -94,27 +94,27 @@ class PackItem(SearchItem):
         self.content = found.content
 
     def dict(self) -> dict[str, Any]:
-        """See `SearchItem.dict`; with the handle."""
+        """As `SearchItem.dict`, with the handle."""
         return {**super().dict(), "handle": self.handle}
 
 
 class KnowledgePackStore(BaseStore):
     """A LangGraph store over a fact store: each item is a fact, compiled into a pack of `store` when it is put.
 
-    Items come back as `PackItem`, with the handle of their pack: a tool that returns handles leaves the agent's prompt
-    as long as it was. An item's text, which is searched and compiled, is that of its `fields` (paths as in LangGraph's
-    `IndexConfig`), one per line; without `fields`, the value's only field where that is a string, else all of the value
-    as JSON. `index=[...]` of a put says so for one item; with `index=False` the item has a pack, but a search by
-    meaning finds it last, without a score.
+    Items come back as `PackItem`, with the handle of their pack. A tool that returns handles does not make the agent's
+    prompt longer. The text of an item, which is searched and compiled, is that of its `fields` (paths as in LangGraph's
+    `IndexConfig`), one per line. Without `fields`, it is the value's only field if that is a string, else the whole
+    value as JSON. `index=[...]` of a put sets the fields of one item. With `index=False` the item has a pack, but a
+    search by meaning returns it last, without a score.
 
-    Facts are in `facts`; without, in Chroma at `path`, or in memory, as `embedder` embeds them (by default the bundled
-    MiniLM). A namespace of LangGraph is one of ours (`namespace_of`), and a search by prefix reads those below it. What
-    others put into these namespaces is passed over. `ttl` is LangGraph's: what has expired is never given, whatever it
-    says of `omit_expired`, and is deleted by the next put into its namespace, its pack by `sweep_ttl`.
+    Facts are stored in `facts`; by default in Chroma at `path`, or in memory, with `embedder` (by default the bundled
+    MiniLM). Each namespace of LangGraph is one of ours (`namespace_of`); a search by prefix reads all namespaces below
+    it. Facts that others put into these namespaces are skipped. `ttl` is LangGraph's. Expired items are never returned,
+    whatever `omit_expired` says. The next put into their namespace deletes them; `sweep_ttl` deletes their packs.
 
-    Reads of a batch see the store before the batch; of several puts to one key the last counts. Of a filter, what
-    cannot be ordered does not match. Raises `FactError` for a value that JSON cannot say or a ttl of 0 minutes or less,
-    `PackError` for a text of more than half of what the model reads.
+    Reads of a batch see the store as it was before the batch; of several puts to one key, the last counts. In a filter,
+    values that cannot be ordered do not match. Raises `FactError` for a value that JSON cannot express or a ttl of 0
+    minutes or less, `PackError` for a text longer than half of the model's positions.
     """
 
     supports_ttl = True
@@ -165,7 +165,7 @@ class KnowledgePackStore(BaseStore):
         return await asyncio.to_thread(self.batch, list(ops))
 
     def sweep_ttl(self) -> int:
-        """Remove the packs of items that have expired or are gone otherwise; how many there were."""
+        """Remove the packs of items that have expired or were deleted. Returns their number."""
         return sum(len(self._deliver(name).gc()) for name in filter(_is_ours, self._facts.namespaces()))
 
     def _deliver(self, namespace: str | None) -> Delivery:
@@ -175,7 +175,7 @@ class KnowledgePackStore(BaseStore):
         return [fact for fact in self._facts.facts(ids=[_id(key)], namespace=namespace) if _is_item(fact)]
 
     def _items(self, found: Sequence[tuple[Fact, float | None]], refresh: bool) -> list[SearchItem]:  # noqa: FBT001
-        """What was found, as items; those that expire have their whole time again."""
+        """Facts as items. With `refresh`, those that expire start their ttl again."""
         lasting = [(fact, _about(fact).get("ttl")) for fact, _ in found] if refresh else []
         again = [replace(fact, expires=time.time() + 60 * ttl) for fact, ttl in lasting if ttl is not None]
         if again:
@@ -189,13 +189,13 @@ class KnowledgePackStore(BaseStore):
             if op.value is None and (gone := self._read(namespace := namespace_of(op.namespace), op.key)):
                 self._deliver(namespace).delete([fact.id for fact in gone])
         if new:
-            # What can be no pack must not be found again and again.
+            # Refuse texts that cannot be packs; otherwise searches would find them again and again.
             self._delivery.refuse_unreadable(new)
             self._delivery.compile(new, progress=False)
             self._delivery.add(new, overwrite=True, progress=False)
 
     def _fact(self, op: PutOp) -> Fact:
-        """What is put, as a fact."""
+        """The fact for a put. Raises `FactError`."""
         now, namespace = time.time(), namespace_of(op.namespace)
         if op.ttl is not None and not 0 < op.ttl < _FOREVER:
             raise FactError(f"Got ttl={op.ttl} for {op.key!r}; expected minutes above 0, or None for never.")
@@ -237,7 +237,7 @@ class KnowledgePackStore(BaseStore):
         return [*((hit.fact, hit.score) for hit in hits), *rest]
 
     def _nearest(self, query: str, count: int, spaces: Sequence[str], passes: Callable[[Fact], bool]) -> list[Hit]:
-        """The nearest items of `spaces` that pass: of one namespace searched there, of several among all facts."""
+        """The nearest items of `spaces` that pass. One namespace is searched alone; for several, all facts are."""
         asked = count if spaces else 0
         while asked:
             hits = self._facts.search(query, asked, namespace=spaces[0] if len(spaces) == 1 else None)
@@ -248,7 +248,7 @@ class KnowledgePackStore(BaseStore):
         return []
 
     def _spaces(self) -> Iterator[tuple[str, Labels]]:
-        """Our namespaces that hold items, each with LangGraph's."""
+        """Our namespaces that hold items, each with its LangGraph namespace."""
         for name in filter(_is_ours, self._facts.namespaces()):
             if name not in self._labels:
                 for fact in itertools.islice(filter(_is_item, self._facts.facts(namespace=name)), 1):
@@ -267,14 +267,14 @@ class KnowledgePackStore(BaseStore):
 
 
 def _stop(op: SearchOp | ListNamespacesOp) -> int:
-    """Where the page that is asked for ends; raises `FactError` for one that cannot be."""
+    """End of the page that `op` requests. Raises `FactError` for a negative offset or limit."""
     if op.offset < 0 or op.limit < 0:
         raise FactError(f"Got offset={op.offset} and limit={op.limit}; expected 0 or more.")
     return min(op.offset + op.limit, 1 << 31)
 
 
 def _id(key: str) -> str:
-    """The id of the item `key`: printable, and another one for each key."""
+    """The id of the item `key`: printable, and different for each key. Raises `FactError` unless it is Unicode."""
     try:
         return f"item/{quote(key)}"
     except UnicodeEncodeError as error:
@@ -290,13 +290,13 @@ def _is_item(fact: Fact) -> bool:
 
 
 def _about(fact: Fact) -> dict[str, Any]:
-    """What was put: namespace, key, value, when, and for how many minutes."""
+    """What was put: namespace, key, value, times, and ttl in minutes."""
     about: dict[str, Any] = json.loads(str(fact.metadata[_ABOUT]))
     return about
 
 
 def _text(value: Mapping[str, Any], fields: Sequence[str] | None) -> tuple[str, bool]:
-    """The text of an item, and whether it has any that is to be searched."""
+    """The text of an item, and whether a search may find it by this text."""
     said = [text for field in fields or () for text in get_text_at_path(value, field)]
     if fields is None and len(value) == 1:
         said = [text for text in value.values() if isinstance(text, str)]

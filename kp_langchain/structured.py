@@ -33,7 +33,7 @@ def response_schema(response_format: Any) -> Mapping[str, Any] | bool:  # noqa: 
             if isinstance(schema, Mapping):
                 return schema
     try:
-        # `strict` is OpenAI's switch; here every schema is strict.
+        # `strict` is OpenAI's switch; every schema is strict here.
         return {key: value for key, value in convert_to_json_schema(response_format).items() if key != "strict"}
     except (TypeError, ValueError) as error:
         raise ToolError(
@@ -43,21 +43,23 @@ def response_schema(response_format: Any) -> Mapping[str, Any] | bool:  # noqa: 
 
 
 def call_parser(schema: Any, name: str) -> BaseOutputParser[Any]:  # noqa: ANN401
-    """Parses the call of the tool `name` that `schema` was made into."""
+    """A parser for calls of the tool `name`, which was made from `schema`."""
     if _is_model(schema):
         return PydanticToolsParser(tools=[schema], first_tool_only=True)
     return JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
 
 
 def answer_parser(schema: Any) -> BaseOutputParser[Any]:  # noqa: ANN401
-    """Parses an answer that is JSON of `schema`."""
+    """A parser for answers that are JSON of `schema`."""
     if _is_model(schema):
         return PydanticOutputParser(pydantic_object=schema)
     return JsonOutputParser()
 
 
 def with_raw(model: Runnable[Any, AIMessage], parser: BaseOutputParser[Any]) -> Runnable[Any, dict[str, Any]]:
-    """`{"raw", "parsed", "parsing_error"}`: an answer that does not parse is reported, not raised."""
+    """A runnable that returns `{"raw", "parsed", "parsing_error"}`: it reports answers that do not parse, and does not
+    raise.
+    """
     parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
     unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
     return RunnableMap(raw=model) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")

@@ -1,4 +1,4 @@
-"""Tools that bring packs to an agent, and the way back from handles to text."""
+"""Tools that give packs to an agent, and conversions between handles and texts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def create_pack_search_tool(
     name: str = "search_knowledge",
     description: str = "Search the knowledge base for facts about a question.",
 ) -> BaseTool:
-    """A tool that searches with `retriever`: handles to the model, documents with text and source as artifact.
+    """A tool that searches with `retriever`. The model gets handles; the artifact is documents with text and source.
 
-    What is read of the `store` is the namespace of the retriever, where it has one; or give a view of the store.
+    The tool reads the retriever's namespace of `store`. For a retriever without one, pass a view of the store.
     """
     own = getattr(retriever, "namespace", None)
     store = store.view(own) if own and not isinstance(store, PackView) else store
@@ -55,9 +55,9 @@ def create_remember_tool(
     name: str = "remember",
     description: str = "Keep a text in memory for the rest of the conversation and for later ones.",
 ) -> BaseTool:
-    """A tool that compiles the text it is given into a pack of `namespace`, and answers with its handle.
+    """A tool that compiles its text into a pack of `namespace`, and answers with the handle.
 
-    The text is prefilled while the tool runs, as memory of the system message; the artifact is the document.
+    The text is prefilled while the tool runs, for the system message. The artifact is the document.
     """
 
     def keep(text: str) -> tuple[str, list[Document]]:
@@ -72,14 +72,14 @@ def create_remember_tool(
 def resolve_documents(
     found: Iterable[Document | str], store: Packs | PackView, *, namespaces: Collection[str] | None = None
 ) -> list[Document]:
-    """Documents and handles as documents of text: what to show to people, and to cite.
+    """Documents and handles as documents of text, to show to people and to cite.
 
-    A document's text replaces its handle, all else stays; a string, or a document that no retriever of ours made, may
-    hold several handles, and gives one document for each. Handles inside the text of a fact are not followed. What
+    A document's text replaces its handle; all else stays. A string, or a document from another retriever, may hold
+    several handles and gives one document for each. Handles inside the text of a fact are not resolved. Input that
     resolves to nothing stays as it is.
 
-    Give a view, `store.view("mine")`, wherever the handles come from somebody else: a store is read in all its
-    namespaces, unless `namespaces` names those to read.
+    Pass a view, `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces,
+    unless `namespaces` names those to read.
     """
     peek = _peeking(store, namespaces)
     documents: list[Document] = []
@@ -87,7 +87,7 @@ def resolve_documents(
         document = Document(each) if isinstance(each, str) else each
         text, own = document.page_content, own_handle(document)
         handles = [handle for _, _, handle in find_handles(text)] if own is None or str(own) == text else []
-        if own is not None and text == inert(text) and "kp: " in text:  # As a retriever gives what holds a handle.
+        if own is not None and text == inert(text) and "kp: " in text:  # A retriever made a handle in it inert.
             pack = peek(own)
             handles = [own] if pack is not None and inert(pack.text) == text else []
         known = [(handle, pack) for handle in handles if (pack := peek(handle)) is not None]
@@ -101,10 +101,10 @@ def resolve_documents(
 
 
 def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[Document]:
-    """Documents with text as documents with handles: behind a reranker, before the model.
+    """Documents with text as documents with handles, for use behind a reranker and before the model.
 
-    A handle is taken from the metadata only if it is that of the very text, up to blanks around it. A text that was
-    rewritten since goes to the model as it is, with a logged warning.
+    A handle in the metadata is used only if its pack has the document's text, up to blanks around it. A text that was
+    rewritten goes to the model as it is, with a logged warning.
     """
     made, peek = [], _peeking(store)
     for document in documents:
@@ -124,14 +124,14 @@ def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[D
 def _peeking(
     store: Packs | PackView, namespaces: Collection[str] | None = None
 ) -> Callable[[Handle], KnowledgePack | None]:
-    """What finds packs, in the namespaces that may be read."""
+    """A function that looks up packs in the namespaces that may be read."""
     source, allowed = (store.source, store.namespaces) if isinstance(store, PackView) else (store, None)
     asked = [each for each in (allowed, namespaces) if each is not None]
     return lambda handle: source.peek(handle) if all(handle.namespace in each for each in asked) else None
 
 
 def own_handle(document: Document) -> Handle | None:
-    """The handle that a retriever of ours gave to `document`."""
+    """The handle that one of our retrievers put into the metadata of `document`, if any."""
     record = document.metadata.get("kp", document.metadata)
     name = record.get("handle") if isinstance(record, dict) else None
     found = find_handles(name) if isinstance(name, str) else []

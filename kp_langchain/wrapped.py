@@ -1,4 +1,4 @@
-"""`WrappedRetriever`: what any retriever finds, as documents that have packs."""
+"""`WrappedRetriever`: adds packs to the documents of any retriever."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["WrappedRetriever"]
 
 
 class WrappedRetriever(PackRetriever):
-    """The documents that `retriever` finds, in its order and with their text, id and metadata, and with packs.
+    """The documents that `retriever` finds, with packs; order, text, id and metadata stay.
 
-    `handle`, `text` and `kp` are added to the metadata, the first two where it has no such field. Options of a call go
-    to `retriever`. What is added and deleted here goes to its vector store, and the packs of texts that are replaced or
-    deleted go too; a retriever that is not the plain one of a vector store is only read.
+    `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Options of a call
+    go to `retriever`. Documents that are added and deleted here go to its vector store; packs of replaced or deleted
+    texts are removed. A retriever other than the plain one of a vector store is read-only.
     """
 
     retriever: BaseRetriever = Field(exclude=True)
 
     def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:  # noqa: ANN401
-        """Add `items` to the vector store, with its own options; ids that it holds are replaced."""
+        """Add `items` to the vector store, with its own options; documents with the same ids are replaced."""
         vectors = self._vectors()
         old = _held(vectors, [item.id for item in items if item.id])
         ids = vectors.add_documents(list(items), **kwargs)
@@ -81,7 +81,7 @@ class WrappedRetriever(PackRetriever):
         return [document if fact is None else self._packed(document, next(found)) for document, fact in pairs]
 
     def _fact(self, document: Document) -> Fact | None:
-        """What a pack is made of; `None` for a blank text, and for a handle that a retriever of ours gave."""
+        """The fact for a pack; `None` for a blank text, and for a handle that one of our retrievers returned."""
         text = document.page_content
         if not text.strip() or text == str(own_handle(document)):
             return None
@@ -98,7 +98,7 @@ class WrappedRetriever(PackRetriever):
 
 
 def _held(vectors: VectorStore, ids: list[str]) -> list[Document]:
-    """The documents with these ids, as far as the vector store can tell."""
+    """The documents with these ids; none if the vector store cannot look up ids."""
     with suppress(NotImplementedError):
         return vectors.get_by_ids(ids) if ids else []
     return []

@@ -1,6 +1,6 @@
-"""Knowledge Packs for LlamaIndex: an LLM that resolves handles, and nodes, retrievers and memory that hand them out.
+"""Knowledge Packs for LlamaIndex: an LLM that resolves handles, and nodes, retrievers and memory that return them.
 
-Imports LlamaIndex's core and this project's, nothing else: models and facts load when they are first used.
+It imports only LlamaIndex's core and this project's; models and facts load on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an index over packs offers, wherever its nodes are kept: living documents, query engines, chat engines."""
+"""`PackIndex`, base of the indexes over packs: documents that change, query engines, chat engines."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ logger = logging.getLogger(__name__)
 
 
 class PackIndex(ABC):
-    """An index whose nodes come as packs of `store`, in `namespace`; what `KnowledgePackIndex` makes.
+    """An index whose nodes come as packs of `store`, in `namespace`. `KnowledgePackIndex` makes them.
 
-    `compiled_for` is the place packs are compiled for, by default that of the first node in LlamaIndex's own question
-    prompt: there the pack comes straight from the store, and anywhere else its tokens are computed once (see
-    `pack_place`). `lazy` packs are computed on first use, others stored as `compress` says (see `kp_core.delivery`). A
-    node found without a pack is compiled then, or with `precompile="background"` goes as text this time, and is
+    `compiled_for` is the position packs are compiled for; by default that of the first node in LlamaIndex's own
+    question prompt. There a pack is read straight from the store; anywhere else its KV is computed once (see
+    `pack_place`). `lazy` packs get their KV on first use; others store it as `compress` says (see `kp_core.delivery`).
+    A node found without a pack is compiled at once. With `precompile="background"` it goes as text this time, and is
     compiled when the engine is idle.
 
-    `llm` is what the engines use unless they are given one: by default a `KnowledgePackLLM` on the same engine, store
-    and namespace. An LLM of another class cannot resolve handles, so its engines get nodes as text. `transformations`
-    cut documents into nodes: by default those of LlamaIndex's settings.
+    `llm` is the default LLM of the engines: a `KnowledgePackLLM` on the same engine, store and namespace unless given.
+    An LLM of another class cannot resolve handles, so it gets nodes as text. `transformations` cut documents into
+    nodes; by default they are those of LlamaIndex's settings.
     """
 
     _RETRIEVAL: ClassVar[Sequence[str]] = ()
@@ -88,20 +88,20 @@ class PackIndex(ABC):
 
     @abstractmethod
     def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str | None]:
-        """The hashes of those documents that there are, as they were when their nodes were made."""
+        """The hashes that these documents had when their nodes were made; missing or `None` for unknown documents."""
 
     def insert(self, document: Document) -> None:
-        """Cut `document` into nodes, and add them."""
+        """Cut `document` into nodes and add them."""
         steps = Settings.transformations if self.transformations is None else self.transformations
         self.insert_nodes(run_transformations([document], steps))
 
     def update_ref_doc(self, document: Document) -> None:
-        """Put `document` in the place of the one with its id: its old nodes and their packs go."""
+        """Replace the stored document of the same id by `document`. Its old nodes and their packs are removed."""
         self.delete_ref_doc(document.id_)
         self.insert(document)
 
     def refresh_ref_docs(self, documents: Sequence[Document]) -> list[bool]:
-        """Insert what is new, update what has changed; says which of `documents` those were."""
+        """Insert new documents and update changed ones. Returns for each of `documents` whether it was either."""
         held = self._hashes([document.id_ for document in documents])
         changed = [held.get(document.id_) != document.hash for document in documents]
         for document, differs in zip(documents, changed, strict=True):
@@ -118,7 +118,7 @@ class PackIndex(ABC):
     ) -> BaseQueryEngine:
         """A `RetrieverQueryEngine`; `settings` are those of the retriever and of `RetrieverQueryEngine.from_args`.
 
-        With `citations` the answer is asked to cite sources by number: `response.source_nodes[n - 1]` is source n.
+        With `citations` the prompt asks for sources by number: `response.source_nodes[n - 1]` is source n.
         """
         llm = llm or self.llm
         retriever = self._retriever(llm, settings)
@@ -164,12 +164,12 @@ class PackIndex(ABC):
 
     @property
     def _packing(self) -> dict[str, Any]:
-        """What retrievers and postprocessors are made with."""
+        """The settings of retrievers and postprocessors."""
         names = ("engine", "store", "namespace", "compiled_for", "lazy", "precompile", "compress")
         return {name: getattr(self, name) for name in names}
 
     def _retriever(self, llm: LLM, settings: dict[str, Any]) -> BaseRetriever:
-        """The retriever for `llm`; takes its own out of `settings`."""
+        """The retriever for `llm`. Removes the retriever's settings from `settings`."""
         asked = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}
         if not isinstance(llm, KnowledgePackLLM) and asked.get("content") != "text":
             logger.warning("%s resolves no handles; nodes go to it as text.", type(llm).__name__)
@@ -178,6 +178,6 @@ class PackIndex(ABC):
 
 
 def _made(make: Callable[..., Any], settings: Mapping[str, Any], known: Sequence[str], **parts: Any) -> Any:  # noqa: ANN401 - an engine
-    """What `make` makes of both; LlamaIndex passes over settings that it does not know."""
+    """Call `make` with `parts` and `settings`. Refuses unknown settings, which LlamaIndex would ignore."""
     refuse_unknown(settings, (*inspect.signature(make).parameters, *known), make.__qualname__)
     return make(**parts, **settings)

@@ -29,10 +29,10 @@ _OF_BOTH = {FilterOperator.EQ, FilterOperator.NE}
 
 
 def to_where(filters: MetadataFilters) -> dict[str, Any]:
-    """What `filters`, which may be nested, say to a search of facts (see `kp_core.facts.filters`).
+    """Convert `filters`, which may be nested, to a filter of facts (see `kp_core.facts.filters`).
 
-    Each means what LlamaIndex says it does. A string is compared with a number as the number it spells; what cannot be
-    compared at all does not match. Raises `FactError` for an operator that cannot be used with its value.
+    Each operator means what LlamaIndex says. A string is compared with a number as the number it spells; values that
+    cannot be compared do not match. Raises `FactError` for an operator that cannot be used with its value.
     """
     parts = [to_where(part) if isinstance(part, MetadataFilters) else _where(part) for part in filters.filters]
     if not parts:
@@ -56,7 +56,7 @@ def _where(wanted: MetadataFilter) -> dict[str, Any]:
         nothing: dict[str, Any] = {"$exists": True} if how == FilterOperator.ALL else {"$in": []}
         return {_TOGETHER[how]: parts} if parts else {key: nothing}
     if isinstance(value, list) and how == FilterOperator.EQ:
-        return {key: json.dumps(value)}  # As a fact keeps a list.
+        return {key: json.dumps(value)}  # A fact stores a list as JSON.
     condition: dict[str, Any] = {_COMPARED[how]: value}
     samples = value if isinstance(value, list) else [value]
     if "contains" not in _COMPARED[how] and samples and not isinstance(samples[0], str):

@@ -35,12 +35,12 @@ _SAMPLE, _SAME, _NAMED = 4, 0.98, 500
 
 
 class KnowledgePackIndex(PackIndex):
-    """A fact store and a pack store, filled from LlamaIndex's nodes, with the faces of an index.
+    """An index over a fact store and a pack store, filled from LlamaIndex's nodes.
 
-    The pack of a node holds what a text node would have given the model: its text, and the metadata that is not in its
-    `excluded_llm_metadata_keys`; that is also what is embedded. Nodes that bring the embedding which the fact store's
-    embedder makes of that are not embedded again (a few are, to compare). With `unit="bank"` a pack holds a bank of
-    about twenty nodes, with `unit="document"` all of a source. The other settings are those of `PackIndex`.
+    The pack of a node holds what a text node would give the model: its text, and the metadata that is not in
+    `excluded_llm_metadata_keys`. The same text is embedded. Nodes whose embeddings come from the fact store's embedder
+    are not embedded again (except a few, to compare). With `unit="bank"` a pack holds a bank of about twenty nodes,
+    with `unit="document"` all nodes of a source. The other settings are those of `PackIndex`.
     """
 
     _RETRIEVAL: ClassVar = ("similarity_top_k", "probes", "filters", "score_cutoff", "rerank", "content", "unit")
@@ -88,8 +88,8 @@ class KnowledgePackIndex(PackIndex):
     ) -> Self:
         """An index over `nodes`.
 
-        Without `fact_store`, one is made: in Chroma at `path`, or in memory, with `embedder` (or LlamaIndex's own),
-        else with the `embed_model` that LlamaIndex's settings were given, else with the bundled MiniLM.
+        Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
+        LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM.
         """
         index = cls(engine, store, open_settled(fact_store, embedder, path), **settings)
         index.insert_nodes(nodes)
@@ -97,7 +97,7 @@ class KnowledgePackIndex(PackIndex):
 
     @classmethod
     def from_vector_index(cls, index: VectorStoreIndex, **settings: Any) -> PackedVectorIndex:  # noqa: ANN401
-        """The nodes of `index` as packs: it stays where they are kept and found, and nothing is embedded again.
+        """An index over the nodes of `index`, as packs. `index` still stores and finds them; nothing is embedded again.
 
         `settings` are those of `PackIndex`; `engine` and `store` are needed.
         """
@@ -110,23 +110,23 @@ class KnowledgePackIndex(PackIndex):
         embed_model: BaseEmbedding | None = None,
         **settings: Any,  # noqa: ANN401
     ) -> PackedVectorIndex:
-        """As `from_vector_index`, of what a vector store holds: `embed_model`, which made it, embeds the questions.
+        """As `from_vector_index`, for a vector store. `embed_model`, which made its vectors, embeds the questions.
 
         Raises `FactError` without an `embed_model`, here or in LlamaIndex's settings, and for a store without texts.
         """
         return PackedVectorIndex.over(vector_store, embed_model, **settings)
 
     def insert_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        """Add `nodes` to the fact store and compile their packs; blank ones are left out, known ones cost nothing.
+        """Add `nodes` to the fact store and compile their packs. Blank nodes are left out; known nodes cost nothing.
 
-        A node is known by its id, or when a document with the same text and metadata brought the same, as documents get
-        new ids whenever they are read.
+        A node is known if its id is stored, or if the same text came from a document with the same text and metadata:
+        documents get new ids whenever they are read.
         """
         kept = [node for node in nodes if node.get_content().strip()]
         if len(kept) < len(nodes):
             logger.warning("%d of %d nodes are blank and were left out.", len(nodes) - len(kept), len(nodes))
         facts = self._known([to_fact(node) for node in kept])
-        # Documents may share a text, and each keeps it when the other goes.
+        # Documents may share a text; each keeps it when the other is deleted.
         self.delivery.add(facts, overwrite=True, vectors=self._embeddings(kept, facts), progress=self.progress)
 
     def delete_ref_doc(self, ref_doc_id: str) -> None:
@@ -134,7 +134,9 @@ class KnowledgePackIndex(PackIndex):
         self.delivery.delete(where={REF_DOC: ref_doc_id})
 
     def as_vector_store(self) -> KnowledgePackVectorStore:
-        """The index as a vector store, e.g. of an `IngestionPipeline`, whose changes and deletions it then follows."""
+        """The index as a vector store, e.g. for an `IngestionPipeline`. It then follows the pipeline's changes and
+        deletions.
+        """
         name = self.fact_store.embedder.name
         return KnowledgePackVectorStore(index=self, embedder=name, namespace=self.namespace)
 
@@ -144,11 +146,11 @@ class KnowledgePackIndex(PackIndex):
 
     @property
     def delivery(self) -> Delivery:
-        """What adds, removes and compiles."""
+        """The `Delivery` that adds, removes and compiles nodes."""
         return self.as_retriever().delivery
 
     def _known(self, facts: Sequence[Fact]) -> list[Fact]:
-        """`facts`, each as it is stored where it is known."""
+        """`facts`; each known fact is replaced by its stored form."""
         hashes = (fact.metadata[REF_HASH] for fact in facts)
         held = {(fact.text, fact.metadata[REF_HASH]): fact for fact in self._held(REF_HASH, hashes)}
         return [held.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
@@ -158,12 +160,12 @@ class KnowledgePackIndex(PackIndex):
         return {str(fact.metadata[REF_DOC]): str(fact.metadata.get(REF_HASH)) for fact in held}
 
     def _held(self, field: str, values: Iterable[object]) -> Iterator[Fact]:
-        """The facts that have one of these values there."""
+        """The stored facts whose metadata `field` has one of these values."""
         for batch in iter_batch(dict.fromkeys(values), _NAMED):
             yield from self.fact_store.facts(where={field: {"$in": batch}}, namespace=self.namespace)
 
     def _embeddings(self, nodes: Sequence[BaseNode], facts: Sequence[Fact]) -> NDArray[np.float32] | None:
-        """The embeddings that nodes bring, where they are those of the fact store's embedder."""
+        """The embeddings of the nodes, if they come from the fact store's embedder; else `None`."""
         if len({len(node.embedding or ()) for node in nodes}) != 1 or not nodes[0].embedding:
             return None
         made = normalised([node.embedding or () for node in nodes])

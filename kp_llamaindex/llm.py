@@ -1,4 +1,4 @@
-"""`KnowledgePackLLM`: an open-weight model behind LlamaIndex's function-calling interface, with handles resolved."""
+"""`KnowledgePackLLM`: an open-weight model behind LlamaIndex's function-calling interface. It resolves handles."""
 
 from __future__ import annotations
 
@@ -48,27 +48,30 @@ _GIVEN = "given"
 class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Give an `engine` (a `Session` or an `Engine`), or the `model` (a Hugging Face id or folder; without either, the
-    bundled SmolLM2-135M-Instruct) with `dtype` and `device`: it is loaded on first use, once per process; or the
-    `base_url` and `api_key` of a server of `kp serve`, where `model` is the tokenizer's folder or id. Handles
-    resolve through `store` (or the path of one), in the `namespaces` named, from messages of `trusted_roles`; all
-    others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
-    `packs`, `composer`, ...) is a field. Options of a call override the fields; unknown ones, of a model or of a call,
-    raise `OptionError`, a `TypeError`.
+    Give an `engine` (a `Session` or an `Engine`), a `model`, or a `base_url`. A `model` is a Hugging Face id or folder,
+    with `dtype` and `device`; it is loaded on first use, once per process, and defaults to the bundled
+    SmolLM2-135M-Instruct. A `base_url`, with `api_key`, is a server of `kp serve`; `model` is then the folder or id of
+    the tokenizer.
 
-    A completion is a chat of one user message, whether or not it comes `formatted`.
+    Handles resolve in `store` (or the path of one), if they are in the `namespaces` and in messages of `trusted_roles`;
+    all others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
+    `packs`, `composer`, ...) is a field. Options of a call override the fields. Unknown options, of a model or of a
+    call, raise `OptionError`, a `TypeError`.
+
+    A completion is a chat of one user message, whether or not it is `formatted`.
 
     `raw` of a response (of the last one in a stream) holds `usage`, `timings` and `finish_reason`. Its `prompt_tokens`
-    are what the messages sent; tokens that packs delivered are `pack_tokens`. Reasoning comes as a `ThinkingBlock`, and
-    tool calls as `ToolCallBlock`s; a grammar holds them to their schemas, and the answer to `response_schema`.
+    are those that the messages sent; tokens that packs delivered are `pack_tokens`. Reasoning comes as a
+    `ThinkingBlock`, tool calls as `ToolCallBlock`s. A grammar holds tool calls to their schemas, and the answer to
+    `response_schema`.
 
-    Async endpoints work in threads and leave the loop free. `metadata` needs the engine: ask for it before the loop
+    Async methods work in threads and do not block the event loop. `metadata` needs the engine: read it before the loop
     runs, or pass an `engine`.
 
-    In serialised form a store is its path; an engine, a steering, a composer and a store without a path are marks that
-    they have to be given again.
+    In serialised form, a store is its path. An engine, a steering, a composer and a store without a path become
+    markers; they must be given again.
 
-    Raises `KnowledgePackError` and its kinds, as the engine does.
+    Raises `KnowledgePackError` and its subclasses, as the engine does.
     """
 
     pack_budget: int | None = Field(
@@ -109,17 +112,17 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """Names and sizes; the context window is what `pack_budget` leaves. Loads the engine."""
+        """Names and sizes. The context window is without `pack_budget`. Loads the engine."""
         return self._metadata(self._engine())
 
     def to_payload(self) -> dict[str, Any]:
-        """As LlamaIndex's events carry it; does not load the engine, so an event never waits for weights."""
+        """The form for LlamaIndex's events. It does not load the engine, so that an event never waits for weights."""
         engine = self.engine if self.engine is not None else loaded_engine(self.model, *self._where)
         about = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
         return {"class_name": self.class_name(), **about}
 
     def token_ids(self, text: str) -> list[int]:
-        """The token ids of `text` under the model's own tokenizer; handles in it, which are not sent, count nothing."""
+        """Token ids of `text` in the model's own tokenizer, without handles, which are not sent."""
         ids = self._engine().tokenizer.encode(strip_handles(text), add_special_tokens=False)
         return [int(token) for token in ids]
 
@@ -140,7 +143,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
-        """The answer to a conversation, piece by piece; leaving it early stops the generation."""
+        """The answer to a conversation, piece by piece. Closing the stream stops the generation."""
         return self._stream(messages, kwargs, lambda response: response)
 
     @llm_completion_callback()
@@ -238,9 +241,10 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         )
 
     def _request(self, options: Mapping[str, Any], messages: Sequence[ChatMessage]) -> dict[str, Any]:
-        """The fields, overridden by the options of one call; a `stop` of `None` is the field's.
+        """The fields, overridden by the options of one call. `stop=None` leaves the field's value.
 
-        A conversation that is compacted, or that holds a memory block's handles, is that of an agent's memory.
+        A conversation that is compacted, or holds handles of a memory block, is an agent's memory: its KV is kept
+        unless `keep` says otherwise.
         """
         given = {name: value for name, value in options.items() if name != "stop" or value is not None}
         compacts = given.get("compact", self.compact)
@@ -259,6 +263,6 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
 
 
 def use_in_settings(llm: KnowledgePackLLM) -> None:
-    """Make `llm` and its tokenizer LlamaIndex's defaults: prompts are then measured in tokens of this model."""
+    """Make `llm` and its tokenizer LlamaIndex's defaults. Prompts are then measured in tokens of this model."""
     Settings.llm = llm
     Settings.tokenizer = llm.token_ids

@@ -22,19 +22,20 @@ __all__ = ["KnowledgePackMemoryBlock"]
 
 
 class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
-    """Turns that a `Memory` flushes become packs in `store`, and come back as their handles in the system message.
+    """Turns that a `Memory` flushes become packs in `store`. Their handles come back in the system message.
 
-    The prompt grows by at most `max_handles` short lines, however long the conversation was: when there are more packs
-    than that, they are compiled into one. The LLM must resolve handles of `namespace` in the same store; unless it was
-    given another `keep`, it keeps what it computes behind them (`"always"`), so that a restart computes none of it.
+    The prompt grows by at most `max_handles` short lines, however long the conversation is: if there are more packs,
+    they are compiled into one. The LLM must resolve handles of `namespace` in the same store. Unless it was given
+    another `keep`, it keeps the KV that it computes behind them (`"always"`), so that a restart computes none of it
+    again.
 
-    The state of a block is what `model_dump` gives: handles, the store's path and the settings; the texts are in the
-    store (`text()`). To go on after a restart: `KnowledgePackMemoryBlock(**data, engine=engine)`.
+    `model_dump` returns the state of a block: handles, the store's path and the settings. The texts are in the store
+    (`text()`). To go on after a restart: `KnowledgePackMemoryBlock(**data, engine=engine)`.
 
-    Each flushed message is a line `role: text`. Handles in messages of the LLM's trusted roles, such as search results,
-    are replaced by their texts, so that they are remembered; a handle anywhere else is plain text from then on.
+    Each flushed message is a line `role: text`. Handles in messages of `trusted_roles`, such as search results, are
+    replaced by their texts, so that they are remembered. A handle anywhere else becomes plain text.
 
-    Give an `engine`, or the `model` with `dtype` and `device`, as to `KnowledgePackLLM`. With `lazy` the KV is computed
+    Give an `engine`, or the `model` with `dtype` and `device`, as to `KnowledgePackLLM`. With `lazy`, KV is computed
     when a pack is first read, not when turns are flushed.
     """
 
@@ -49,7 +50,7 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        self._view()  # The namespace is checked where it is used.
+        self._view()  # It raises for an invalid namespace.
         for handle in self.handles:
             Handle.parse(handle)
         return self
@@ -63,11 +64,11 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         return sorted(roles)
 
     def text(self) -> str:
-        """All that is remembered; raises `PackNotFoundError` when the store lacks one of the packs."""
+        """The text of all packs. Raises `PackNotFoundError` if the store lacks one of them."""
         return "".join(self._text(handle) for handle in self.handles)
 
     def forget(self) -> None:
-        """Start anew; the packs stay in the store."""
+        """Forget all handles. The packs stay in the store."""
         self.handles = []
 
     async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:  # noqa: ANN401, ARG002
@@ -78,11 +79,11 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
             self.handles = await asyncio.to_thread(self._remembering, messages)
 
     async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:  # noqa: ARG002 - LlamaIndex's signature
-        """`content` as it is: a handle costs nothing that truncating could save."""
+        """Return `content` unchanged: truncating handles would save nothing."""
         return content
 
     def _remembering(self, messages: list[ChatMessage]) -> list[str]:
-        """The handles, with those of `messages`."""
+        """The handles, including those for `messages`."""
         text = "".join(f"{line}\n" for message in messages for line in self._lines(message))
         if not text.strip():
             return self.handles
@@ -104,7 +105,7 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         return str(self.store.put(self._engine().build_pack(text, compiled_for=self._place(), **made)))
 
     def _place(self) -> list[Message]:
-        """Where LlamaIndex's memory puts the first handle."""
+        """The place where LlamaIndex's memory puts the first handle."""
         content = [(self.name, [TextBlock(text=SLOT)])]
         [memory] = DEFAULT_MEMORY_BLOCKS_TEMPLATE.format_messages(memory_blocks=content)
         return [*to_messages([ChatMessage(memory.content, role="system")]), {"role": "user", "content": "?"}]

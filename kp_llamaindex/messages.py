@@ -1,4 +1,4 @@
-"""LlamaIndex's messages in the form the core takes."""
+"""LlamaIndex's messages in the form that the core takes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from kp_core.settings import core_role
 __all__ = ["MEMORY", "to_messages"]
 
 MEMORY = "memory"
-"""In the provenance of a pack: the name of the memory block that made it."""
+"""Key in the provenance of a pack: the name of the memory block that made it."""
 
 
 def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """LlamaIndex messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
-    Text blocks of one message are joined by a line feed, as `ChatMessage.content` does. A tool message is given the
-    name of the call it answers. Tool calls whose arguments did not parse are left out: no template could show them.
-    Thinking is not sent, nor are cache points, which reuse makes needless.
+    Text blocks of one message are joined by a line feed, as in `ChatMessage.content`. A tool message gets the name of
+    the call that it answers. Tool calls whose arguments did not parse are left out, as no template could show them.
+    Thinking is not sent; neither are cache points, which reuse makes needless.
 
-    Raises `UnsupportedContentError` for images, audio, video and files, `PromptError` for what is no message.
+    Raises `UnsupportedContentError` for images, audio, video and files, `PromptError` for other objects than
+    `ChatMessage`.
     """
     names: dict[str, str] = {}
     made = []
@@ -46,7 +47,7 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _to_message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
-    """One message; `names` of tool calls by their id grows from message to message."""
+    """Convert one message. Adds the ids and names of its tool calls to `names`."""
     role = core_role(message.role.value)
     calls = _calls(message) if role == "assistant" else []
     names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
@@ -79,7 +80,7 @@ def _arguments(given: Mapping[str, Any] | str) -> dict[str, Any] | None:
 
 
 def _text(block: ContentBlock, role: str) -> str | None:
-    """The text of a block; `None` for what is not sent."""
+    """The text of a block; `None` if the block is not sent."""
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, CachePoint) or (role == "assistant" and isinstance(block, ThinkingBlock | ToolCallBlock)):

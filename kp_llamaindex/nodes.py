@@ -1,4 +1,4 @@
-"""`PackNode`: a node that is a handle to the model, and its text to everyone else."""
+"""`PackNode`: a node whose content is a handle for the model, and its text for everybody else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["REF_DOC", "REF_HASH", "NumberSources", "PackNode", "to_fact", "to_no
 
 logger = logging.getLogger(__name__)
 
-# Metadata of a fact: its node; the document that this was cut from, under LlamaIndex's own name, and what that was.
+# Metadata keys of a fact: its node as JSON, its document (under LlamaIndex's own name), and the document's hash.
 _NODE, REF_DOC, REF_HASH = "_llama_index_node", "ref_doc_id", "_llama_index_hash"
 
 _KEPT = (
@@ -41,13 +41,14 @@ _KEPT = (
 
 
 class PackNode(TextNode):
-    """A text node whose content for the model (`MetadataMode.LLM`) is the handle of its pack; else it is its text.
+    """A text node whose content for the model (`MetadataMode.LLM`) is the handle of its pack; in other modes it is its
+    text.
 
-    The pack holds exactly what the text node would have given the model: the text, and the metadata that is not in
-    `excluded_llm_metadata_keys`. A node that was rewritten since (its text, or metadata that the model sees) gives the
-    text again, with a logged warning: rerankers, redactors and window replacers keep their say.
+    The pack holds exactly what the text node would give the model: the text, and the metadata that is not in
+    `excluded_llm_metadata_keys`. If its text, or metadata that the model sees, was rewritten since, the node gives the
+    text again, with a logged warning. So rerankers, redactors and window replacers still work.
 
-    `class_name()` stays `TextNode`: what reads a stored `PackNode` without knowing this class gets a text node.
+    `class_name()` stays `TextNode`: code that reads a stored `PackNode` without this class gets a text node.
     """
 
     handle: str = Field(default="", description="Handle of the pack; empty for none.")
@@ -57,7 +58,7 @@ class PackNode(TextNode):
 
     @classmethod
     def from_node(cls, node: BaseNode, handle: str = "") -> Self:
-        """`node` as a pack node: `handle` is that of its content for the model as it is now."""
+        """`node` as a pack node. `handle` is that of the node's present content for the model."""
         kept = {name: getattr(node, name) for name in _KEPT if hasattr(node, name)}
         made = cls(id_=node.node_id, text=node.get_content(MetadataMode.NONE), **kept)
         made.handle, made.digest = handle, _digest(made.llm_text()) if handle else ""
@@ -65,18 +66,18 @@ class PackNode(TextNode):
 
     @property
     def is_intact(self) -> bool:
-        """Whether the handle still stands for what the node says."""
+        """Whether the handle still stands for the node's content."""
         return bool(self.handle) and _digest(self.llm_text()) == self.digest
 
     def llm_text(self) -> str:
-        """What the model would be given of a plain text node; this is the text of the pack.
+        """What a plain text node would give the model. This is the text of the pack.
 
-        Without outer blanks, as LlamaIndex's synthesizers and chat engines strip what they join.
+        It has no outer blanks, as LlamaIndex's synthesizers and chat engines strip the texts that they join.
         """
         return super().get_content(MetadataMode.LLM).strip()
 
     def get_content(self, metadata_mode: MetadataMode = MetadataMode.NONE) -> str:
-        """The handle for `MetadataMode.LLM`, the text (with metadata, as the mode says) for every other."""
+        """The handle for `MetadataMode.LLM`; for other modes the text, with the metadata of that mode."""
         if metadata_mode != MetadataMode.LLM:
             return super().get_content(metadata_mode)
         content = self.handle
@@ -97,8 +98,8 @@ class PackNode(TextNode):
 class NumberSources(BaseNodePostprocessor):
     """Puts `Source 1:`, `Source 2:`, ... on a line before each node, for prompts that ask for citations.
 
-    LlamaIndex's `CitationQueryEngine` cuts texts into new nodes, which would then go as text. With this postprocessor a
-    `RetrieverQueryEngine` with `CITATION_QA_TEMPLATE` cites packs, and `response.source_nodes[n - 1]` is source n.
+    LlamaIndex's `CitationQueryEngine` cuts texts into new nodes, which would go as text. With this postprocessor, a
+    `RetrieverQueryEngine` with `CITATION_QA_TEMPLATE` cites packs. `response.source_nodes[n - 1]` is source n.
     """
 
     @classmethod
@@ -127,13 +128,13 @@ def _digest(text: str) -> str:
 
 
 def to_fact(node: BaseNode) -> Fact:
-    """`node` as a bank keeps it: its text is what the model would be given, its metadata holds the whole node.
+    """`node` as a fact. Its text is what the model would be given; its metadata holds the whole node.
 
-    Beside it stand those of the node's own fields that filters can see: strings, numbers, booleans, and lists of them.
+    The metadata also has the node's own fields that filters can see: strings, numbers, booleans, and lists of them.
     """
     kept = node if isinstance(node, PackNode) else PackNode.from_node(node)
     about = {key: _as_field(value) for key, value in kept.metadata.items() if key not in {_NODE, REF_HASH}}
-    # A document that was not cut is its own, as in LlamaIndex's pipelines.
+    # An uncut document is its own source, as in LlamaIndex's pipelines.
     source = node.source_node
     about |= {REF_DOC: node.ref_doc_id or node.node_id, REF_HASH: (source and source.hash) or node.hash}
     record = kept.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
@@ -147,7 +148,7 @@ def to_fact(node: BaseNode) -> Fact:
 
 
 def _as_field(value: object) -> Value | None:
-    """What filters see of a value; a list is seen as JSON."""
+    """A value in the form that filters see; a list as JSON, `None` for other types."""
     if isinstance(value, list):
         return json.dumps(value) if all(isinstance(each, str | int | float) for each in value) else None
     if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
@@ -160,7 +161,7 @@ def _first(about: Mapping[str, object], *names: str) -> str:
 
 
 def to_node(fact: Fact, handle: str = "") -> PackNode:
-    """The node that `fact` was made of; for a fact that came otherwise, one whose metadata the model does not see."""
+    """The node that `fact` was made from. For any other fact, a node whose metadata the model does not see."""
     record = fact.metadata.get(_NODE)
     if record is not None:
         return PackNode.from_node(TextNode.from_dict(json.loads(str(record))), handle)

@@ -1,4 +1,4 @@
-"""Where nodes stand in a prompt: what packs are compiled for."""
+"""The place of nodes in a prompt, for which packs are compiled."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["pack_place"]
 
 
 def pack_place(template: BasePromptTemplate, llm: LLM | None = None, variable: str = "context_str") -> list[Message]:
-    """Where the first node will stand in a prompt of `template`, as messages for `compiled_for`.
+    """The place of the first node in a prompt of `template`, as messages for `compiled_for`.
 
-    A pack compiled for this place is used straight from the store when its node is the first one. `llm` selects among
-    the variants of a template and brings its system prompt. Raises `PromptError` when another variable stands before
-    `variable`, as what precedes the nodes then changes from call to call, or when `variable` is not in the template.
+    A pack compiled for this place is read straight from the store if its node is the first. `llm` selects among the
+    variants of a template and adds its system prompt. Raises `PromptError` if another variable stands before
+    `variable`, as the text before the nodes then changes from call to call, or if `variable` is not in the template.
     """
     marks = {name: f"\0{number}\0" for number, name in enumerate(dict.fromkeys((*template.template_vars, variable)))}
     messages = template.format_messages(llm=llm, **marks)

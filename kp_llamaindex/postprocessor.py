@@ -1,4 +1,4 @@
-"""`KnowledgePackPostprocessor`: what any retriever found, as packs."""
+"""`KnowledgePackPostprocessor`: makes packs of the nodes of any retriever."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ __all__ = ["KnowledgePackPostprocessor", "PackedRetriever"]
 
 
 class KnowledgePackPostprocessor(BaseNodePostprocessor):
-    """Turns the nodes of any retriever into `PackNode`s of packs in `store`: text, metadata, scores and order stay.
+    """Turns the nodes of any retriever into `PackNode`s of packs in `store`. Text, metadata, scores and order stay.
 
-    A node that comes for the first time is compiled by `engine`, for the position `compiled_for` (by default that of
-    the first node in LlamaIndex's own question prompt), its KV stored unless `lazy`, as `compress` says (see
-    `kp_core.delivery`). With `precompile="background"` it goes as text that time, and is compiled when the engine is
-    idle. Nodes of images, and those without text, stay as they are. Put it last, behind rerankers and what rewrites
-    nodes.
+    A new node is compiled by `engine`, for the position `compiled_for` (by default that of the first node in
+    LlamaIndex's own question prompt). Its KV is stored unless `lazy`, as `compress` says (see `kp_core.delivery`). With
+    `precompile="background"` the node goes as text the first time, and is compiled when the engine is idle. Nodes of
+    images and nodes without text stay as they are. Put it last, behind rerankers and whatever rewrites nodes.
 
         engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
     """
@@ -57,7 +56,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
     @property
     def delivery(self) -> Delivery:
-        """What compiles and looks up packs."""
+        """The `Delivery` that compiles and looks up packs."""
         return Delivery(
             None,
             self.engine,
@@ -70,7 +69,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         )
 
     def discard(self, ref_doc_id: str) -> None:
-        """Remove the packs that were made of a document's nodes."""
+        """Remove the packs of a document's nodes."""
         for handle in list(self.store):
             pack = self.store.peek(handle) if handle.namespace == self.namespace else None
             if pack is not None and pack.provenance.get("source") == ref_doc_id:
@@ -95,7 +94,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
 
 
 class PackedRetriever(BaseRetriever):
-    """What `retriever` finds, as `packs` makes it."""
+    """The nodes that `retriever` finds, as `packs` converts them."""
 
     def __init__(self, retriever: BaseRetriever, packs: KnowledgePackPostprocessor) -> None:
         super().__init__()
@@ -109,7 +108,7 @@ class PackedRetriever(BaseRetriever):
 
 
 def _stays(node: BaseNode) -> bool:
-    """Whether a node is packed already, or is no text."""
+    """Whether a node already has its pack, or has no text."""
     if isinstance(node, PackNode):
         return node.is_intact
     return isinstance(node, ImageNode | IndexNode) or not node.get_content().strip()

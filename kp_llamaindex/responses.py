@@ -1,4 +1,4 @@
-"""What the engine said, as LlamaIndex's responses."""
+"""The engine's answers as LlamaIndex's responses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Answer", "to_completion"]
 
 @dataclass
 class _Call:
-    """A tool call as far as it has come; `arguments` are JSON, or its beginning, `parsed` what it says when whole."""
+    """A tool call so far: `arguments` is JSON, or its beginning; `parsed` is its value once it is complete."""
 
     id: str = ""
     name: str = ""
@@ -36,13 +36,13 @@ class _Call:
 
 
 class Answer:
-    """One answer on its way: each piece as a response that holds the whole message so far.
+    """Builds the responses for one answer. Each response holds the whole message so far.
 
-    The message holds a `ThinkingBlock`, a `TextBlock` and `ToolCallBlock`s, where there are such. The arguments of a
-    call are a string while they come, and a dictionary in the last response. `additional_kwargs["tool_calls"]` of the
+    The message holds a `ThinkingBlock`, a `TextBlock` and `ToolCallBlock`s, if there are any. The arguments of a call
+    are a string while they stream, and a dictionary in the last response. `additional_kwargs["tool_calls"]` of the
     message repeats the calls in OpenAI's form, which LlamaIndex's structured streaming looks for.
 
-    The last response alone has `raw`: `usage`, `timings` in seconds and `finish_reason`, plain values throughout.
+    Only the last response has `raw`: `usage`, `timings` in seconds and `finish_reason`, all as plain values.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Answer:
         self._calls: list[_Call] = []
 
     def piece(self, delta: Delta) -> ChatResponse:
-        """The response that brings `delta`."""
+        """The response for `delta`."""
         self._text += delta.text
         self._reasoning += delta.reasoning
         if delta.tool_call is not None:
@@ -61,7 +61,7 @@ class Answer:
         return ChatResponse(message=message, delta=delta.text, additional_kwargs=about)
 
     def whole(self, generation: Generation) -> ChatResponse:
-        """The response that holds all of `generation`."""
+        """The response with all of `generation`."""
         calls = [
             _Call(call.id, call.name, json.dumps(call.arguments), dict(call.arguments))
             for call in generation.tool_calls
@@ -70,7 +70,7 @@ class Answer:
         return ChatResponse(message=message, raw=self._raw(generation))
 
     def last(self, generation: Generation) -> ChatResponse:
-        """As `whole`, at the end of a stream: nothing is new in it but the counts."""
+        """As `whole`, at the end of a stream: only the counts are new."""
         response = self.whole(generation)
         response.delta = ""
         return response
@@ -94,7 +94,7 @@ class Answer:
 
 
 def to_completion(response: ChatResponse) -> CompletionResponse:
-    """A chat response as that of a completion endpoint."""
+    """A chat response as a completion response."""
     return CompletionResponse(
         text=response.message.content or "",
         delta=response.delta,
@@ -105,7 +105,7 @@ def to_completion(response: ChatResponse) -> CompletionResponse:
 
 def _message(text: str, reasoning: str, calls: Sequence[_Call]) -> ChatMessage:
     blocks: list[ContentBlock] = [ThinkingBlock(content=reasoning)] if reasoning else []
-    # Templates set calls off by blank lines, which are nothing said.
+    # Templates separate calls by blank lines, which are not text of the answer.
     if text.strip() or not calls:
         blocks.append(TextBlock(text=text))
     for call in calls:

@@ -1,4 +1,4 @@
-"""`KnowledgePackRetriever`: a fact store as a LlamaIndex retriever whose nodes are handles to the model."""
+"""`KnowledgePackRetriever`: a fact store as a LlamaIndex retriever. Its nodes are handles to the model."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ __all__ = ["KnowledgePackRetriever", "open_settled", "settled_model"]
 
 
 class KnowledgePackRetriever(BaseRetriever):
-    """Finds facts of `namespace` in `fact_store`; returns each as a `PackNode` with the handle of its pack in `store`.
+    """Finds facts of `namespace` in `fact_store`. Returns each as a `PackNode` with the handle of its pack in `store`.
 
-    The model is sent the handle; everyone else (rerankers, evaluators, citations, people) reads the text. With
-    `content="text"` the nodes have no handle, for comparison and for models that resolve none. With `unit="bank"` a
-    node is a whole bank of about twenty facts, one per line, under one handle: the banks with the best facts; with
-    `unit="document"`, all facts of a source.
+    The model gets the handle; everybody else (rerankers, evaluators, citations, people) reads the text. With
+    `content="text"` the nodes have no handle, for comparison and for models that do not resolve handles. With
+    `unit="bank"` a node is a whole bank of about twenty facts, one per line, under one handle: the banks with the best
+    facts are returned. With `unit="document"` it is all facts of a source.
 
-    A fact found without a pack is compiled then by `engine`, for the position `compiled_for`, its KV stored unless
-    `lazy`, as `compress` says (see `kp_core.delivery`); with `precompile="background"` it goes as text this time, and
-    is compiled when the engine is idle; without an engine it goes as text, with a logged warning.
+    A fact found without a pack is compiled at once by `engine`, for the position `compiled_for`. Its KV is stored
+    unless `lazy`, as `compress` says (see `kp_core.delivery`). With `precompile="background"` the fact goes as text
+    this time, and is compiled when the engine is idle. Without an engine it goes as text, with a logged warning.
 
-    All facts are searched, or those of the `probes` nearest banks (of more where these hold too few). `filters` keeps
-    facts by the metadata of their nodes. `score_cutoff` drops what is less similar (cosine, in [-1, 1]). `rerank` puts
-    what passes the filters into its order: the first `similarity_top_k` of it that `score_cutoff` keeps are returned.
-    Scores stay cosines.
+    All facts are searched; with `probes`, only those of this many nearest banks (of more, if these hold too few).
+    `filters` selects facts by the metadata of their nodes. `score_cutoff` drops less similar facts (cosine, in [-1,
+    1]). `rerank` orders the facts that pass the filters; the first `similarity_top_k` that `score_cutoff` keeps are
+    returned. Scores stay cosines.
 
-    Raises `OptionError` for options that do not exist, and as `FactStore.search` does.
+    Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per choice
@@ -97,9 +97,10 @@ class KnowledgePackRetriever(BaseRetriever):
     ) -> Self:
         """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
 
-        Without `fact_store`, one is made: in Chroma at `path`, or in memory, with `embedder` (or LlamaIndex's own),
-        else with the `embed_model` that LlamaIndex's settings were given, else with the bundled MiniLM. Facts go into
-        the retriever's namespace; one that has its own stays there, where this retriever does not see it.
+        Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
+        LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM. Facts go into the
+        retriever's namespace. A fact that has a namespace of its own stays there, where this retriever does not find
+        it.
         """
         refuse_unknown(settings, (*_known(cls), *_known(cls.from_facts)), cls.__name__)
         made = cls(open_settled(fact_store, embedder, path), store, engine=engine, **settings)
@@ -108,7 +109,7 @@ class KnowledgePackRetriever(BaseRetriever):
 
     @property
     def delivery(self) -> Delivery:
-        """What finds facts, compiles them, adds and removes them."""
+        """The `Delivery` that finds, compiles, adds and removes facts."""
         return Delivery(
             self.fact_store,
             self.engine,
@@ -139,7 +140,7 @@ class KnowledgePackRetriever(BaseRetriever):
 
 
 def settled_model() -> BaseEmbedding | None:
-    """The `embed_model` that LlamaIndex's settings were given, if any; to ask for it would make one of OpenAI's."""
+    """The `embed_model` set in LlamaIndex's settings, if any. The public attribute would create one of OpenAI's."""
     model: BaseEmbedding | None = Settings._embed_model  # noqa: SLF001
     return None if isinstance(model, MockEmbedding) else model
 
@@ -147,7 +148,7 @@ def settled_model() -> BaseEmbedding | None:
 def open_settled(
     fact_store: FactStore | None, embedder: Embedder | BaseEmbedding | None, path: str | os.PathLike[str] | None
 ) -> FactStore:
-    """As `open_facts`, with the embedding of LlamaIndex's settings where nothing else is said."""
+    """As `open_facts`; the default embedder is that of LlamaIndex's settings."""
     return open_facts(fact_store, settled_model() if fact_store is None and embedder is None else embedder, path)
 
 

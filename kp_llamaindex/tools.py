@@ -1,4 +1,4 @@
-"""Tools and structured output: LlamaIndex's tools in the form the core takes, and its calls back."""
+"""Tools and structured output: LlamaIndex's tools for the core, and the core's calls for LlamaIndex."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
 
 class ToolCallingLLM(FunctionCallingLLM):
-    """What `KnowledgePackLLM` adds to LlamaIndex's own tool calling, which does the rest through `chat`.
+    """Additions of `KnowledgePackLLM` to LlamaIndex's own tool calling, which does the rest through `chat`.
 
     A grammar holds calls to the schemas of their tools, so a required call always comes and always parses.
     """
@@ -51,9 +51,9 @@ class ToolCallingLLM(FunctionCallingLLM):
         error_on_no_tool_call: bool = True,  # noqa: FBT001, FBT002
         **kwargs: Any,  # noqa: ANN401, ARG002 - LlamaIndex's signature
     ) -> list[ToolSelection]:
-        """The tool calls of `response`; of a streamed one as far as they have come.
+        """The tool calls of `response`; of a streamed one, those that have come so far.
 
-        Raises `ValueError` when there are none, unless `error_on_no_tool_call` is false.
+        Raises `ValueError` if there are none, unless `error_on_no_tool_call` is false.
         """
         blocks = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
         if not blocks and error_on_no_tool_call:
@@ -72,7 +72,7 @@ class ToolCallingLLM(FunctionCallingLLM):
         llm_kwargs: dict[str, Any] | None = None,
         **prompt_args: Any,  # noqa: ANN401
     ) -> Generator[Any, None, None]:
-        # LlamaIndex streams without requiring the call, and so gets prose from small models.
+        # LlamaIndex does not require the call when it streams, so small models answer in prose.
         if self.pydantic_program_mode not in _BY_CALL:
             return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
         return self._program(output_cls, prompt).stream_call(llm_kwargs=llm_kwargs, **prompt_args)
@@ -93,7 +93,7 @@ class ToolCallingLLM(FunctionCallingLLM):
 
 
 def to_tools(tools: Sequence[BaseTool | Mapping[str, Any]]) -> list[Any]:
-    """LlamaIndex's tools as OpenAI's mappings, which may stand among them."""
+    """LlamaIndex's tools as OpenAI's mappings. Mappings among them stay as they are."""
     return [
         tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool for tool in tools
     ]

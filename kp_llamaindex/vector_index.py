@@ -1,4 +1,4 @@
-"""A `VectorStoreIndex` of LlamaIndex whose nodes come as packs."""
+"""`PackedVectorIndex`: a `VectorStoreIndex` of LlamaIndex whose nodes come as packs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ __all__ = ["PackedVectorIndex"]
 
 
 class PackedVectorIndex(PackIndex):
-    """The nodes of a `VectorStoreIndex`, over whatever vector store, as packs; see `KnowledgePackIndex`.
+    """The nodes of a `VectorStoreIndex`, over any vector store, as packs; see `KnowledgePackIndex`.
 
-    That index stays what keeps, embeds and finds nodes; documents that come and go here come and go there. Retrievers
-    take its settings (`similarity_top_k`, `filters`, `vector_store_query_mode`, ...) and `content`.
+    The `VectorStoreIndex` still stores, embeds and finds nodes. Documents that are added or deleted here are added or
+    deleted there. Retrievers take its settings (`similarity_top_k`, `filters`, `vector_store_query_mode`, ...) and
+    `content`.
     """
 
     _RETRIEVAL: ClassVar = (
@@ -62,22 +63,22 @@ class PackedVectorIndex(PackIndex):
         return cls(VectorStoreIndex.from_vector_store(vector_store, embed_model=model), **settings)
 
     def insert_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        """Add nodes to the index; each is compiled when it is first found."""
+        """Add nodes to the index. Each is compiled when it is first found."""
         self.vector_index.insert_nodes(nodes)
 
     def insert(self, document: Document) -> None:
-        """Add a document to the index, which cuts it into nodes in its own way."""
+        """Add a document to the index, which cuts it into nodes itself."""
         self.vector_index.insert(document)
 
     def delete_ref_doc(self, ref_doc_id: str) -> None:
         """Remove the nodes of a document from the index, and their packs."""
         self.vector_index.delete_ref_doc(ref_doc_id, delete_from_docstore=True)
-        # Else its hash stays, and the document counts as known when it comes again.
+        # Otherwise its hash stays, and the document counts as known when it is added again.
         self.vector_index.docstore.delete_document(ref_doc_id, raise_error=False)
         self.packs.discard(ref_doc_id)
 
     def as_retriever(self, *, content: Literal["handle", "text"] = "handle", **settings: Any) -> BaseRetriever:  # noqa: ANN401
-        """The index's own retriever, with packs for its nodes unless `content="text"`."""
+        """The index's own retriever; its nodes come as packs unless `content="text"`."""
         refuse_unknown(settings, self._RETRIEVAL, "The retriever")
         found = self.vector_index.as_retriever(**settings)
         return found if content == "text" else PackedRetriever(found, self.packs)

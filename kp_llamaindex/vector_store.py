@@ -1,4 +1,4 @@
-"""A `KnowledgePackIndex` as a vector store of LlamaIndex."""
+"""`KnowledgePackVectorStore`: a `KnowledgePackIndex` as a vector store of LlamaIndex."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ __all__ = ["KnowledgePackVectorStore"]
 
 
 class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
-    """The nodes of a `KnowledgePackIndex`, which makes it, as a vector store of LlamaIndex that finds them as packs.
+    """The nodes of a `KnowledgePackIndex`, as a vector store of LlamaIndex that finds them as packs. The index makes
+    it.
 
-    As the vector store of an `IngestionPipeline` it follows the documents that change or go, with their packs. It is a
-    step of pipelines too, the last one: it embeds nodes as the index does (without such a step a pipeline hands no node
-    on).
+    As the vector store of an `IngestionPipeline`, it follows documents that change or are deleted, with their packs. It
+    is also the pipeline's last step, which embeds nodes as the index does (a pipeline stores no nodes without
+    embeddings).
 
         nodes = index.as_vector_store()
         pipeline = IngestionPipeline(
@@ -42,7 +43,7 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     stores_text: bool = True
     is_embedding_query: bool = False
     index: Any = Field(exclude=True, repr=False)
-    # By these a pipeline's cache tells one from another.
+    # A pipeline's cache tells stores apart by these fields.
     embedder: str
     namespace: str
 
@@ -58,7 +59,7 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         return store
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401, ARG002
-        """Embed `nodes`, but for blank ones."""
+        """Embed `nodes`, except blank ones."""
         kept = [node for node in nodes if node.get_content().strip()]
         made = self.client.embedder.embed([to_fact(node).text for node in kept]) if kept else ()
         for node, vector in zip(kept, made, strict=True):
@@ -75,19 +76,19 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         self.index.delete_ref_doc(ref_doc_id)
 
     async def acall(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:  # noqa: ANN401
-        """As a call, on a thread of its own."""
+        """As `__call__`, in a thread."""
         return await asyncio.to_thread(self, nodes)
 
     async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:  # noqa: ANN401
-        """As `add`, on a thread of its own."""
+        """As `add`, in a thread."""
         return await asyncio.to_thread(self.add, nodes)
 
     async def adelete(self, ref_doc_id: str, **_: Any) -> None:  # noqa: ANN401
-        """As `delete`, on a thread of its own."""
+        """As `delete`, in a thread."""
         await asyncio.to_thread(self.delete, ref_doc_id)
 
     async def aquery(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:  # noqa: ANN401
-        """As `query`, on a thread of its own."""
+        """As `query`, in a thread."""
         return await asyncio.to_thread(self.query, query)
 
     def delete_nodes(
@@ -109,7 +110,7 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         self.delete_nodes([fact.id for fact in self.client.facts(namespace=self.namespace)])
 
     def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:  # noqa: ANN401
-        """The nodes nearest to the query's words; raises `FactError` for other modes, and for a query without words."""
+        """The nodes nearest to the query's text. Raises `FactError` for other modes, and for a query without text."""
         if query.mode != VectorStoreQueryMode.DEFAULT or not query.query_str:
             raise FactError(f"Got a query of mode {query.mode.value!r}, {query.query_str!r}; expected words to embed.")
         wanted: list[MetadataFilter | MetadataFilters] = [] if query.filters is None else [query.filters]

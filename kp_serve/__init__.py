@@ -1,5 +1,5 @@
-"""vLLM: a server of ours around it (`kp serve`), and the engine that asks such a server.
+"""The server (`kp serve`, around vLLM) and the engine that is its client.
 
-`connector` and `blocks` run inside vLLM, the only modules that import it; `middleware` runs before its own endpoints;
-`engine` is the client, and needs neither vLLM nor weights. The core finds the client by its name, never by an import.
+`connector` and `blocks` run inside vLLM and are the only modules that import it. `middleware` runs before vLLM's
+endpoints. `engine` is the client; it needs neither vLLM nor weights. The core loads it by name and never imports it.
 """

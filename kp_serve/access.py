@@ -1,4 +1,4 @@
-"""Who may do what at a server: keys, hashed in a file, and what each of them reads."""
+"""API keys of a server, hashed in a file, and what each key may do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ __all__ = ["Access", "Keys", "add_key"]
 
 @dataclass(frozen=True)
 class Access:
-    """What the holder of a key may do: read these namespaces, bring handles in these roles, and `write` packs."""
+    """Rights of a key: namespaces it may read, roles whose messages may hold handles, and whether it may `write` packs.
+
+    Raises `ModelError` for an unknown role.
+    """
 
     namespaces: tuple[str, ...]
     trusted_roles: tuple[str, ...] = tuple(sorted(TRUSTED_ROLES))
@@ -34,10 +37,10 @@ class Access:
 
 
 class Keys:
-    """The keys of a server. Without a file there is one access, for everybody who reaches it.
+    """The keys of a server. With `everybody`, no key is needed and all clients have this access.
 
-    The file is JSON: the SHA-256 of each key in hexadecimal, and what `Access` holds. Raises `ModelError` for another
-    file. Keys are random and long, so a plain hash of them cannot be turned back.
+    The file is JSON: a map from the SHA-256 of each key (hexadecimal) to the fields of its `Access`. A plain hash is
+    safe, as keys are long and random. Raises `ModelError` for a file of another form.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, everybody: Access | None = None) -> None:
@@ -45,17 +48,17 @@ class Keys:
         self._found: Mapping[str, Access] = {} if path is None else _read(Path(path))
 
     def access(self, key: str | None) -> Access | None:
-        """What the holder of `key` may do; `None` for a key that is none."""
+        """The rights of `key`, or `None` for an unknown key."""
         if self._everybody is not None:
             return self._everybody
         digest = _hash(key or "")
-        # All are compared, so that the time says nothing about which.
+        # Compare with all keys, so that the duration does not reveal which one matched.
         found = [access for known, access in self._found.items() if hmac.compare_digest(known, digest)]
         return found[0] if key and found else None
 
 
 def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: bool = False) -> str:
-    """A new key for these namespaces, added to the file of `Keys`; it is told once, and stored as a hash."""
+    """Add a new key for these namespaces to the file of `Keys`, and return it. The file stores only its hash."""
     file, key = Path(path), "kp-" + secrets.token_urlsafe(32)
     known = _read(file) if file.exists() else {}
     known = {**known, _hash(key): Access(tuple(namespaces), write=write)}

@@ -1,4 +1,4 @@
-"""What the served model says, on its way out: without handles, and with our counts in its usage."""
+"""Filter for the served model's answers: removes handles, and adds pack counts to the usage."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _END = b"\n\n"
 
 
 class Answer:
-    """Takes what an application sends, and sends it on.
+    """Filters the ASGI messages of an answer, and passes them to `send`.
 
-    A model must not hand out handles: what it says may be sent to it again, in another role. In a stream, what may
-    still become one is held back until it is decided, so that the pieces join to the text of the whole answer.
-    `pack_tokens` were brought by handles; with them the usage is split as `kp_core.Usage` is. `computed` is how many
-    tokens were computed before the prompt could be answered, which a header says.
+    A model must not emit handles, because its text may come back in a message of a trusted role. In a stream, text that
+    may begin a handle is held back until this is decided; the joined pieces equal the text of the whole answer.
+    `pack_tokens` is the number of prompt tokens that handles delivered; with it, the usage is split as `kp_core.Usage`
+    is. `computed` is the number of tokens computed before the prompt could be answered; it goes into a header.
     """
 
     def __init__(self, send: Send, pack_tokens: int | None = None, computed: int | None = None) -> None:
@@ -37,7 +37,7 @@ class Answer:
         self._texts = defaultdict[tuple[Any, ...], WithoutHandles](WithoutHandles)
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
-        """One message of ASGI."""
+        """Filter one ASGI message."""
         if message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], *self._headers]}
             kinds = [value for name, value in message["headers"] if name.lower() == b"content-type"]
@@ -78,7 +78,7 @@ class Answer:
         head, data, said = event.partition(b"data: ")
         try:
             found = json.loads(said)
-        except ValueError:  # `[DONE]`, or a comment.
+        except ValueError:  # `[DONE]`, or a comment of the stream.
             return event
         for choice in _choices(found):
             index = choice.get("index")
@@ -89,7 +89,7 @@ class Answer:
         return head + data + self._counted(found)
 
     def _end(self, choice: dict[str, Any], index: object) -> None:
-        """Put what was held back of a choice into its last event."""
+        """Append the held-back text of a choice to its last event."""
         for path, text in self._texts.items():
             if path[0] != index or not (rest := text.flush()):
                 continue
@@ -114,7 +114,7 @@ def _choices(found: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - any JSON
 
 
 def _said(part: dict[str, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, tuple[Any, ...]]]:
-    """Each text of the model in a choice: what it is in, the name of the field, and the way there."""
+    """Each text of the model in a choice: the mapping that holds it, its field, and its path."""
     for name, value in part.items():
         if name in _SAID and isinstance(value, str):
             yield part, name, (*path, name)
@@ -126,7 +126,7 @@ def _said(part: dict[str, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[di
 
 
 def _below(part: dict[str, Any], step: str | int) -> dict[str, Any]:
-    """What `step` leads to, made where it is missing: a field, or the call of this number."""
+    """The value at `step`, a field or the index of a tool call. Creates it if it is missing."""
     if isinstance(step, str):
         if not isinstance(part.get(step), dict):
             part[step] = {}

@@ -1,4 +1,4 @@
-"""What clients ask to be done to the KV of a prompt, steered blocks or moved packs: as it is sent and as it is read."""
+"""The field `kp` of a request (steered blocks, moved packs, or no reuse): how it is written and read."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from kp_core.steering.file import steering_bytes, steering_of
 __all__ = ["COMPUTED", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of", "moved_packs", "steered"]
 
 COMPUTED = "kp-computed-tokens"
-"""The header of an answer that says how many tokens were computed before its prompt could be steered or moved."""
+"""Response header: the number of tokens computed before the prompt could be steered or its packs moved."""
 
 Moved: TypeAlias = tuple[tuple[int, int, str], ...]
-"""Packs that are moved, in order: start, stop and handle of each."""
+"""Moved packs, in order: start, stop and handle of each."""
 Placed: TypeAlias = tuple[tuple[str, int], ...]
-"""Handles of all packs in a prompt, and where they begin: with a pack goes what was kept of it."""
+"""Handles of all packs in a prompt, with their starts. KV kept of a prompt is deleted with any of its packs."""
 
 _MOST_BLOCKS, _MOST_PACKS = 64, 256
-_MOST_BYTES = 8 * 2**20  # Of a steering; one of an 8B model has some 50 kB.
+_MOST_BYTES = 8 * 2**20  # Limit of a steering; one of an 8B model has about 50 kB.
 
 
 def asked(plan: Plan) -> dict[str, Any] | None:
-    """The field `kp` of a request for this plan; `None` for one that needs none."""
+    """The field `kp` of a request for this plan; `None` if the plan needs none."""
     packs = [[span.handle, span.start] for span in plan.prompt.spans if find_handles(span.handle)]
     if blocks := [region for region in plan.regions if region.parts]:
         return {**blocks_as_json(blocks), "packs": packs}
@@ -51,7 +51,7 @@ def asked(plan: Plan) -> dict[str, Any] | None:
 
 
 def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Region], Placed]:
-    """The blocks to be steered and the packs in the prompt; raises `PromptError` and `SteeringError`."""
+    """Read the steered blocks, and the packs in the prompt. Raises `PromptError` and `SteeringError`."""
     ids, given = _checked(said, token_ids, {"blocks", "steerings", "packs"})
     with _refused():
         blocks, packs = blocks_of(given), _packs(given)
@@ -74,7 +74,7 @@ def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[l
 
 
 def moved_packs(said: object, token_ids: object) -> tuple[Moved, Placed]:
-    """The packs to be moved, and all packs in the prompt; raises `PromptError`."""
+    """Read the moved packs, and all packs in the prompt. Raises `PromptError`."""
     ids, given = _checked(said, token_ids, {"moved", "packs", "wrapper"})
     with _refused():
         moved = tuple((int(start), int(stop), str(handle)) for start, stop, handle in given["moved"])
@@ -89,7 +89,7 @@ def moved_packs(said: object, token_ids: object) -> tuple[Moved, Placed]:
 
 
 def blocks_as_json(blocks: Iterable[Region]) -> dict[str, Any]:
-    """What `blocks_of` reads: blocks with the ids of their steerings, and these as files in base64."""
+    """Blocks as JSON for `blocks_of`: each names its steerings by id; the steering files follow in base64."""
     blocks = list(blocks)
     steerings = {part.steering.id: part.steering for block in blocks for part in block.parts if part.steering}
     rows = [[[part.start, part.stop, part.steering.id] for part in block.parts if part.steering] for block in blocks]
@@ -100,7 +100,7 @@ def blocks_as_json(blocks: Iterable[Region]) -> dict[str, Any]:
 
 
 def blocks_of(said: Mapping[str, Any]) -> list[Region]:
-    """What `blocks_as_json` gave; for anything else what Python raises, or `SteeringError`."""
+    """Read the output of `blocks_as_json`. Other input raises `SteeringError`, or `KeyError` and the like."""
     steerings = {name: _steering(data) for name, data in said["steerings"].items()}
     blocks = []
     for start, stop, parts in said["blocks"]:
@@ -110,7 +110,7 @@ def blocks_of(said: Mapping[str, Any]) -> list[Region]:
 
 
 def digest_of(token_ids: Sequence[int]) -> str:
-    """One digest of token ids."""
+    """Digest of a list of token ids."""
     return blake2b(json.dumps(list(token_ids)).encode(), digest_size=16).hexdigest()
 
 
@@ -135,7 +135,7 @@ def _packs(said: Mapping[str, Any]) -> Placed:
 
 
 def _are_ordered(places: Sequence[tuple[int, int]], ids: Sequence[int], most: int) -> bool:
-    """Whether there are 1 to `most` places, none empty, one behind the other, and a token behind the last."""
+    """Whether there are 1 to `most` places, in order and not empty, with a token behind the last."""
     edges = [0, *(edge for place in places for edge in place), len(ids) - 1]
     return 0 < len(places) <= most and _is_ascending(edges) and all(start < stop for start, stop in places)
 

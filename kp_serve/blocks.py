@@ -1,4 +1,4 @@
-"""KV in and out of vLLM's paged cache, whatever order the platform's attention keeps it in."""
+"""Read and write KV in vLLM's paged cache, in any memory layout of the platform's attention."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["PagedKV", "layer_names"]
 
 
 def layer_names(names: Iterable[str]) -> list[str]:
-    """The names that vLLM has for layers, which hold their numbers, the first layer first."""
+    """The layer names of vLLM, sorted by the layer number that each contains."""
     return sorted(names, key=lambda name: next(int(part) for part in name.split(".") if part.isdigit()))
 
 
 @dataclass(frozen=True)
 class PagedKV:
-    """The cache of one rank: per layer `(blocks, kv_heads, block_size, 2 * head_dim)`, K and V side by side.
+    """The paged cache of one rank: per layer `(blocks, kv_heads, block_size, 2 * head_dim)`, K and V side by side.
 
-    On CPU vLLM's kernels keep a block in an order of their own: what is written as above is brought into that order by
-    the platform, and what is read is brought back by its inverse, which is found by ordering numbers.
+    On the CPU, vLLM's kernels store a block in a layout of their own. Writing uses the platform's kernel. Reading
+    applies the inverse permutation, which is found by packing a block of known numbers.
 
     Raises `UnsupportedModelError` for caches of another form (latent or quantised ones).
     """
 
     layers: tuple[Tensor, ...]
     first_head: int = 0
-    """Of a cache that is spread over ranks, the first head of this one."""
+    """Index of this rank's first head, if the heads are spread over ranks."""
 
     @classmethod
     def of(cls, caches: Mapping[str, Tensor], first_head: int = 0) -> PagedKV:
-        """The caches by the names of their layers, which number them."""
+        """Build it from caches by layer name; the number in a name gives the layer."""
         numbered = layer_names(caches)
         for name in numbered:
             cache = caches[name]
@@ -49,20 +49,20 @@ class PagedKV:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.layers[0].shape[2]
 
     @property
     def is_on_cpu(self) -> bool:
-        """Whether the cache is in the memory of the processor."""
+        """Whether the cache is in CPU memory."""
         return self.layers[0].device.type == "cpu"
 
     def write(self, layer: int, parts: Sequence[tuple[Tensor, Tensor]], blocks: Sequence[int]) -> None:
-        """Write one layer from the first place of the first of these blocks on, and nothing behind it.
+        """Write `parts` into one layer, from the start of the first of these blocks on.
 
-        There vLLM may have written what it computes in the same step: it does so before it waits for a layer. `parts`
-        are keys and values of all heads, `(kv_heads, tokens, head_dim)`, that follow one another. Raises `PackError`
-        for what has not this model's shape and dtype.
+        Positions behind the parts stay untouched: vLLM may already have written KV of the same step there, as it writes
+        before it waits for a layer. `parts` are consecutive keys and values of all heads,
+        `(kv_heads, tokens, head_dim)`. Raises `PackError` for KV of another shape or dtype than the model's.
         """
         cache, stop = self.layers[layer], 0
         heads = slice(self.first_head, self.first_head + cache.shape[1])
@@ -74,7 +74,7 @@ class PagedKV:
             _write(cache, key[heads].transpose(0, 1), value[heads].transpose(0, 1), *within)
 
     def read(self, blocks: Sequence[int], tokens: int) -> KVTensors:
-        """The first `tokens` tokens of these blocks, on the CPU."""
+        """KV of the first `tokens` tokens of these blocks, on the CPU."""
         ids = torch.tensor(blocks, dtype=torch.long, device=self.layers[0].device)
         order = self._order() if ids.device.type == "cpu" else None
         keys, values = [], []
@@ -89,11 +89,14 @@ class PagedKV:
         return KVTensors(tuple(keys), tuple(values))
 
     def _order(self) -> Tensor:
-        """Where each number of a block lies in it: `packed[order]` is the block as it was written."""
+        """The permutation of a packed block: `packed[order]` is the block as it was written.
+
+        Raises `UnsupportedModelError` if packing changes the numbers themselves.
+        """
         cache = self.layers[0]
         count = cache[0].numel()
         found = torch.zeros(count, dtype=torch.long)
-        base, power = 128, 1  # Whole numbers that every dtype holds.
+        base, power = 128, 1  # Every dtype holds integers below 128 exactly.
         while power < count:
             digits = (torch.arange(count) // power % base).to(cache.dtype)
             block = digits.view(1, *cache.shape[1:]).clone()
@@ -109,13 +112,13 @@ class PagedKV:
 
 
 def _write(cache: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, offsets: Tensor) -> None:
-    """Tokens `(tokens, kv_heads, head_dim)` to their places in these blocks."""
+    """Write tokens `(tokens, kv_heads, head_dim)` at these offsets of these blocks."""
     count, heads, size, width = cache.shape
     if cache.device.type != "cpu":
         places = blocks.to(cache.device), slice(None), offsets.to(cache.device)
         cache[places] = torch.cat([keys, values], -1).to(cache.device)
         return
-    # Builds for other devices may lack them.
+    # vLLM builds for other devices may lack these.
     from vllm._custom_ops import cpu_attn_reshape_and_cache
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 

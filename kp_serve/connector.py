@@ -1,7 +1,7 @@
-"""What vLLM asks for KV that it has not computed: packs from a store go into its paged cache, and from it to the store.
+"""KV connector of vLLM: loads packs from a store into the paged cache, and stores KV that vLLM computed for packs.
 
-Named in `--kv-transfer-config` (see `serving.arguments`). A request loads and saves only what signed parameters
-grant it (`rights`): without them it is served as if there were no store. vLLM's own prefix cache comes first.
+`--kv-transfer-config` names it (see `serving.arguments`). A request loads and saves only what its signed parameters
+grant (`rights`); without them it is served as if there were no store. vLLM's own prefix cache comes first.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = ["PackConnector"]
 
 logger = logging.getLogger(__name__)
 
-_TRIED = 16  # Longest packs whose KV is looked for; each look is a `stat` or two.
+_TRIED = 16  # Number of longest packs to look up; each lookup is one or two `stat` calls.
 _ERRORS = (OSError, KnowledgePackError)
-_THREADS = 2  # They read from a disk, check and copy: memory is what they wait for.
+_THREADS = 2  # They read from disk, verify and copy; memory bandwidth is the limit.
 
 
 @dataclass(frozen=True)
 class Move:
-    """The tokens `start:stop` of a request, in these blocks, which are loaded from a run, or stored as one."""
+    """Tokens `start:stop` of a request and their blocks. Their KV is loaded from `run`, or stored as `run`."""
 
     run: StoredRun
     start: int
@@ -55,13 +55,13 @@ class Move:
 
 
 class _Loading:
-    """What one step of vLLM needs of the store.
+    """Loads the KV that one step of vLLM needs.
 
-    `wait` gives a layer to the model when it is in the cache, and `finish` ends it all; neither raises for what cannot
-    be read: `failed` then has its blocks, and vLLM fails its request. No number is written that was not checked.
+    `wait` blocks until a layer is in the cache, `finish` until all layers are. Neither raises if KV cannot be read:
+    `failed` then holds the blocks, and vLLM fails their request. Only verified numbers are written.
 
-    On the CPU the threads that read also write. Elsewhere the thread of the model writes, in the order of its stream,
-    and all before the step, as the step may be a recorded graph that waits for nothing.
+    On the CPU, the reading threads also write. Elsewhere the model's thread writes, in the order of its stream, and
+    before the step begins, as the step may be a recorded graph, which waits for nothing.
     """
 
     def __init__(self, moves: Sequence[Move], stored: StoredKV, cache: PagedKV) -> None:
@@ -80,7 +80,7 @@ class _Loading:
             self.finish()
 
     def wait(self, layer: int) -> None:
-        """Until a layer is in the cache, for all that this step needs."""
+        """Block until a layer is in the cache, for all moves of this step."""
         jobs, self._layers[layer] = self._layers[layer], []
         for move, job in jobs:
             try:
@@ -91,7 +91,7 @@ class _Loading:
                 self._fail(move, error)
 
     def finish(self) -> None:
-        """Until all layers are; the threads end."""
+        """Block until all layers are in the cache, and end the threads."""
         for layer in range(len(self._layers)):
             self.wait(layer)
         if self._pool is not None:
@@ -117,7 +117,7 @@ class _Loading:
         return parts
 
     def _is_wanted(self, move: Move) -> bool:
-        """Not when a layer of it has failed already."""
+        """Whether no layer of the move has failed so far."""
         with self._lock:
             return self.failed.isdisjoint(move.blocks)
 
@@ -130,18 +130,19 @@ class _Loading:
 
 @dataclass
 class _Moves(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is no package of the checker's
-    """What the worker has to do in one step."""
+    """What the worker loads and saves in one step."""
 
     loads: list[Move] = field(default_factory=list)
     saves: list[Move] = field(default_factory=list)
 
 
 class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # as above
-    """Loads the longest stored pack that a prompt begins with, and stores KV that was computed for one without.
+    """Loads the longest stored pack that a prompt begins with, and stores computed KV of packs that have none stored.
 
-    vLLM makes one in its scheduler and one in each worker. Raises `ModelError` at the start for a model other than the
-    one that was named, `UnsupportedModelError` for caches that packs do not fit. What cannot be read fails its request
-    (`kv_load_failure_policy="fail"`); the store has then set it aside, and the next request computes it.
+    vLLM makes one in its scheduler and one in each worker. At the start, raises `ModelError` if dtype, cache dtype or
+    failure policy differ from the configured ones, and `UnsupportedModelError` for caches that packs do not fit. If KV
+    cannot be read, its request fails (`kv_load_failure_policy="fail"`); the store has then set it aside, and the next
+    request computes it.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
@@ -164,24 +165,25 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         self._failed: set[int] = set()
         self._unsafe: set[int] = set()
 
-    # In the scheduler.
+    # Called in the scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:  # noqa: ANN401
-        """How many tokens behind those at hand the store has."""
+        """Number of tokens behind the computed ones whose KV the store has. `False`: the step itself loads them."""
         self._found.pop(request.request_id, None)
         self._wanted.pop(request.request_id, None)
         rights = Rights.read(request.kv_transfer_params, request.cache_salt, self._key)
         if rights is None:
             return 0, False
         ids = list(request.prompt_token_ids or ())
-        # KV of an adapter, or behind pictures, is not told by model and token ids.
+        # Model and token ids do not identify KV of a LoRA adapter or behind images.
         told = request.lora_request is None and not request.mm_features
         if rights.tokens:
             names = rights.namespaces if told and digest_of(ids) == rights.tokens else ()
             if rights.keeps and names and self._ranks == 1 and rights.keeps.stop == request.num_prompt_tokens:
                 self._wanted[request.request_id] = StoredRun((rights.keeps,), names)
             if rights.begins:
-                # Plain KV under the salt of altered KV would answer wrongly, now and later: what cannot be read fails.
+                # If a part cannot be read, the request fails: plain KV under the salt of altered KV would give
+                # wrong answers, now and later.
                 return self._claim(request, StoredRun(rights.begins, names), num_computed_tokens), False
         if not told or not ids or request.prompt_embeds is not None:
             return 0, False
@@ -200,14 +202,14 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         return 0
 
     def _claim(self, request: Any, run: StoredRun, computed: int) -> int:  # noqa: ANN401
-        # One token has to be computed for the logits.
+        # The last token is always computed, for its logits.
         stop: int = min(run.stop, request.num_prompt_tokens - 1)
         if stop > computed:
             self._found[request.request_id] = (run, computed)
         return max(stop - computed, 0)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
-        """Remember where what was found goes."""
+        """Remember the blocks that the found KV is loaded into."""
         found = self._found.pop(request.request_id, None)
         if found is None or num_external_tokens <= 0:
             return
@@ -219,7 +221,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         return Move(run, start, stop, tuple(blocks[start // size : -(-stop // size)]))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """What is to be loaded before this step, and stored after it."""
+        """What to load before this step, and to store after it."""
         moves, self._loads = _Moves(self._loads), []
         if self._wanted:
             cached = scheduler_output.scheduled_cached_reqs
@@ -234,7 +236,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         return moves
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ANN401, ARG002
-        """Forget the request; its blocks are free."""
+        """Forget the request; vLLM may free its blocks."""
         self._found.pop(request.request_id, None)
         self._wanted.pop(request.request_id, None)
         return False, None
@@ -244,22 +246,22 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         request: Any,  # noqa: ANN401
         block_ids: tuple[list[int], ...],
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`: there is one group."""
+        """As `request_finished`; there is only one group."""
         return self.request_finished(request, block_ids[0])
 
-    # In the workers.
+    # Called in the workers.
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Take the paged cache of this rank."""
         rank = get_tensor_model_parallel_rank()
-        # With fewer heads than ranks, several ranks have the same one.
+        # With fewer heads than ranks, several ranks share a head.
         first = rank * self._heads // self._ranks
         self._cache = PagedKV.of(kv_caches, first)
         self._places = {name: place for place, name in enumerate(layer_names(kv_caches))}
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401, ARG002
-        """Begin to write what this step needs into the cache; what cannot be read is told to the scheduler."""
-        self._end_loading()  # Of a step that was broken off.
+        """Begin to load the KV that this step needs; `get_block_ids_with_load_errors` reports failures."""
+        self._end_loading()  # The loading of an aborted step.
         loads = self._get_connector_metadata().loads
         if not loads:
             return
@@ -274,7 +276,7 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             self._loading = None
 
     def wait_for_save(self) -> None:
-        """Store what was computed for packs in this step, unless what it was computed from could not be read."""
+        """Store KV that this step computed for packs, unless blocks that it was computed from could not be loaded."""
         self._end_loading()
         for move in self._get_connector_metadata().saves:
             if not (self._failed | self._unsafe).isdisjoint(move.blocks):
@@ -289,20 +291,20 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
                 logger.warning("The KV of %s was not stored: %s", move.run, error)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that were not written; vLLM fails their requests."""
+        """The blocks that could not be loaded; vLLM fails their requests."""
         failed, self._failed = self._failed, set()
         self._unsafe = failed
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Until this layer is in the cache."""
+        """Block until this layer is in the cache."""
         place = self._places.get(layer_name)
-        # A layer without KV of its own uses that of an earlier one.
+        # A layer without a KV cache of its own uses that of an earlier layer.
         if self._loading is not None and place is not None:
             self._loading.wait(place)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Nothing: all layers are read behind the step."""
+        """Do nothing: `wait_for_save` reads all layers after the step."""
 
 
 def _check(config: VllmConfig, kv_cache_config: Any, model: ModelFingerprint) -> None:  # noqa: ANN401

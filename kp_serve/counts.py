@@ -1,4 +1,4 @@
-"""What a server did with packs and facts, beside what vLLM counts."""
+"""Counters of packs and facts, added to vLLM's metrics, and the packs that a server used last."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kp_serve.wire import Visit, call_raw
 __all__ = ["FIRST_PACK", "Counts", "HotPacks"]
 
 FIRST_PACK = "kp-pack"
-"""The header in which a client names the first pack of a prompt of token ids; a balancer may go by it, too."""
+"""Request header: the first pack in a prompt of token ids. A load balancer may route by it."""
 
 _HOT = 4096
 
@@ -28,20 +28,20 @@ _ABOUT = {
 
 
 class Counts:
-    """Counters since the start of this process; all tenants in one, as whoever has a key may read them."""
+    """Counters since this process started, summed over all tenants, as every key may read them."""
 
     def __init__(self) -> None:
         self._found = Counter[str]()
 
     def add(self, **amounts: int) -> None:
-        """Count; names are those of `_ABOUT`. To be called in the thread of the event loop."""
+        """Add to counters by their names in `_ABOUT`. Call it in the event loop's thread. Raises `KeyError`."""
         for name, amount in amounts.items():
             if name not in _ABOUT:
                 raise KeyError(name)
             self._found[name] += amount
 
     def __str__(self) -> str:
-        """As Prometheus reads it."""
+        """The counters in Prometheus' text format."""
         lines = [
             f"# HELP kp_{name}_total {about}.\n# TYPE kp_{name}_total counter\nkp_{name}_total {self._found[name]}\n"
             for name, about in _ABOUT.items()
@@ -49,8 +49,8 @@ class Counts:
         return "".join(lines)
 
     async def join(self, visit: Visit) -> None:
-        """Answer `/metrics` with vLLM's figures, and these behind them."""
-        # Neither zipped nor in the other format, which has an end of its own.
+        """Answer `/metrics` with vLLM's metrics, followed by these counters."""
+        # Request plain text: uncompressed, and not OpenMetrics, which has an end marker.
         plain = [pair for pair in visit.scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")]
         status, headers, data = await call_raw(visit.app, {**visit.scope, "headers": plain}, visit.receive)
         if status == 200:
@@ -62,13 +62,13 @@ class Counts:
 
 
 class HotPacks:
-    """The packs that this server answered from last: it has their KV at hand, as long as vLLM's cache lasts."""
+    """The packs that this server used last. Their KV is in vLLM's cache until vLLM evicts it."""
 
     def __init__(self) -> None:
         self._found: dict[Handle, None] = {}
 
     def note(self, named: str, namespaces: Collection[str]) -> None:
-        """What is named there, of these namespaces, was answered from. To be called in the thread of the event loop."""
+        """Mark the handles in `named` of these namespaces as just used. Call it in the event loop's thread."""
         for _, _, handle in find_handles(named):
             if handle.namespace in namespaces:
                 self._found.pop(handle, None)
@@ -77,5 +77,5 @@ class HotPacks:
             del self._found[next(iter(self._found))]
 
     def among(self, namespaces: Collection[str]) -> list[Handle]:
-        """Those of these namespaces, the latest first."""
+        """The packs of these namespaces, latest first."""
         return [handle for handle in reversed(self._found) if handle.namespace in namespaces]

@@ -1,4 +1,4 @@
-"""The packs of a server over HTTP: `/v1/packs` takes texts and gives handles; the server's own model compiles them."""
+"""Packs over HTTP: `/v1/packs` takes texts, has the served model compile them, and returns handles."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 __all__ = ["VARIABLE", "Desk", "refuse_unknown"]
 
 VARIABLE = "KP_SERVE"
-"""The environment variable that hands JSON with the fields below from `kp serve` to its middleware."""
+"""Environment variable with which `kp serve` passes its settings, as JSON, to the middleware."""
 
 
 @dataclass(frozen=True)
 class Desk:
-    """The store, the model's template and the keys of one server, its facts where it has some, and what it counts."""
+    """The state of one server: its pack store, model, keys, fact store if it has one, and counters."""
 
     store: PackStore
     model: str
@@ -49,15 +49,15 @@ class Desk:
     key: bytes
     facts: FactStore | None = None
     immovable: str = ""
-    """Why the keys of this model cannot be moved, if they cannot."""
+    """Why the model's keys (of its KV) cannot be moved to other positions; empty if they can."""
     packets: bool = False
-    """Whether it wraps packs in soft tokens."""
+    """Whether the server wraps packs in soft tokens."""
     counts: Counts = field(default_factory=Counts)
     hot: HotPacks = field(default_factory=HotPacks)
 
     @classmethod
     def of_environment(cls) -> Desk:
-        """As `kp serve` said in `VARIABLE`."""
+        """Build it from the settings in `VARIABLE`."""
         given = json.loads(os.environ[VARIABLE])
         everybody = None if given["keys"] else Access(tuple(given["namespaces"]), write=True)
         identity = ModelFingerprint.from_dict(given["identity"])
@@ -81,7 +81,7 @@ class Desk:
 
     @cached_property
     def embeddings(self) -> TokenEmbeddings:
-        """The model's input embeddings; raises `UnsupportedRequestError` where they cannot be told."""
+        """The model's input embeddings. Raises `UnsupportedRequestError` if they cannot be read."""
         from kp_core.engines.hf.embeddings import TokenEmbeddings
 
         return TokenEmbeddings(self.model)
@@ -96,7 +96,7 @@ class Desk:
         return tuple(self.tokenizer.get_added_vocab())
 
     def refuse_special(self, said: object) -> None:
-        """Raise `HTTPError` where any text in `said` holds a token that steers the model: it would not stay text."""
+        """Raise `HTTPError` if a text in `said` contains a special token: it would not stay text."""
         for text in _strings(said):
             if found := next((token for token in self._special if token in text), None):
                 raise HTTPError(
@@ -104,13 +104,13 @@ class Desk:
                 )
 
     def tokens_of(self, pack: KnowledgePack) -> int:
-        """The tokens of a pack, but for one or two that merge with what stands around it."""
+        """Number of tokens of a pack, without the one or two that may merge with the text around it."""
         if pack.token_ids and pack.fingerprint.same_model(self.identity):
             return len(pack.token_ids)
         return len(self.tokenizer.encode(pack.text, add_special_tokens=False))
 
     async def answer(self, visit: Visit) -> None:
-        """One request below `/v1/packs`."""
+        """Answer one request below `/v1/packs`."""
         method, name = visit.scope["method"], visit.scope["path"].removeprefix("/v1/packs").strip("/")
         if (method, name) == ("GET", "model"):
             access = visit.access
@@ -128,12 +128,12 @@ class Desk:
         if method == "GET":
             return await visit.answer(await asyncio.to_thread(self._told, handle))
         visit.need_write()
-        with suppress(PackNotFoundError):  # Deleted meanwhile, by somebody else.
+        with suppress(PackNotFoundError):  # Another client deleted it meanwhile.
             await asyncio.to_thread(self.store.remove, handle)
         return await visit.answer({"handle": str(handle), "deleted": True})
 
     def _listed(self, visit: Visit) -> list[str]:
-        """The handles that a key reads, with `?hot=1` those alone that were answered from, the latest first."""
+        """Handles that the key may read; with `?hot=1` only packs that were used, latest first."""
         if visit.query.get("hot") == ["1"]:
             return [str(each) for each in self.hot.among(visit.namespaces) if each in self.store]
         return [str(each) for name in visit.namespaces for each in self.store.handles(name)]
@@ -146,7 +146,7 @@ class Desk:
         compiled_for: object = "user",
         provenance: object = None,
     ) -> dict[str, Any]:
-        """The pack of a text, compiled by the served model unless its KV is stored; raises `HTTPError`."""
+        """Have the served model compile a text, unless its KV is stored, and describe its pack. Raises `HTTPError`."""
         visit.need_write()
         known = namespace if isinstance(namespace, str) else ""
         where: Literal["user", "system"] = "system" if compiled_for == "system" else "user"
@@ -169,22 +169,23 @@ class Desk:
         pack = KnowledgePack(text, known, job.token_ids, prefix, self.identity, provenance=about)
         handle = await asyncio.to_thread(self.store.put, pack)
         told = await asyncio.to_thread(self._told, handle, pack.key)
-        if told["compiled"]:  # A run that was interrupted begins anew.
+        if told["compiled"]:  # E.g. by an interrupted build that now runs again.
             return told
         await self.fill(visit, pack)
         return await asyncio.to_thread(self._told, handle, pack.key)
 
     async def fill(self, visit: Visit, pack: KnowledgePack) -> None:
-        """Have the server compute and store the KV of a pack that is stored without."""
+        """Have the server compute and store the KV of a pack that has none."""
         rights = Rights((pack.namespace,), salt_of(visit.access.namespaces, self.key), save=True)
         ids = [*pack.prefix.token_ids, *pack.token_ids]
         await self.prefill(visit, ids, rights, "The pack is stored as text; compiling it failed")
         self.counts.add(packs_compiled=1)
 
     async def prefill(self, visit: Visit, prompt: Sequence[int] | Tensor, rights: Rights, failed: str) -> int:
-        """Have the server compute what it lacks of a prompt, with these rights; how many tokens that were.
+        """Have the server compute the missing KV of a prompt, with these rights. Returns the number of computed tokens.
 
-        The prompt is token ids, or input embeddings `(tokens, hidden)`. Raises `HTTPError`, which begins with `failed`.
+        The prompt is token ids, or input embeddings `(tokens, hidden)`. Raises `HTTPError` with a message that begins
+        with `failed`.
         """
         ask: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
         if isinstance(prompt, Tensor):
@@ -201,7 +202,7 @@ class Desk:
         return int(usage["prompt_tokens"] - ((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0))
 
     def handle(self, name: str, access: Access) -> Handle:
-        """The handle of that name, where the key may read it and it is there: all else is the same 404."""
+        """Parse a handle that exists and that the key may read. All other names raise the same `HTTPError` 404."""
         with suppress(HandleError):
             handle = Handle.parse(name)
             if handle.namespace in access.namespaces and handle in self.store:
@@ -219,20 +220,20 @@ class Desk:
 
 
 async def _served(visit: Visit) -> dict[str, Any]:
-    """What vLLM calls its model, and how many tokens that reads."""
+    """The name that vLLM gives its model, and the number of positions it serves."""
     _, models = await visit.call("GET", "/v1/models")
     served = models["data"][0]
     return {"model": served["id"], "max_positions": served["max_model_len"]}
 
 
 def refuse_unknown(body: Mapping[str, object], fields: Collection[str]) -> None:
-    """Raise `HTTPError` for fields that a body does not have."""
+    """Raise `HTTPError` for fields of `body` that are not among `fields`."""
     if unknown := body.keys() - set(fields):
         raise HTTPError(400, f"Got the unknown fields {sorted(unknown)}; expected some of {sorted(fields)}.")
 
 
 def _strings(value: object) -> Iterator[str]:
-    """All texts in JSON, names of fields included."""
+    """All strings in a JSON value, names of fields included."""
     waiting = [value]
     while waiting:
         each = waiting.pop()

@@ -1,4 +1,4 @@
-"""The engine that asks a server: token ids go there, token ids come back. Needs a tokenizer, and no weights."""
+"""`VLLMEngine`: sends token ids to a server and receives token ids. Needs a tokenizer, but no weights."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _COMPOSERS = ("splice", "packet")
 
 
 class VLLMEngine:
-    """Answers plans on a server that `kp serve` started: the `Engine` protocol without a model of its own.
+    """Runs plans on a server that `kp serve` started: an `Engine` without a model of its own.
 
-    The server finds the packs that a prompt begins with by their token ids, in its own store, as far as the key reads
-    them; where it lacks KV it computes, and where the key may write it keeps what it computed. So packs are stored
-    without KV by whoever uses this engine on the same store, and compiled when they are first used.
+    The server finds the packs that a prompt begins with in its own store, by their token ids, if the key may read them.
+    It computes missing KV, and stores that if the key may write. So clients of the same store put packs there without
+    KV, and the server compiles them on first use.
 
-    `base_url` is the server's address, with `/v1` or without; `tokenizer` an object, a folder or an id, by default what
-    the server names. Raises `ModelError` when no such server answers, the key is refused, or the tokenizer or its chat
-    template is not that of the served model.
+    `base_url` is the server's address, with or without `/v1`. `tokenizer` is an object, a folder or an id; the default
+    is what the server names. `timeout` is in seconds. Raises `ModelError` if no such server answers, the key is
+    refused, or the tokenizer or its chat template is not that of the served model.
     """
 
     lacks: Mapping[str, str] = {
@@ -68,17 +68,17 @@ class VLLMEngine:
 
     @property
     def name(self) -> str:
-        """What the server calls its model."""
+        """The server's name of its model."""
         return str(self._about["model"])
 
     @cached_property
     def identity(self) -> ModelFingerprint:
-        """See `Engine.identity`; as the server says."""
+        """See `Engine.identity`; the server reports it."""
         return ModelFingerprint.from_dict(self._about["identity"])
 
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
-        """See `Engine.tokenizer`; checked against the server's model."""
+        """See `Engine.tokenizer`; it is checked against the served model's."""
         from kp_core.engines.hf.identity import tokenizer_identity
         from kp_core.engines.hf.loading import load_tokenizer
 
@@ -104,7 +104,8 @@ class VLLMEngine:
         return frozenset({"sampling", "grammar", "lazy", "steer", "compose"})
 
     def run(self, plan: Plan) -> TokenStream:
-        """See `Engine.run`. What was reused is known at the end: a cancelled answer counts its prompt as computed.
+        """See `Engine.run`. Reused tokens are known only at the end: a cancelled answer counts its whole prompt as
+        computed.
 
         Raises `UnsupportedRequestError` for composers other than `splice` and `packet`.
         """
@@ -138,15 +139,15 @@ class VLLMEngine:
         return TokenStream(partial(self._answer, plan, body))
 
     def kv(self, plans: Iterable[Plan]) -> Iterator[KVTensors]:  # noqa: ARG002 - the seam's
-        """Refused: KV stays where it was computed."""
+        """Raises `UnsupportedRequestError`: KV stays on the server that computed it."""
         raise UnsupportedRequestError(f"{self.base_url} gives no KV: {self.lacks['kv']}.")
 
     def compile(
         self, text: str, namespace: str, compiled_for: str = "user", provenance: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Have the server compile a text and keep its pack; what it says of that (see `docs/scale.md`).
+        """Have the server compile a text and store its pack. Returns the server's answer (see `docs/scale.md`).
 
-        Raises `PackError` for a text that can be no pack there, `ModelError` for all else.
+        Raises `PackError` for a text that cannot be a pack there, `ModelError` for any other failure.
         """
         body = {
             "text": text,
@@ -163,7 +164,7 @@ class VLLMEngine:
             return told
 
     def close(self) -> None:
-        """Close connections."""
+        """Close the connections."""
         self._client.close()
 
     def _answer(self, plan: Plan, body: dict[str, Any], stream: TokenStream) -> Iterator[int]:
@@ -172,7 +173,7 @@ class VLLMEngine:
         stream.approximate_tokens = sum(map(len, moved))
         waiting: list[int] = []
         ended: dict[str, Any] | None = None
-        before = 0  # What the server had to compute before it could steer it.
+        before = 0  # Tokens that the server computed before it could steer or move.
         spans = plan.prompt.spans
         headers = {FIRST_PACK: spans[0].handle} if spans and find_handles(spans[0].handle) else {}
         for event in self._events(body, headers, plan.limit):
@@ -184,7 +185,7 @@ class VLLMEngine:
                 if not choice.get("finish_reason"):
                     yield from tokens
                     continue
-                ended, waiting = choice, tokens  # The last ones wait for the counts, which come behind them.
+                ended, waiting = choice, tokens  # Hold the last tokens back until the usage comes.
             if usage := event.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
                 stream.computed_tokens = before + usage["prompt_tokens"] - details.get("cached_tokens", 0)
@@ -200,8 +201,8 @@ class VLLMEngine:
             yield token
 
     def _events(self, body: dict[str, Any], headers: Mapping[str, str], limit: Limit) -> Iterator[dict[str, Any]]:
-        """The events of an answer, until the time is up."""
-        # A server that is busy must not be waited for longer than the caller does.
+        """The events of an answer, until the time limit."""
+        # Wait for a busy server no longer than the caller's time limit.
         timeout = self._client.timeout
         if limit.timeout is not None:
             timeout = httpx.Timeout(max(limit.timeout - limit.spent, 1e-3))
@@ -229,7 +230,7 @@ class VLLMEngine:
         return event
 
     def _check(self, response: httpx.Response) -> None:
-        """Raise `ModelError` with what the server says is wrong."""
+        """Raise `ModelError` with the server's error message."""
         if response.is_error:
             raise ModelError(f"{self.base_url} answered {response.status_code}: {_said(response)}")
 
@@ -247,7 +248,7 @@ class VLLMEngine:
 
 
 def _said(response: httpx.Response) -> str:
-    """What a server says is wrong."""
+    """The error message of a server."""
     try:
         error = response.json()["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""The facts of a server over HTTP: `/v1/facts` takes texts, finds them by meaning, and gives handles of their packs."""
+"""Facts over HTTP: `/v1/facts` stores texts, finds them by meaning, and returns handles of their packs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kp_serve.wire import HTTPError, Visit
 __all__ = ["answer_facts"]
 
 _FIELDS = ("text", "title", "source", "metadata", "id", "expires")
-_MOST, _AT_ONCE = 1000, 16  # Facts of one request, and how many of these vLLM is given at a time.
+_MOST, _AT_ONCE = 1000, 16  # Most facts of one request; most that vLLM compiles at a time.
 
 
 async def answer_facts(desk: Desk, visit: Visit) -> None:
-    """One request below `/v1/facts`; a fact is a pack of its own, and both come and go together."""
+    """Answer one request below `/v1/facts`. Each fact has a pack of its own; both are added and deleted together."""
     if desk.facts is None:
         raise HTTPError(
             404, "This server has no facts. Start it with `kp serve MODEL --store PLACE --facts COLLECTION`."
@@ -58,7 +58,7 @@ class _Facts:
             raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(visit.access.namespaces)}.")
         for each in given:
             refuse_unknown(each, _FIELDS)
-        # All are looked at before the first is compiled.
+        # Check all facts before the first is compiled.
         facts = [Fact(**{"text": ""} | each, namespace=namespace) for each in given]
         self._desk.refuse_special([fact.text for fact in facts])
         turn = asyncio.Semaphore(_AT_ONCE)
@@ -69,7 +69,7 @@ class _Facts:
                 provenance = {key: said for key, said in about.items() if said}
                 await self._desk.compile(visit, fact.text, namespace, where, provenance)
 
-        # First the packs: a fact whose pack cannot be made would be in the way of every search.
+        # Compile first: a fact that cannot be compiled must not be stored, as searches would find it.
         units = {fact.text: fact for fact in facts}
         done = await asyncio.gather(*map(compiled, units.values()), return_exceptions=True)
         for error in done:
@@ -93,7 +93,7 @@ class _Facts:
         names = [name for name in access.namespaces if name in (asked if isinstance(asked, list) else [asked])]
         hits = list[Hit]()
         for name in set(names) & set(self._facts.namespaces()):
-            # A fact may go, or expire, while it is looked for.
+            # Facts may be deleted or expire meanwhile, and a search without facts raises.
             if next(iter(self._facts.facts(namespace=name)), None) is not None:
                 hits += self._facts.search(question, k, where=where, namespace=name)
         best = sorted(hits, key=lambda hit: (-hit.score, hit.fact.namespace, hit.fact.id))[:k]
@@ -116,13 +116,13 @@ class _Facts:
     def delete(self, name: str, visit: Visit) -> dict[str, Any]:
         fact = self._fact(name, visit)
         self._facts.delete([fact.id], namespace=fact.namespace)
-        if not self._holding([fact.text], fact.namespace):  # Another fact may say the same.
+        if not self._holding([fact.text], fact.namespace):  # Another fact may have the same text.
             with suppress(PackNotFoundError):
                 self._desk.store.remove(self._desk.store.handle(fact.text, fact.namespace))
         return {"id": fact.id, "namespace": fact.namespace, "deleted": True}
 
     def _fact(self, name: str, visit: Visit) -> Fact:
-        """The fact with this id, where the key may read it and it is there: all else is the same 404."""
+        """The fact with this id, if it exists and the key may read it. All other ids raise the same `HTTPError` 404."""
         found = next(self._of(visit.namespaces, [name]), None)
         if found is None:
             raise HTTPError(404, f"There is no fact {name!r}.")

@@ -1,4 +1,4 @@
-"""What stands before vLLM's own endpoints: keys, handles, rights. Named to vLLM with `--middleware` by `kp serve`."""
+"""Middleware before vLLM's own endpoints: keys, handles, rights. `kp serve` passes it to vLLM as `--middleware`."""
 
 from __future__ import annotations
 
@@ -44,22 +44,23 @@ _LOOK_SECONDS = 0.5
 _DROPPED = {"cache_salt", "kv_transfer_params"}
 _REFUSED = {"echo", "prompt_logprobs", "prompt_embeds"}
 _ROLES = {"developer": "system", "function": "tool"}
-# Answers are read on their way out, and so come as they are.
+# Headers that are not passed on: the body changes, and answers must come uncompressed, as `Answer` reads them.
 _OF_THE_BODY = {b"content-length", b"content-type", b"content-encoding", b"transfer-encoding", b"accept-encoding"}
 
 
 class PackMiddleware:
-    """Lets through listed endpoints alone, with handles in chat messages resolved for the key, and its rights signed.
+    """Lets only listed endpoints through, resolves handles in chat messages for the key, and signs the key's rights.
 
-    A client's own `cache_salt` and `kv_transfer_params` are dropped, unknown fields and what would show the prompt are
-    refused. What the model says has no handles in it. Everything else, templates and parsers included, is vLLM's own.
+    A client's own `cache_salt` and `kv_transfer_params` are dropped. Unknown fields, and fields that would show the
+    prompt, are refused. Answers of the model contain no handles. Everything else, templates and parsers included, is
+    vLLM's own.
     """
 
     def __init__(self, app: App) -> None:
         self.app, self.desk = app, Desk.of_environment()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Answer one request."""
         if scope["type"] == "lifespan":
             return await self.app(scope, receive, send)
         if scope["type"] != "http":
@@ -101,7 +102,7 @@ class PackMiddleware:
             raise HTTPError(404, f"This server has no {method} {path}; it has {known}, /v1/packs, /v1/facts.")
         body, tokens, computed = _checked(await visit.read(), path), None, None
         if path == "/v1/chat/completions":
-            # The store may be far away, and other requests wait for this thread.
+            # In another thread: the store may be remote, and all requests share the event loop.
             body["messages"], brought, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
             tokens = sum(map(self.desk.tokens_of, (each.pack for each in brought)))
@@ -118,18 +119,18 @@ class PackMiddleware:
         return await self.app(inner, given, Answer(send, tokens, computed))
 
     def _rights(self, body: dict[str, Any], access: Access) -> Rights:
-        """Those of the key; none for a request that is to find nothing computed."""
+        """The rights of the key; none for a request with `reuse: false`, which must find no KV."""
         if body.get("kp") != {"reuse": False}:
             return Rights(access.namespaces, salt_of(access.namespaces, self.desk.key), save=access.write)
         del body["kp"]
-        # Nobody else has this salt, so that vLLM's own cache has nothing for it either.
+        # A random salt, so that vLLM's own prefix cache has nothing for it either.
         return Rights((), secrets.token_hex(16))
 
     def _resolved(self, messages: object, access: Access) -> tuple[list[Any], list[PackRef], int]:
-        """The messages with texts in the place of handles, the packs of these, and how many handles were left."""
+        """The messages with handles replaced by texts, the packs of these, and the number of handles left as text."""
         if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
-        # The connector finds packs in text by their tokens; here that would change nothing.
+        # The texts of packs need not be recognised here: the connector finds packs by their tokens.
         view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
         brought, left = list[PackRef](), 0
 
@@ -153,9 +154,9 @@ class PackMiddleware:
 
 
 async def until_end(scope: Scope, answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what it returns
-    """Wait for an answer, unless the server ends: vLLM stops its engine then, and who waits for that waits for ever.
+    """Wait for an answer, unless the server ends: vLLM then stops its engine, and requests would wait for it for ever.
 
-    What was begun is cut off, which clients see; raises `HTTPError` where nothing was said yet.
+    Raises `HTTPError` 503 at the server's end. An answer that has begun is cut off, which clients see.
     """
     task = asyncio.ensure_future(answer)
     server = getattr(getattr(scope.get("app"), "state", None), "server", None)
@@ -170,10 +171,11 @@ async def until_end(scope: Scope, answer: Coroutine[Any, Any, Any]) -> Any:  # n
 
 
 def _refusal(error: Exception) -> HTTPError:
-    """What a client is told of an error: never a traceback, nor where things are on the server."""
+    """The error for the client: never a traceback, nor paths on the server."""
     if isinstance(error, HTTPError):
         return error
-    # A database that fails is behind a `FactError`; what the client got wrong is behind none, or a `ValueError`.
+    # A `FactError` that a failing database caused has the database's error as its cause. One that the client caused
+    # has no cause, a `ValueError` or one of our errors.
     fails = isinstance(error, FactError) and not isinstance(error.__cause__, ValueError | KnowledgePackError | None)
     if fails or isinstance(error, OSError | FactStoreLockedError):
         logger.error("The store of packs or facts cannot be used: %s", error)

@@ -1,4 +1,4 @@
-"""What a server does before it answers a prompt whose KV is altered: what that is made from is computed and kept."""
+"""Preparation of prompts with altered KV (steered blocks, moved packs): the server computes and keeps their parts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ from kp_serve.wire import HTTPError, Visit
 __all__ = ["laid_steps", "prepared", "steered_steps"]
 
 _MOST_BYTES = 8 * 2**20
-_BEFORE = "altered KV"  # How `KeptPart.before` of such entries begins.
+_BEFORE = "altered KV"  # `KeptPart.before` of such entries begins with this.
 _Step: TypeAlias = tuple[list[int] | Tensor, Rights]
-"""A prompt, and the rights that it is computed with."""
+"""A prompt, and the rights with which it is computed."""
 
 
 async def prepared(desk: Desk, visit: Visit, body: dict[str, Any]) -> tuple[Rights, int]:
-    """The rights of a request that steers or moves packs, and how many tokens were computed for it beforehand.
+    """Prepare a request that steers or moves packs. Returns its rights, and the number of tokens computed for it.
 
-    `body` is that of `/v1/completions`, whose field `kp` is taken out. Steered blocks, and text before moved packs,
-    cost nothing where their KV is kept; for the others the server is asked once for each, in order. A moved pack that
-    the server has not compiled yet is compiled, if the key may write. Raises `HTTPError`, and errors of ours for what
-    cannot be read.
+    `body` is that of `/v1/completions`; its field `kp` is removed. Steered blocks, and text before moved packs, cost
+    nothing if their KV is kept; the server computes the others one by one, in order. A moved pack that is not compiled
+    yet is compiled, if the key may write. Raises `HTTPError`, and `KnowledgePackError` for a `kp` that cannot be read.
     """
     said: Any = body.pop("kp")
     ids: Any = body.get("prompt")  # Checked when `said` is read.
@@ -63,30 +62,30 @@ async def prepared(desk: Desk, visit: Visit, body: dict[str, Any]) -> tuple[Righ
 def steered_steps(
     names: tuple[str, ...], key: bytes, ids: list[int], blocks: Sequence[Region], packs: Placed
 ) -> list[_Step]:
-    """The requests for a prompt with steered blocks: one for each block, then that of the client.
+    """The requests for a prompt with steered blocks: one for each block, then the client's own.
 
-    A block is computed as if nothing in it were steered, and then altered; what follows sees the altered KV. A server
-    computes no token twice in one pass. So one request computes up to the end of a block, behind the blocks before it,
-    and this is kept; the next one loads it, alters the block, and goes on.
+    A block is computed as if nothing in it were steered, and then altered; tokens behind it see the altered KV. A
+    server computes no token twice in one pass. So each request computes up to the end of one block, behind the blocks
+    before it, and this KV is kept. The next request loads it, alters the block, and goes on.
     """
     steps, begins = list[_Step](), tuple[Part, ...]()
     for number, block in enumerate(blocks):
         until, label = ids[: block.stop], _label(blocks[:number], packs)
         keeps = _kept(names, label, until, 0, packs)
-        # A salt for each: the block is computed plain, and altered for the next step.
+        # One salt per step: a block is plain in its own step, and altered in the next.
         steps.append(_step(names, salt_of(names, key, label), until, begins, keeps))
         begins = (replace(keeps, block=json.dumps(blocks_as_json([block]))),)
     return [*steps, _step(names, salt_of(names, key, _label(blocks, packs)), ids, begins)]
 
 
 def laid_steps(names: tuple[str, ...], key: bytes, ids: list[int], moved: Sequence[Part], packs: Placed) -> list[_Step]:
-    """The requests for a prompt with moved packs: one for each text before one, then that of the client.
+    """The requests for a prompt with moved packs: one for each text before a pack, then the client's own.
 
-    Such text is computed over all that stands before it. A server computes what follows what is loaded: so one request
-    computes one text, behind the packs and texts before it, and this is kept.
+    Such a text is computed behind everything before it. A server computes only what follows the loaded KV. So each
+    request computes one text, behind the packs and texts before it, and its KV is kept.
     """
     labels = ["splice", *map(repr, moved)]
-    # One salt for all: the next step finds in vLLM's own cache what the one before brought there.
+    # One salt for all steps: each finds in vLLM's prefix cache what the step before left there.
     salt = salt_of(names, key, "\0".join(labels))
     steps, parts, done = list[_Step](), list[Part](), 0
     for number, part in enumerate(moved):
@@ -107,14 +106,14 @@ def _step(
 
 
 def _label(blocks: Sequence[Region], packs: Placed) -> str:
-    """What is steered in a prompt, and where: of two requests with one label, equal ids have equal KV."""
+    """Label of what is steered in a prompt, and where. In prompts with one label, equal ids have equal KV."""
     names = [f"{block.start}:{block.stop}:{block.label}" for block in blocks]
     return "\0".join([*names, *sorted(handle for handle, start in packs if blocks and start < blocks[-1].stop)])
 
 
 def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs: Placed) -> KeptPart:
-    """The tokens of `ids` from `start` on, before which KV is altered as `label` says."""
-    # Who reads other namespaces has entries of their own, so that time says nothing about what others ask.
+    """The tokens of `ids` from `start` on, as a part to keep. `label` says how the KV before them is altered."""
+    # Readers of other namespaces have other entries, so that durations do not reveal what others ask.
     behind = "\0".join([",".join(sorted(names)), label, digest_of(ids[:start])])
     before = f"{_BEFORE} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
     handles = tuple(handle for handle, at in packs if at < len(ids))
@@ -122,9 +121,10 @@ def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs:
 
 
 async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str, *, last_is_all: bool = False) -> int:
-    """Have the server compute and keep those of `steps` that are not kept, in order; how many tokens it computed.
+    """Have the server compute and keep those of `steps` that are not kept, in order. Returns the number of computed
+    tokens.
 
-    With `last_is_all` a step that is kept makes up for those before it. Raises `HTTPError`, which begins with `what`.
+    With `last_is_all`, a kept step includes those before it. Raises `HTTPError` with a message that begins with `what`.
     """
 
     def missing() -> list[_Step]:
@@ -148,7 +148,7 @@ async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str,
 
 
 def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
-    """Those of the packs named that the key reads and that are stored; others count nothing."""
+    """The packs among `packs` that are stored and that the key may read; others are ignored."""
     named = [(handle, start) for handle, start in packs if find_handles(handle)]
     found = {handle: Handle.parse(handle) for handle, _ in named}
     return tuple(
@@ -159,7 +159,7 @@ def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
 
 
 async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:
-    """The requests for a prompt with moved packs, all compiled, and how many tokens were computed for that."""
+    """Compile the moved packs. Returns the requests for the prompt, and the number of tokens computed so far."""
     if desk.immovable:
         raise HTTPError(400, desk.immovable)
     moved, named = moved_packs(said, ids)
@@ -192,18 +192,18 @@ async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int])
         if not await asyncio.to_thread(is_compiled, desk.store, Handle.parse(handle), pack.key):
             visit.need_write()
             await desk.fill(visit, pack)
-            computed += len(own)  # Not what stands before them once more.
+            computed += len(own)  # Without the prefix, which is not counted again.
         parts.append(PackPart(start, own, handle, prefix.token_ids))
     return laid_steps(visit.access.namespaces, desk.key, ids, parts, named), computed
 
 
 async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
-    """Have a pack compiled between its soft tokens, unless it is; how many tokens were computed for it."""
+    """Have a pack compiled between its soft tokens, unless it is kept. Returns the number of computed tokens."""
     if await asyncio.to_thread(desk.store.kept.has, part.key(desk.identity), visit.access.namespaces):
         return 0
     visit.need_write()
     prompt = await asyncio.to_thread(_embedded, desk, prefix, part.token_ids, soft)
-    # Nobody else has this salt: what is computed of embeddings, which are no token ids, is found in the store alone.
+    # A random salt: KV of embeddings, which have no token ids, is found only in the store.
     keeps = replace(part, start=part.at)
     rights = Rights(visit.access.namespaces, secrets.token_hex(16), tokens=digest_of(()), keeps=keeps)
     await _computed(desk, visit, [(prompt, rights)], "The pack between its soft tokens")
@@ -211,7 +211,7 @@ async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, sof
 
 
 def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
-    """What a wrapped pack and its prefix are for the model, `(tokens, hidden)`."""
+    """Input embeddings of a prefix and a wrapped pack, `(tokens, hidden)`."""
     header, trailer = soft.wrapper.header, soft.wrapper.trailer
     inner = token_ids[len(header) : len(token_ids) - len(trailer)]
     tokens = desk.embeddings([*prefix.token_ids, *inner])
@@ -221,7 +221,7 @@ def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: Packet
 
 
 def _soft(desk: Desk, said: object) -> PacketComposer | None:
-    """The composer of what a client sends as its wrapper; raises `HTTPError` and `WrapperError`."""
+    """The composer for a client's wrapper; `None` without one. Raises `HTTPError` and `WrapperError`."""
     if said is None:
         return None
     if not desk.packets:
@@ -237,7 +237,7 @@ def _soft(desk: Desk, said: object) -> PacketComposer | None:
 
 
 def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketComposer | None) -> bool:
-    """Whether these are the tokens of the pack; wrapped, they go to the end of its text and the blanks behind."""
+    """Whether `ids` are the tokens of the pack; a wrapped pack also holds the end of its text, and blanks behind it."""
     if pack.fingerprint != desk.identity:
         return False
     if soft is None:
@@ -250,8 +250,8 @@ def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketCompose
 
 
 def _pack(desk: Desk, access: Access, name: str) -> KnowledgePack:
-    """The pack of that handle, where the key may read it."""
+    """The pack of a handle, if the key may read it. Raises `HTTPError` 404."""
     pack = desk.store.peek(desk.handle(name, access), PackKey(desk.identity))
-    if pack is None:  # Deleted meanwhile.
+    if pack is None:  # It was deleted meanwhile.
         raise HTTPError(404, f"There is no pack {name!r}.")
     return pack

@@ -1,4 +1,4 @@
-"""What a request may do with the packs of a server, signed: parameters that clients write themselves count nothing."""
+"""Signed rights of a request to the packs of a server. Parameters that clients write themselves are ignored."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from kp_serve.stored import KeptPart, Part, part_of
 
 __all__ = ["KEY_VARIABLE", "Rights", "salt_of", "server_key"]
 
-_PARAMETER = "kp"  # The one name in `kv_transfer_params` that is read.
+_PARAMETER = "kp"  # The only name that is read in `kv_transfer_params`.
 KEY_VARIABLE = "KP_SERVE_KEY"
-"""The environment variable that hands the server's key, in hexadecimal, from `kp serve` to vLLM's processes."""
-_LIVES = 3600.0  # Seconds: a request may wait in vLLM's queue.
+"""Environment variable with which `kp serve` passes the server's key, in hexadecimal, to vLLM's processes."""
+_LIVES = 3600.0  # Seconds until rights expire: a request may wait in vLLM's queue.
 
 
 @dataclass(frozen=True)
 class Rights:
-    """The namespaces whose packs a request may load, and whether KV computed for their packs is stored.
+    """The namespaces whose packs a request may load, and whether (`save`) KV computed for these packs is stored.
 
-    `salt` is the request's `cache_salt`: rights count for that salt alone. `expires` is in seconds since 1970.
+    `salt` is the request's `cache_salt`; rights are valid only with this salt. `expires` is in seconds since 1970.
 
-    With `tokens`, the digest of its token ids, they count for one prompt alone, whose KV is altered: it begins with the
-    KV of `begins`, and that of `keeps` is kept for later requests.
+    `tokens` is the digest of the token ids of one prompt. With it, rights are valid only for this prompt, whose KV is
+    altered: it begins with the KV of `begins`, and the KV of `keeps` is kept for later requests.
     """
 
     namespaces: tuple[str, ...]
@@ -43,17 +43,17 @@ class Rights:
     keeps: KeptPart | None = None
 
     def sign(self, key: bytes) -> dict[str, str]:
-        """As `kv_transfer_params` of a request."""
+        """The signed rights as `kv_transfer_params` of a request. Without `expires` they last an hour."""
         claims = asdict(self) | {"expires": self.expires or time.time() + _LIVES}
         text = base64.urlsafe_b64encode(json.dumps(claims, sort_keys=True).encode()).decode()
         return {_PARAMETER: f"{text}.{_mac(key, text)}"}
 
     @classmethod
     def read(cls, parameters: object, salt: str | None, key: bytes) -> Rights | None:
-        """What `kv_transfer_params` grant a request with this salt; `None` for what was not signed for it.
+        """The rights in `kv_transfer_params`; `None` unless they were signed for this salt.
 
-        Rights that have expired read nothing; those to altered KV stay, so that their request fails: plain KV must not
-        be computed for it.
+        Expired rights give `None`, except rights to altered KV (`begins`). These are returned without namespaces, so
+        that their request fails: plain KV must not be computed for it.
         """
         signed = parameters.get(_PARAMETER) if isinstance(parameters, Mapping) else None
         text, _, mac = str(signed).partition(".")
@@ -75,17 +75,18 @@ def _mac(key: bytes, text: str) -> str:
 
 
 def salt_of(namespaces: Iterable[str], key: bytes, altered: str = "") -> str:
-    """The `cache_salt` of all who may read exactly these namespaces: they share what vLLM caches, nobody else does.
+    """The `cache_salt` of clients that may read exactly these namespaces. They share vLLM's prefix cache; others do
+    not.
 
-    It names no pack, so that the next search of an agent still finds the prefix of its conversation; but for KV that
-    is `altered`, which only requests that alter the same in the same places share.
+    It does not depend on packs, so that an agent's next search still finds the prefix of its conversation. Requests
+    with `altered` KV share a salt only if they alter the same things in the same places.
     """
     names = "\0".join(sorted(set(namespaces))) + (f"\1{altered}" if altered else "")
     return blake2b(names.encode(), key=key[:64], person=b"kp-salt-v1", digest_size=32).hexdigest()
 
 
 def server_key() -> bytes:
-    """The key of this server; raises `ModelError` outside of one."""
+    """The key of this server. Raises `ModelError` if the environment has none of at least 16 bytes."""
     try:
         key = bytes.fromhex(os.environ.get(KEY_VARIABLE, ""))
     except ValueError:

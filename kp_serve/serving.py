@@ -1,4 +1,4 @@
-"""What vLLM is started with, so that it serves packs."""
+"""The options with which vLLM is started to serve packs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["arguments", "served_identity"]
 
 
 def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerprint:
-    """Which model a folder or an id is, as vLLM serves it: `dtype` is by default what its configuration says.
+    """The fingerprint of a model, a folder or an id, as vLLM serves it. `dtype` defaults to that of its configuration.
 
-    Raises `ModelError` and `TemplateError` as `kp_core.engines.hf.identity.identity_of`.
+    Raises `ModelError` and `TemplateError` as `kp_core.engines.hf.identity.identity_of` does.
     """
     from kp_core.engines.hf.checkpoint import checkpoint_folder
     from kp_core.engines.hf.identity import identity_of
@@ -25,7 +25,7 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
     if dtype in (None, "auto"):
         config = json.loads((checkpoint_folder(model) / "config.json").read_bytes())
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-        dtype = "bfloat16" if dtype == "float32" else dtype  # As vLLM's "auto".
+        dtype = "bfloat16" if dtype == "float32" else dtype  # vLLM's "auto" does so, too.
     return replace(made, dtype=str(dtype), engine="vllm", passes="any")
 
 
@@ -43,9 +43,9 @@ def arguments(  # noqa: PLR0913 - what one server is
 ) -> list[str]:
     """The options of `vllm serve` that serve a model with the packs of `store`.
 
-    With `sealed` it reads only entries with a MAC of the server's key. What it stores is stored as `compress` says;
-    what it reads may be stored either way. With `rope` packs are moved as well. With `packets` it takes embeddings
-    beside tokens, from its own middleware alone.
+    With `sealed`, the server reads only entries with a MAC of its key. `compress` is how it stores KV; it reads both
+    ways. With `rope`, it also moves packs. With `packets`, it takes embeddings beside tokens, but only from its own
+    middleware.
     """
     import torch
 
@@ -64,7 +64,7 @@ def arguments(  # noqa: PLR0913 - what one server is
         "--served-model-name": Path(model).resolve().name if Path(model).is_dir() else model,
         "--middleware": "kp_serve.middleware.PackMiddleware",
         "--kv-transfer-config": json.dumps(transfer),
-        # It reads the grammars that clients of ours send.
+        # This backend reads the grammars that our clients send.
         "--structured-outputs-config": json.dumps({"backend": "guidance"}),
     }
     flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]

@@ -1,4 +1,4 @@
-"""KV of prompts in a store: packs where prompts have them, and what was kept of prompts, told by token ids alone."""
+"""KV of prompts in a store, found by token ids alone: packs where prompts have them, and kept parts of prompts."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ from kp_serve.asked import blocks_of
 
 __all__ = ["KeptPart", "PackPart", "Part", "Reader", "StoredKV", "StoredRun", "is_compiled", "part_of"]
 
-_HEAD = "prefix of packs"  # What `KeptPart.before` says of the KV that stands before packs.
-_FIRST = 4  # Tokens by which the packs behind one prefix are told apart at first.
+_HEAD = "prefix of packs"  # `KeptPart.before` for the KV of a prefix of packs.
+_FIRST = 4  # Number of first tokens that index the packs behind one prefix.
 
 
 @dataclass(frozen=True)
 class PackPart:
-    """Tokens of a prompt from `start` on whose KV is that of a pack, which was compiled behind the tokens `prefix`."""
+    """Tokens of a prompt from `start` on whose KV is that of a pack, compiled behind the tokens `prefix`."""
 
     start: int
     token_ids: tuple[int, ...]
     handle: str
     prefix: tuple[int, ...]
     model: ModelFingerprint | None = None
-    """Of its entry, where that is not this server's own."""
+    """The model of the pack's entry, if it is not this server's own."""
 
     @property
     def stop(self) -> int:
-        """One past its last token."""
+        """Position behind its last token."""
         return self.start + len(self.token_ids)
 
     @property
     def by(self) -> int:
-        """Positions from where its KV was computed."""
+        """Distance in positions from where its KV was computed."""
         return self.start - len(self.prefix)
 
 
 @dataclass(frozen=True)
 class KeptPart:
-    """Tokens of a prompt from `start` on whose KV was computed at position `at` and kept: see `KeptEntry`.
+    """Tokens of a prompt from `start` on whose KV was computed at position `at` and kept (see `KeptEntry`).
 
-    The last of them may be a steered block, which is kept plain and altered when it is read.
+    They may end with a steered block. It is kept plain, and altered when it is read.
     """
 
     start: int
@@ -68,76 +68,76 @@ class KeptPart:
     packs: tuple[str, ...] = ()
     words: str | None = None
     block: str = ""
-    """The block as JSON (`blocks_as_json`)."""
+    """The steered block as JSON (`blocks_as_json`); empty for none."""
 
     @property
     def stop(self) -> int:
-        """One past its last token."""
+        """Position behind its last token."""
         return self.start + len(self.token_ids)
 
     @property
     def by(self) -> int:
-        """Positions from where its KV was computed."""
+        """Distance in positions from where its KV was computed."""
         return self.start - self.at
 
     def key(self, model: ModelFingerprint) -> KeptEntry:
-        """What it is kept under."""
+        """Its key in the store."""
         return KeptEntry(model, self.at, self.before, self.token_ids, self.packs, self.words)
 
 
 Part: TypeAlias = PackPart | KeptPart
 Reader: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
-"""Gives keys and values of one layer, `(kv_heads, tokens, head_dim)`, in any thread; may raise `PackCorruptError`."""
+"""Returns keys and values of one layer, `(kv_heads, tokens, head_dim)`, in any thread; may raise `PackCorruptError`."""
 
 
 def part_of(data: Mapping[str, Any]) -> Part:
-    """What JSON made of `dataclasses.asdict`."""
+    """Build a part from `dataclasses.asdict` after a round trip through JSON."""
     about: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
     return PackPart(**about) if "handle" in about else KeptPart(**about)
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Tokens of a prompt whose KV is stored, or is to be: parts one behind the other, for readers of `namespaces`."""
+    """Consecutive parts of a prompt whose KV is stored, or will be, for readers of `namespaces`."""
 
     parts: tuple[Part, ...]
     namespaces: tuple[str, ...]
 
     @property
     def start(self) -> int:
-        """Its first token."""
+        """Position of its first token."""
         return self.parts[0].start
 
     @property
     def stop(self) -> int:
-        """One past its last token."""
+        """Position behind its last token."""
         return self.parts[-1].stop
 
     def __str__(self) -> str:
-        """What logs call it."""
+        """Its name in logs."""
         packs = [part.handle for part in self.parts if isinstance(part, PackPart)]
         return packs[0] if len(packs) == 1 else f"{len(packs)} packs" if packs else "what was kept of a prompt"
 
 
 class StoredKV:
-    """The packs of a store as vLLM needs them: KV from the first token on, of one model in one dtype.
+    """The packs of a store for vLLM: KV of prompts from their first token on, for one model in one dtype.
 
-    A pack's KV begins behind its prefix, so that of the prefix is stored too, once for all packs of a namespace that
-    stand behind it. KV from other engines serves as well: for equal ids, weights and dtype it is equal up to rounding,
-    as what vLLM itself computes is from batch to batch. KV that was rounded for storage is not read. Packs are written
-    as `compress` says.
+    A pack's KV begins behind its prefix. So the KV of the prefix is stored too, once for all packs of a namespace
+    behind it. KV of other engines is read as well: for equal ids, weights and dtype it is equal up to rounding, as
+    vLLM's own KV is from batch to batch. KV that was rounded for storage is not read. Packs are written as `compress`
+    says.
     """
 
     def __init__(
         self, store: PackStore, model: ModelFingerprint, compress: Compression = "lossless", rope: Rope | None = None
     ) -> None:
-        """With `rope`, KV is moved as well."""
+        """With `rope`, KV is also moved to other positions."""
         self.store, self.model, self._compress, self._rope = store, model, compress, rope
         self._indexes: dict[str, _Index] = {}
         self._lock = threading.Lock()
 
     def find(self, token_ids: Sequence[int], namespaces: Collection[str]) -> Iterator[StoredRun]:
-        """The packs of these namespaces that a prompt begins with, the longest first; stored KV or not."""
+        """The packs of these namespaces that a prompt begins with, longest first, whether or not their KV is stored."""
         with self._lock:
             changes = self.store.changes
             for name in namespaces:
@@ -147,7 +147,7 @@ class StoredKV:
             return iter(sorted(found, key=lambda run: run.stop, reverse=True))
 
     def has(self, run: StoredRun, start: int = 0) -> bool:
-        """Whether the KV of the last part is stored, and that of the others from token `start` on."""
+        """Whether KV is stored for the last part, and for the other parts that end behind token `start`."""
         *others, last = run.parts
         needed = [*(part for part in others if part.stop > start), last]
         return all(self._has(part, run.namespaces) for part in needed)
@@ -160,9 +160,9 @@ class StoredKV:
         return False
 
     def open(self, run: StoredRun, start: int, stop: int, layers: int) -> list[Reader]:
-        """The KV of the tokens `start:stop` of a prompt, of a model of so many layers: readers, one behind the other.
+        """Consecutive readers of the KV of tokens `start:stop` of a prompt, for a model with `layers` layers.
 
-        Raises `PackError` where it is lost or may not be read, as far as that is seen before it is read.
+        Raises `PackError` if KV is missing or may not be read, as far as this shows before it is read.
         """
         readers = []
         for part in run.parts:
@@ -208,7 +208,7 @@ class StoredKV:
         pack = opened.pack
         if not opened.digests or not key.fits(pack) or pack.token_ids != part.token_ids:
             raise PackError(f"The KV of {handle} is not stored any more, or of other tokens.")
-        # Of the digests in the head, which each tensor is held to when it is read.
+        # The MAC covers the digests in the header; each tensor is checked against its digest when it is read.
         if self.store.seal is not None and not self.store.seal.holds(opened):
             raise PackError(f"The KV of {handle} does not carry the MAC of this server's key.")
 
@@ -220,7 +220,7 @@ class StoredKV:
 
     @contextmanager
     def _mending(self, part: PackPart) -> Iterator[None]:
-        """Let the store set aside what is damaged, so that it is computed next time."""
+        """If an entry is damaged, let the store set it aside, so that it is computed next time."""
         try:
             yield
         except PackCorruptError:
@@ -229,7 +229,10 @@ class StoredKV:
             raise
 
     def write(self, run: StoredRun, kv: KVTensors) -> None:
-        """Store what the server computed, as far as it is not stored: `kv` is that of all tokens of the run."""
+        """Store computed KV, except for parts that are already stored. `kv` is that of all tokens of the run.
+
+        Raises `PackError` for another number of tokens.
+        """
         if kv.tokens != (expected := run.stop - run.start):
             raise PackError(f"Got KV of {kv.tokens} tokens for {run}; expected {expected}.")
         for part in run.parts:
@@ -250,7 +253,7 @@ class StoredKV:
         made = replace(stored, token_ids=part.token_ids, prefix=prefix, fingerprint=self.model, kv=kv)
         made = made if self.store.seal is None else self.store.seal.sealed(made)
         self.store.put(made.compressed(self._compress))
-        if made.key != key:  # A text that was stored for another engine has an entry more.
+        if made.key != key:  # A text that was stored for another engine has a second entry now.
             self.store.files.note_change()
 
     def _key(self, part: PackPart) -> tuple[Handle, PackKey]:
@@ -258,19 +261,19 @@ class StoredKV:
 
 
 def is_compiled(store: PackStore, handle: Handle, key: PackKey) -> bool:
-    """Whether the KV of a pack is stored, and may be read."""
+    """Whether the KV of a pack is stored and may be read."""
     pack = store.peek(handle, key)
     return pack is not None and key.fits(pack) and pack.stored_bytes > 0 and store.is_sealed(handle, key)
 
 
 def _whole(pack: PackPart, namespace: str) -> StoredRun:
-    """A pack where it was compiled, with all that stands before it."""
+    """A pack at the position it was compiled for, with its prefix before it."""
     head = KeptPart(0, pack.prefix, 0, _HEAD, words=namespace)
     return StoredRun((head, pack) if pack.prefix else (pack,), (namespace,))
 
 
 class _Index:
-    """The entries of one namespace by their prefix and first tokens; only what is new in the store is looked at."""
+    """Index of one namespace's entries by prefix and first tokens. A refresh reads only what is new in the store."""
 
     def __init__(self, files: PackFiles, model: ModelFingerprint) -> None:
         self._files, self._model, self._changes = files, model, ""

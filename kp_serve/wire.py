@@ -1,4 +1,4 @@
-"""What ASGI and OpenAI's API need to agree on: bodies in, JSON and errors out."""
+"""ASGI and OpenAI's API: request bodies, JSON answers, errors, and calls of vLLM's own endpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MOST_BYTES = 32 * 2**20
 
 @dataclass(frozen=True)
 class Visit:
-    """A client's request, what its key may do, and the application behind ours, which is asked for what it computes."""
+    """A client's request, the rights of its key, and vLLM's application, which computes for us."""
 
     app: App
     scope: Scope
@@ -34,22 +34,22 @@ class Visit:
 
     @property
     def query(self) -> dict[str, list[str]]:
-        """The fields behind the path."""
+        """The query parameters."""
         return parse_qs(self.scope.get("query_string", b"").decode("latin-1"))
 
     @property
     def namespaces(self) -> list[str]:
-        """Those in the query (`?namespace=`) that the key reads, else all of the key; those of others are like none."""
+        """Namespaces in the query (`?namespace=`) that the key may read; without any, all that the key may read."""
         asked = self.query.get("namespace", self.access.namespaces)
         return [name for name in self.access.namespaces if name in asked]
 
     def need_write(self) -> None:
-        """Raise `HTTPError` for a key that only reads."""
+        """Raise `HTTPError` 403 for a key that may only read."""
         if not self.access.write:
             raise HTTPError(403, "This key reads packs and may not change them. Ask for a key made with --write.")
 
     async def read(self) -> dict[str, Any]:
-        """The body; raises `HTTPError` unless it is a JSON object of a size that is read."""
+        """The body. Raises `HTTPError` unless it is a JSON object of at most 32 MiB."""
         data = bytearray()
         while True:
             message = await self.receive()
@@ -73,7 +73,7 @@ class Visit:
         await send_json(self.send, 200, body)
 
     async def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """Ask another endpoint of the application; the status and the JSON it answers."""
+        """Call another endpoint of the application. Returns the status, and the JSON of the answer (else 200 bytes)."""
 
         async def silent() -> MutableMapping[str, Any]:
             await asyncio.Event().wait()
@@ -89,7 +89,7 @@ class Visit:
 
 
 class HTTPError(Exception):
-    """A request that is answered with an error, in OpenAI's form."""
+    """An error that is sent to the client in OpenAI's form."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ class HTTPError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """As OpenAI's API says it."""
+        """The error as JSON in OpenAI's form."""
         kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
         usual = "invalid_request_error" if self.status < 500 else "server_error"
         about = {"message": str(self), "type": kind.get(self.status, usual)}
@@ -112,9 +112,10 @@ async def send_json(send: Send, status: int, body: object) -> None:
 
 
 def replay(body: object, receive: Receive) -> tuple[Headers, Receive]:
-    """The headers of a body, and what gives it, and then what the client still sends (that it went away).
+    """Headers for `body`, and a `receive` that first gives `body` and then what the client still sends (its
+    disconnect).
 
-    Raises `HTTPError` for what JSON has no word for: numbers without end come of `1e999` as well.
+    Raises `HTTPError` for values that JSON cannot express, such as the infinity that `1e999` parses to.
     """
     try:
         data = json.dumps(body, allow_nan=False).encode()
@@ -135,7 +136,7 @@ def _headers(data: bytes) -> Headers:
 
 
 async def call_raw(app: App, scope: Scope, receive: Receive) -> tuple[int, Headers, bytes]:
-    """What an application answers, all of it: the status, the headers, the body."""
+    """Call an application and collect its whole answer: status, headers, body."""
     status, headers, parts = 500, Headers(), bytearray()
 
     async def send(message: MutableMapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ def play(
         _check_port(port)
     paths = [path for each in files or () for path in ([each] if each.is_file() else sorted(each.rglob("*")))]
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
-        # Uploads are gone with the rest.
+        # Uploads are deleted with this folder.
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")
         out.print("Loading the model ...")
         try:
@@ -70,7 +70,7 @@ def play(
 
 
 def _check_port(port: int) -> None:
-    """Raise `ModelError` for a port that is in use, before minutes go into loading a model."""
+    """Raise `ModelError` for a port that is in use, before loading a model, which may take minutes."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

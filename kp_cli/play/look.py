@@ -1,4 +1,4 @@
-"""What the page shows, as HTML. All that people, files and models wrote goes through `escape`."""
+"""The HTML of the page. Everything that people, files and models wrote goes through `escape`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ SOURCES = {
     "computed": ("computed", "tokens that a forward pass has to read"),
 }
 _ENDS = (90, 30)
-"""Tokens shown of a long region: the first and the last ones."""
+"""Numbers of first and last tokens shown of a long region."""
 
 
 def head_html(session: Session, address: str = "") -> str:
-    """The top of the page: what this is, and which model answers, at which address if not here."""
+    """The top of the page: what this is, which model answers, and its server's address if it has one."""
     where = f"answered by {address}" if address else "runs on this machine, talks to no other"
     about = escape(f"{session.name} · {session.max_positions:,} positions · {where}")
     return (
@@ -38,17 +38,17 @@ def head_html(session: Session, address: str = "") -> str:
 
 
 def problem_html(message: str) -> str:
-    """What went wrong, in one box that screen readers announce."""
+    """An error in a box that screen readers announce."""
     return f'<div class="kp-problem" role="alert">{escape(message)}</div>'
 
 
 def empty_html(message: str) -> str:
-    """What will stand here."""
+    """A placeholder for what will stand here."""
     return f'<div class="kp-empty">{escape(message)}</div>'
 
 
 def documents_html(documents: Iterable[Document], used: Iterable[str] = ()) -> str:
-    """The documents with their tokens and bytes; those in `used` went with the last question."""
+    """The documents with their tokens and bytes. Those in `used` were sent with the last question."""
     rows, named = list(documents), set(used)
     items = "".join(
         f"<li{' class=kp-used' if row.name in named else ''}><b>{escape(row.name)}</b>"
@@ -61,7 +61,7 @@ def documents_html(documents: Iterable[Document], used: Iterable[str] = ()) -> s
 
 
 def answers_html(answers: Sequence[Answer], kv_bytes: int, badge: str = "") -> str:
-    """Both answers side by side, each with its clock and counts; `kv_bytes` are what its packs take on the disk."""
+    """Both answers side by side, each with its clock and counts. `kv_bytes` is the size of the packs' KV on disk."""
     slowest = max([each.clock for each in answers] + [1e-9])
     by_way = {answer.way: answer for answer in answers}
     cards = "".join(_card(way, by_way.get(way), slowest, kv_bytes, badge) for way in _ABOUT)
@@ -69,7 +69,7 @@ def answers_html(answers: Sequence[Answer], kv_bytes: int, badge: str = "") -> s
 
 
 def plan_html(plan: Explanation, token_ids: Sequence[int], session: Session) -> str:
-    """The prompt, token by token, coloured by where the KV of each comes from."""
+    """The prompt, token by token, coloured by the source of each token's KV."""
     legend = "".join(
         f'<li class="kp-{source}" title="{SOURCES[source][1]}"><i></i>{SOURCES[source][0]} <b>{count:,}</b></li>'
         for source, count in plan.counts.items()
@@ -82,7 +82,7 @@ def plan_html(plan: Explanation, token_ids: Sequence[int], session: Session) -> 
 
 
 def steps_html(steps: Sequence[Step], task: str, running: str | None = None) -> str:
-    """The steps of an agent, and how long its prompt was at each, with handles and as text."""
+    """The steps of an agent, and the length of its prompt at each, with handles and as text."""
     most = max([step.text_tokens for step in steps] + [1])
     rows = "".join(_step(step, most) for step in steps)
     if running is not None:
@@ -168,5 +168,5 @@ def _step(step: Step, most: int) -> str:
 
 def _size(nbytes: int) -> str:
     if not nbytes:
-        return "no bytes"  # A server has it in memory.
+        return "no bytes"  # A server keeps it in memory.
     return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:,.0f} kB"

@@ -1,6 +1,6 @@
-"""The page of the playground: what is on it, what happens when it is used, and its server on this machine alone.
+"""The page of the playground: its elements, what they do, and its server on this machine alone.
 
-The only place that imports gradio, which must be told to send nothing before it is imported.
+Only this module imports gradio. It must turn off gradio's analytics before the import.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _UPLOAD = "20mb"
 _CSS = Path(__file__).with_name("page.css")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
-# White on the theme's own teal cannot be read by all.
+# White text on the theme's own teal has too little contrast.
 _BUTTONS = {f"button_primary_background_fill{way}": "#0b6b68" for way in ("", "_dark", "_hover", "_hover_dark")}
 _QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
 _ASK_FIRST = "Ask something: the answers come side by side, and below them where each token of the prompt comes from."
-_OLD = "Fenwick Sloe"  # What the sample says, and may be told otherwise.
-# One model computes one thing at a time, whoever asks.
+_OLD = "Fenwick Sloe"  # A statement of the sample that visitors may correct.
+# The model computes one thing at a time, for all visitors.
 _ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
 _AGENT_FIRST = "Each step is one search. With packs the prompt stays as long as it is, however much has been read."
 
 
 class _Here:
-    """Serves requests that this page or a person made: no other site a browser is at, and no name but our own."""
+    """Serves only requests that this page or a person made: it refuses other origins and other host names."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self.app = app
@@ -68,14 +68,14 @@ class _Here:
 
 
 def serve(world: World, port: int | None = None) -> gr.Blocks:
-    """Open the page on the loopback interface; by default on the first free port from 7860 on. `close` ends it.
+    """Open the page on the loopback interface, by default on the first free port from 7860. `close` ends it.
 
     Raises `ModelError` for a port that is in use.
     """
-    # The first answer of a process takes longer than any other; the packs of the first question would pay for it.
+    # Warm up: the first answer of a process is slow, and the first question's packs would pay for it.
     world.session.generate("Hello", max_tokens=1, reuse=False)
     page = make_page(world)
-    # Gradio looks whether its server answers; no proxy needs to hear of it.
+    # Gradio checks whether its server answers; this must not go through a proxy.
     os.environ["no_proxy"] = f"{os.environ.get('no_proxy') or os.environ.get('NO_PROXY', '')},{_HOST}".strip(",")
     try:
         page.launch(
@@ -102,7 +102,7 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
 
 
 def make_page(world: World) -> gr.Blocks:
-    """The page over `world`, which all its visitors share."""
+    """The page over `world`, which all visitors share."""
     page: gr.Blocks
     with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
         _html(head_html(world.session, world.address))
@@ -202,7 +202,7 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
                 with closing(world.watch(way, asked.requests[way])) as watched:
                     for answer in watched:
                         answers[way] = answer
-                        # What of it a server has, it alone knows.
+                        # Only a server knows which KV it has.
                         if answer.generation is not None and way == "packs" and not world.address:
                             shown = plan_html(asked.plan, answer.generation.prompt.token_ids, world.session)
                         yield answers_html([*answers.values()], kv_bytes, badge), shown or gr.skip(), listed

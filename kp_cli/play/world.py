@@ -1,4 +1,4 @@
-"""What the playground does, without a page: documents as packs, questions answered both ways, edits, an agent."""
+"""The playground without its page: documents as packs, questions answered from packs and from text, edits, an agent."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ __all__ = ["MOST_CHARACTERS", "SAMPLE", "Agent", "Answer", "Document", "Question
 Way: TypeAlias = Literal["packs", "text"]
 
 SAMPLE = sorted(Path(__file__).with_name("sample").glob("*.md"))
-"""Documents about an island that does not exist, so that no model knows them."""
+"""Documents about an invented island, which no model knows."""
 MOST_CHARACTERS = 200_000
-"""More than this at once would be minutes of computing on a small machine."""
+"""Most characters at once. More would take a small machine minutes to compute."""
 
 _NAMESPACE = "play"
 _PART_TOKENS = 1200
-_PARAGRAPH = 1000  # Characters: what the embedder reads of a text.
+_PARAGRAPH = 1000  # Characters that the embedder reads of a text.
 _TICK_S = 0.1
 _INSTRUCTION = "Answer the question in one short sentence, using the text above."
 
@@ -57,7 +57,7 @@ _ANSWER = "Now answer in one short sentence: "
 
 @dataclass(frozen=True)
 class Document:
-    """A document, or a part of a long one: what one pack holds. `kv_bytes` are those of its KV on disk."""
+    """A document, or a part of a long one, that one pack holds. `kv_bytes` is the size of its KV on disk."""
 
     name: str
     file: str
@@ -68,7 +68,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer so far: its text, and seconds since the call; `first` until the first text, once there is any."""
+    """An answer so far: its text, and seconds since the call. `first` is the seconds until the first text, if any."""
 
     way: Way
     text: str = ""
@@ -78,13 +78,13 @@ class Answer:
 
     @property
     def clock(self) -> float:
-        """Seconds until the first text, or until now where there is none."""
+        """Seconds until the first text, or until now if there is none."""
         return self.seconds if self.first is None else self.first
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with the documents it goes with: what `Session.stream` takes for each way, and the plan for packs."""
+    """A question with its documents: the arguments of `Session.stream` for each way, and the plan for packs."""
 
     text: str
     documents: tuple[Document, ...]
@@ -93,10 +93,10 @@ class Question:
 
 
 class World:
-    """Documents, their packs in a store under `folder`, and a model that answers from both.
+    """Documents, their packs in a store under `folder`, and a model that answers from packs or from text.
 
-    A document of more than 1,200 tokens, or a fourth of what the model can read, becomes several packs. Questions find
-    paragraphs, and the packs that hold them are sent.
+    A document of more than 1,200 tokens, or more than a quarter of the model's positions, becomes several packs. A
+    question finds paragraphs; the packs that hold them are sent.
     """
 
     def __init__(self, session: Session, embedder: Embedder, folder: Path) -> None:
@@ -107,7 +107,7 @@ class World:
 
     @property
     def address(self) -> str:
-        """Where the model is, if it is on a server."""
+        """The address of the model's server; empty if it runs here."""
         engine = self.session.engine
         return engine.base_url if isinstance(engine, VLLMEngine) else ""
 
@@ -117,11 +117,11 @@ class World:
         return self.store.view(_NAMESPACE)
 
     def text_of(self, document: Document) -> str:
-        """What a document says, as the model reads it."""
+        """The text of a document, as the model reads it."""
         return self._pack(document).text
 
     def paste(self, text: str) -> Iterator[Document]:
-        """Take in a text that was typed or pasted; as `add`."""
+        """Add a text that was typed or pasted, as `add` does."""
         if not text.strip():
             raise SourceError("Got nothing; expected some text, or a file.")
         words = re.sub(r"[^\w ]+", " ", text[:200]).split()
@@ -133,10 +133,10 @@ class World:
             file.unlink()
 
     def add(self, files: Iterable[Path]) -> Iterator[Document]:
-        """Compile the packs of `files`, one after the other; a file of a name that is there already takes its place.
+        """Compile the packs of `files`, one after the other. A file replaces an earlier one of the same name.
 
-        Nothing is taken in unless all files can be read. Raises `SourceError` for a file that holds no text, is of a
-        type that is not read, or for more than 200,000 characters.
+        Nothing is added unless all files can be read. Raises `SourceError` for a file that holds no text or is of an
+        unknown type, and for more than 200,000 characters.
         """
         read, size, title = dict[str, list[Fact]](), 0, ""
         for file in files:
@@ -146,7 +146,7 @@ class World:
                 read[name].append(fact)
                 size += len(fact.text) + len(fact.title) * (fact.title != title)
                 title = fact.title
-                if size > MOST_CHARACTERS:  # Whoever wrote the file decides how much more there is.
+                if size > MOST_CHARACTERS:  # Stop reading: the file may go on without limit.
                     raise SourceError(
                         f"Got too many characters; the playground takes {MOST_CHARACTERS:,} at once. "
                         "`kp build` makes a collection of any size."
@@ -177,9 +177,10 @@ class World:
     def ask(
         self, question: str, k: int = 1, *, composer: str = "exact", style: str = "formal", alpha: float = 0.0
     ) -> Question:
-        """A question with the `k` documents that say most about it; packs are steered with `alpha` times a preset.
+        """A question with the `k` documents that say most about it. Packs are steered with `alpha` times the preset
+        `style`.
 
-        Raises `FactError` for a blank question and without documents, and as `Session.explain`.
+        Raises `FactError` for a blank question or without documents, and the errors of `Session.explain`.
         """
         found = self.search(question, k)
         content = {
@@ -197,7 +198,7 @@ class World:
         return Question(question.strip(), tuple(found), asked, self.session.explain(**asked["packs"]))
 
     def search(self, question: str, k: int, without: Iterable[str] = ()) -> list[Document]:
-        """The `k` documents with the paragraphs nearest to `question`, best first, but for those named."""
+        """The `k` documents with the paragraphs nearest to `question`, best first, except those in `without`."""
         if not self.documents:
             raise FactError("There are no documents yet; add one first.")
         hits = self._facts.search(question, len(self._facts), namespace=_NAMESPACE)
@@ -205,7 +206,7 @@ class World:
         return [self.documents[name] for name in named if name not in set(without)][:k]
 
     def watch(self, way: Way, request: dict[str, Any]) -> Generator[Answer, None, None]:
-        """The answer so far, ten times a second and at its end; closing the iterator ends the answer."""
+        """Yield the answer so far, ten times a second and at its end. Closing the iterator stops the answer."""
         cancel, pieces, done = threading.Event(), list[str](), Future[Generation]()
 
         def run() -> None:
@@ -232,9 +233,9 @@ class World:
             cancel.set()
 
     def edit(self, name: str, old: str, new: str, how: editing.How = "amend") -> tuple[KnowledgePack, KnowledgePack]:
-        """The pack of a document before and after `old` was corrected to `new` (see `kp_core.edit`).
+        """Correct `old` to `new` in a document (see `kp_core.edit`). Returns its pack before and after.
 
-        Raises `PackError` for a statement that the document does not make exactly once.
+        Raises `PackError` for a statement that the document does not make exactly once, `FactError` without a document.
         """
         if name not in self.documents:
             raise FactError("There is no document to correct; add one, and choose it.")
@@ -244,12 +245,12 @@ class World:
         self._keep(name, document.file, made)
         for fact in list(self._facts.facts(where={"kp:source": name}, namespace=_NAMESPACE)):
             if fact.text.count(old) == 1:
-                with suppress(FactError):  # Another paragraph says just that, and is found as well.
+                with suppress(FactError):  # Another paragraph already has this text.
                     self._facts.update(replace(fact, text=fact.text.replace(old, new)))
         return pack, made
 
     def saying(self, statement: str) -> str | None:
-        """The first document that makes a statement exactly once."""
+        """The name of the first document that makes a statement exactly once."""
         for name, each in self.documents.items():
             pack = self.store.peek(each.handle)  # Its KV is not needed.
             if pack is not None and pack.text.count(statement) == 1:
@@ -265,7 +266,7 @@ class World:
         return self.store.get(document.handle, PackKey(self.session.fingerprint))
 
     def _keep(self, name: str, file: str, pack: KnowledgePack) -> None:
-        """Store a pack and say so of its document; a server, which compiles on use, reads it now."""
+        """Store a pack and update its document. A server compiles on first use, so it reads the pack now."""
         handle = self.store.put(pack)
         if self.address:
             self.session.generate(str(handle), view=self.view, max_tokens=1)
@@ -280,11 +281,11 @@ class World:
         try:
             yield from read_facts(file, max_chars=_PARAGRAPH)
         except SourceError as error:
-            # Where an upload lies on this machine is nothing to read for people.
+            # Do not show where an upload lies on this machine.
             raise SourceError(str(error).replace(str(file), file.name)) from error
 
     def _parts(self, facts: Iterable[Fact]) -> Iterator[tuple[str, list[Fact]]]:
-        """`facts` in pieces that one pack may hold: the text of each, and its paragraphs."""
+        """Divide `facts` into pieces that fit one pack: the text of each, and its paragraphs."""
         most = min(_PART_TOKENS, self.session.max_positions // 4)
         text, paragraphs, tokens, title = "", list[Fact](), 0, ""
         for fact in facts:
@@ -302,7 +303,7 @@ class World:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: what was searched for and found, or the answer; its cost, and the tokens plain text would have sent."""
+    """A step of the agent: its search and what it found, or its answer; its cost; and the tokens of a text prompt."""
 
     number: int
     generation: Generation
@@ -312,10 +313,10 @@ class Step:
 
 
 class Agent:
-    """Searches until it has read five documents, or all; then answers. A small model would not decide to go on itself.
+    """An agent that searches until it has read five documents, or all, and then answers.
 
-    The prompt holds handles, and its tool calls are compacted, so it stays as long as it was; beside it the same
-    conversation is counted as text.
+    A small model would not decide by itself to go on, so this class decides. The prompt holds handles, and tool calls
+    are compacted, so it does not grow. The same conversation is also counted as text.
     """
 
     def __init__(self, world: World, task: str) -> None:
@@ -329,13 +330,13 @@ class Agent:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has answered."""
+        """Whether the agent has answered."""
         return bool(self.steps) and not self.steps[-1].words
 
     def step(self) -> Generator[Answer, None, None]:
-        """Take the next step: what the model writes, as it comes; the step is in `steps` at the end.
+        """Take the next step. Yields what the model writes, as it comes; at the end the step is in `steps`.
 
-        Raises `FactError` when there is nothing to read, and as `Session.stream`.
+        Raises `FactError` if there is nothing to read, and the errors of `Session.stream`.
         """
         read = [step.found for step in self.steps]
         left = self.world.search(self.task, 1, without=read) if len(read) < _MOST_SEARCHES else []
@@ -358,6 +359,6 @@ class Agent:
                 {"role": "tool", "name": "search", "tool_call_id": "search", "content": str(document.handle)},
             ]
         name = found[0].name if found else ""
-        text_tokens = rows[-1].stop if rows else 0  # Behind handles stands what their text would be.
+        text_tokens = rows[-1].stop if rows else 0  # Positions in the plan count packs as their text.
         said = (words or self.task) if found else ""
         self.steps.append(Step(len(self.steps) + 1, generation, text_tokens, said, name))
