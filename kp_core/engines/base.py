@@ -134,8 +134,8 @@ def refusal(engine: Engine, name: str, capability: str, what: str) -> Unsupporte
 
     It gives the reason if the engine has one in `lacks`; otherwise it names an engine that offers `what`.
     """
-    if why := engine.lacks.get(capability):
-        return UnsupportedRequestError(f"{name} does not offer {what}: {why}.")
+    if reason := engine.lacks.get(capability):
+        return UnsupportedRequestError(f"{name} does not offer {what}: {reason}.")
     return UnsupportedRequestError(
         f"{name} does not offer {what} ({CAPABILITIES[capability]}). `kp_core.load_engine(model)`, which runs the "
         "model on this machine, does."

@@ -77,29 +77,31 @@ def compare_composers(
 
     def answer(composer: Composer | str) -> Any:  # noqa: ANN401
         session.clear_cache()
-        made = composer_of(composer) if isinstance(composer, str) else composer
-        asked = options | {"composer": made, "max_tokens": max_tokens}
+        resolved = composer_of(composer) if isinstance(composer, str) else composer
+        answer_options = options | {"composer": resolved, "max_tokens": max_tokens}
         # Wrapped packs are compiled once and kept, as packs are.
-        return session.generate(messages, **asked if isinstance(made, PacketComposer) else asked | {"keep": "never"})
+        return session.generate(
+            messages, **answer_options if isinstance(resolved, PacketComposer) else answer_options | {"keep": "never"}
+        )
 
     exact = answer(ExactComposer())
-    found = []
+    comparisons = []
     for composer in _COMPOSERS if composers is None else composers:
-        other = answer(composer)
-        found.append(
+        candidate = answer(composer)
+        comparisons.append(
             Comparison(
                 composer if isinstance(composer, str) else composer.key,
-                _divergence(exact.first_logits, other.first_logits),
-                exact.token_ids == other.token_ids,
-                common_length(exact.token_ids, other.token_ids) / max(len(exact.token_ids), 1),
-                other.usage.ttft_s,
+                _divergence(exact.first_logits, candidate.first_logits),
+                exact.token_ids == candidate.token_ids,
+                common_length(exact.token_ids, candidate.token_ids) / max(len(exact.token_ids), 1),
+                candidate.usage.ttft_s,
                 exact.usage.ttft_s,
-                other.usage.computed_tokens,
-                other.usage.approximate_tokens,
+                candidate.usage.computed_tokens,
+                candidate.usage.approximate_tokens,
             )
         )
     session.clear_cache()
-    return tuple(found)
+    return tuple(comparisons)
 
 
 @dataclass(frozen=True)
@@ -140,19 +142,19 @@ def calibrate_composer(
     the warning on use of the composer gives the measured share of equal answers; from 95 % on, there is no warning.
     Raises `OptionError` without questions, or when no question has packs to compose.
     """
-    every = [compare_composers(session, question, [composer], **options)[0] for question in questions]
-    rows = [row for row in every if row.approximate_tokens]
+    comparisons = [compare_composers(session, question, [composer], **options)[0] for question in questions]
+    rows = [row for row in comparisons if row.approximate_tokens]
     if not rows:
         raise OptionError(
-            f"Got {len(every)} questions, none with a pack that {composer!r} would compose; expected questions with "
-            "the handles of at least two packs each."
+            f"Got {len(comparisons)} questions, none with a pack that {composer!r} would compose; expected questions "
+            "with the handles of at least two packs each."
         )
 
     def median(values: Iterable[float]) -> float:
         return float(torch.tensor(list(values)).median())
 
     count = len(rows)
-    found = Calibration(
+    calibration = Calibration(
         composer_of(composer).key if isinstance(composer, str) else composer.key,
         session.fingerprint.identity,
         count,
@@ -163,8 +165,8 @@ def calibrate_composer(
     )
     view: PackView | None = options.get("view")
     if view is not None and (blobs := view.source.blobs) is not None:
-        blobs.write(_key(found.composer, found.model), [json.dumps(asdict(found), indent=2).encode()])
-    return found
+        blobs.write(_key(calibration.composer, calibration.model), [json.dumps(asdict(calibration), indent=2).encode()])
+    return calibration
 
 
 class Doubts:
@@ -176,28 +178,28 @@ class Doubts:
 
     def say(self, plan: Plan, view: PackView | None, model: str) -> None:
         """Log a warning for each approximate composer in `plan` that no measurement has shown to be safe."""
-        made = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
-        for key in made - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
+        keys = {region.composer.key for region in plan.regions if region.composer and not region.composer.exact}
+        for key in keys - {"accept"}:  # `mismatch="accept"` asks for other numerics, so it needs no warning.
             blobs = None if view is None else view.source.blobs
             with self._lock:
                 if (str(blobs), key) in self._said:
                     continue
                 self._said.add((str(blobs), key))
-            known = None if blobs is None else _stored(blobs, key, model)
-            if known is None:
+            calibration = None if blobs is None else _stored(blobs, key, model)
+            if calibration is None:
                 logger.warning(
                     "Answers with composer %r are approximate, and nothing says how good they are on your data: "
                     "measure with `kp_core.calibrate_composer(engine, questions, composer, view=...)`.",
                     key,
                 )
-            elif not known.is_safe:
-                logger.warning("Answers with composer %r are approximate: %s.", key, known)
+            elif not calibration.is_safe:
+                logger.warning("Answers with composer %r are approximate: %s.", key, calibration)
 
 
 def _stored(blobs: Blobs, composer: str, model: str) -> Calibration | None:
     with suppress(FileNotFoundError, TypeError, ValueError):
-        found = Calibration(**json.loads(bytes(blobs.read(_key(composer, model)))))
-        return found if (found.composer, found.model) == (composer, model) else None
+        calibration = Calibration(**json.loads(bytes(blobs.read(_key(composer, model)))))
+        return calibration if (calibration.composer, calibration.model) == (composer, model) else None
     return None
 
 
@@ -208,5 +210,5 @@ def _key(composer: str, model: str) -> str:
 def _divergence(exact: Tensor | None, found: Tensor | None) -> float:
     if exact is None or found is None:
         return float("nan")
-    expected, other = (logits.double().log_softmax(dim=-1) for logits in (exact, found))
-    return float((expected.exp() * (expected - other)).sum())
+    expected, approximate = (logits.double().log_softmax(dim=-1) for logits in (exact, found))
+    return float((expected.exp() * (expected - approximate)).sum())

@@ -66,20 +66,26 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
     plans = [plan for pair in prompts for plan in _plans(wanted, *pair)]
     means: list[_Means] = []
     bar = bar_of("Reading pairs", len(plans), "side", engine.kv(plans), shown=progress)
-    chosen: tuple[int, ...] = ()
+    chosen_layers: tuple[int, ...] = ()
     for kv in bar:
-        chosen = chosen or resolve_layers(layers, kv.layers)
+        chosen_layers = chosen_layers or resolve_layers(layers, kv.layers)
         means.append(_means(kv, method))
-    sums = list(zip(means[::2], means[1::2], strict=True))
+    side_means = list(zip(means[::2], means[1::2], strict=True))
     deltas = {
         name: {
-            layer: torch.stack([getattr(a, name)[layer] - getattr(b, name)[layer] for a, b in sums]).mean(dim=0)
-            for layer in chosen
+            layer: torch.stack(
+                [getattr(positive, name)[layer] - getattr(negative, name)[layer] for positive, negative in side_means]
+            ).mean(dim=0)
+            for layer in chosen_layers
         }
         for name in ("keys", "values")
     }
-    scales = {layer: sum(a.norms[layer] + b.norms[layer] for a, b in sums) / (2 * len(sums)) for layer in chosen}
-    made = Steering(
+    scales = {
+        layer: sum(positive.norms[layer] + negative.norms[layer] for positive, negative in side_means)
+        / (2 * len(side_means))
+        for layer in chosen_layers
+    }
+    steering = Steering(
         deltas["values"],
         engine.identity,
         method,
@@ -91,7 +97,7 @@ def make_steering(  # noqa: PLR0913 - as `Session.make_steering`
             "transformers": importlib.metadata.version("transformers"),
         },
     )
-    return made.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
+    return steering.scaled(c_v=c_v, c_k=1.0 if c_k is None else c_k)
 
 
 def _prompts(template: ChatTemplate, pair: Pair, index: int, method: Method) -> tuple[Prompt, Prompt]:
@@ -111,8 +117,8 @@ def _plans(wanted: Callable[[Prefix, Sequence[int]], Plan], positive: Prompt, ne
     """Plans for the KV of both sides from the first message that differs. Only KV before it may be reused."""
     shared = common_length(positive.token_ids, negative.token_ids)
     start = max((at for at in positive.breaks if at <= shared), default=0)
-    before = Prefix(positive.token_ids[:start])
-    return wanted(before, positive.token_ids[start:]), wanted(before, negative.token_ids[start:])
+    prefix = Prefix(positive.token_ids[:start])
+    return wanted(prefix, positive.token_ids[start:]), wanted(prefix, negative.token_ids[start:])
 
 
 def _means(kv: KVTensors, method: Method) -> _Means:

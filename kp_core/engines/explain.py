@@ -52,21 +52,21 @@ class Explanation:
     @property
     def counts(self) -> Mapping[str, int]:
         """Number of tokens by source."""
-        found = Counter[str]()
+        by_source = Counter[str]()
         for row in self.rows:
-            found[row.source] += row.tokens
-        return found
+            by_source[row.source] += row.tokens
+        return by_source
 
     def to_dict(self) -> dict[str, Any]:
         """The explanation as plain values, for JSON."""
         rows = [{**asdict(row), "tokens": row.tokens} for row in self.rows]
-        about = {
+        summary = {
             "token_budget": self.token_budget,
             "states": self.states,
             "state_bytes": self.state_bytes,
             "is_bitwise": self.is_bitwise,
         }
-        return {"regions": rows, "tokens": dict(self.counts), **about}
+        return {"regions": rows, "tokens": dict(self.counts), **summary}
 
     def __str__(self) -> str:
         cells = [("tokens", "from", "to", "source", "estimate", "what")]
@@ -81,8 +81,8 @@ class Explanation:
         ]
         total = ", ".join(f"{tokens} {source}" for source, tokens in self.counts.items())
         states = f"; {self.states} states of recurrent layers take {self.state_bytes:,} bytes" if self.states else ""
-        bits = "" if self.is_bitwise else "; what is reused may round differently from what would be computed"
-        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens{states}{bits}"])
+        rounding = "" if self.is_bitwise else "; what is reused may round differently from what would be computed"
+        return "\n".join([*lines, f"{total}; the answer may take {self.token_budget} tokens{states}{rounding}"])
 
 
 def explain(
@@ -95,40 +95,40 @@ def explain(
     """
     rows: list[Row] = []
     for region in plan.regions:
-        known = min(max(found, region.start), region.stop)
-        parts = [(region.start, known, "tree"), *_parts(plan, region, known)]
+        tree_stop = min(max(found, region.start), region.stop)
+        parts = [(region.start, tree_stop, "tree"), *_parts(plan, region, tree_stop)]
         for start, stop, source in parts:
             if start < stop:
                 cost = seconds_per_token * (stop - start) if source in ("computed", "steered") else 0.0
                 method = region.composer.key if region.composer and source == "composed" else ""
-                what = _what(plan, start, stop)
-                rows.append(Row(start, stop, what, source, method, None if math.isnan(cost) else cost))
+                description = _what(plan, start, stop)
+                rows.append(Row(start, stop, description, source, method, None if math.isnan(cost) else cost))
     states = len(plan.ends) if state_bytes else 0
     return Explanation(tuple(rows), plan.token_budget, states, states * state_bytes, is_bitwise)
 
 
 def _parts(plan: Plan, region: Region, known: int) -> Iterator[tuple[int, int, str]]:
     """The parts of a region from `known` on, as start, stop and source."""
-    source, done = _source(region), known
+    source, position = _source(region), known
     for start, stop in plan.kept.parts if source == "computed" and plan.kept else ():
         if max(known, region.start) <= start and stop <= region.stop and plan.kept and plan.kept.has(start, stop):
-            yield from ((done, start, source), (start, stop, "kept"))
-            done = stop
-    yield done, region.stop, source
+            yield from ((position, start, source), (start, stop, "kept"))
+            position = stop
+    yield position, region.stop, source
 
 
 def _source(region: Region) -> str:
     """The source of the KV of a region; a pack without KV is computed from its text."""
     pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
-    brings = isinstance(region.composer, PacketComposer)
-    if pack is not None and pack.kv is None and not pack.stored_bytes and not brings:
+    is_packet = isinstance(region.composer, PacketComposer)
+    if pack is not None and pack.kv is None and not pack.stored_bytes and not is_packet:
         return "computed"
     return region.source
 
 
 def _what(plan: Plan, start: int, stop: int) -> str:
     """A description of the tokens `start:stop`: the packs in them, or that they are text."""
-    inside = [span for span in plan.prompt.spans if span.start < stop and start < span.stop]
-    names = [f"{span.handle}{' (recognised)' if span.recognised else ''} {span.pack.text[:32]!r}" for span in inside]
-    is_all = len(inside) == 1 and inside[0].start <= start and stop <= inside[0].stop
+    spans = [span for span in plan.prompt.spans if span.start < stop and start < span.stop]
+    names = [f"{span.handle}{' (recognised)' if span.recognised else ''} {span.pack.text[:32]!r}" for span in spans]
+    is_all = len(spans) == 1 and spans[0].start <= start and stop <= spans[0].stop
     return "text" if not names else ", ".join(names if is_all else ["text", *names])

@@ -101,8 +101,8 @@ class IdleQueue:
             future.set_exception(BusyError("The engine was closed before this background work was done."))
         except Exception as error:  # noqa: BLE001 - a job may fail in any way, and its future takes the error
             # At interpreter exit a job cannot use other threads. A later run meets the same work again.
-            is_over = not threading.main_thread().is_alive()
-            logger.log(logging.DEBUG if is_over else logging.WARNING, "Background work failed: %s", error)
+            is_exiting = not threading.main_thread().is_alive()
+            logger.log(logging.DEBUG if is_exiting else logging.WARNING, "Background work failed: %s", error)
             future.set_exception(error)
 
     def _may_begin(self) -> bool:

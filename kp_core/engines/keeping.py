@@ -53,8 +53,8 @@ class Keeper:
             entries, frozenset(view.namespaces), dict(self._keys(plan, request, view)), request.keep == "always"
         )
         if learn:
-            missing = (edge for edge in kept.keys if not kept.has(*edge))
-            kept.wanted = frozenset(edge for edge in missing if self._again(kept.keys[edge], request.keep))
+            missing = (part for part in kept.keys if not kept.has(*part))
+            kept.wanted = frozenset(part for part in missing if self._again(kept.keys[part], request.keep))
         # A wrapped pack is compiled once and kept then, under every policy except `never`.
         kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
@@ -73,74 +73,78 @@ class Keeper:
 
         A short text between two packs belongs to the part of the second one.
         """
-        prompt, own = plan.prompt, _own_words(request, view)
-        before, spoken, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
-        packs: list[str] = []
+        prompt, namespace = plan.prompt, _own_words(request, view)
+        hasher, behind_words, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
+        handles: list[str] = []
         for region in plan.regions:
             span = region.span if region.source == "pack" else None
             # A pack whose KV is not stored is computed each time by choice, so only `keep="always"` keeps it.
-            has_own = span is not None and bool(span.pack.kv or span.pack.stored_bytes or request.keep != "always")
-            done = region.start
-            for each in prompt.spans:
-                if not region.start <= each.start < region.stop:
+            has_entry = span is not None and bool(span.pack.kv or span.pack.stored_bytes or request.keep != "always")
+            last_stop = region.start
+            for pack_span in prompt.spans:
+                if not region.start <= pack_span.start < region.stop:
                     continue
-                if find_handles(each.handle) and each.handle not in packs:
-                    packs.append(each.handle)
-                start = done if packs and digested and each.start - done <= _GAP_TOKENS else each.start
-                before.update(_packed(prompt.token_ids[digested:start]))
-                digested, done = start, each.stop
-                if packs and not region.label and not has_own and (own or not spoken[each]):
-                    key = before.hexdigest(), prompt.token_ids[start : each.stop], tuple(packs)
-                    words = own if spoken[each] else None
-                    yield (start, each.stop), KeptEntry(self._identity, start, *key, words, _BEGINS)
+                if find_handles(pack_span.handle) and pack_span.handle not in handles:
+                    handles.append(pack_span.handle)
+                start = (
+                    last_stop
+                    if handles and digested and pack_span.start - last_stop <= _GAP_TOKENS
+                    else pack_span.start
+                )
+                hasher.update(_packed(prompt.token_ids[digested:start]))
+                digested, last_stop = start, pack_span.stop
+                if handles and not region.label and not has_entry and (namespace or not behind_words[pack_span]):
+                    key = hasher.hexdigest(), prompt.token_ids[start : pack_span.stop], tuple(handles)
+                    words = namespace if behind_words[pack_span] else None
+                    yield (start, pack_span.stop), KeptEntry(self._identity, start, *key, words, _BEGINS)
             if region.label:
-                before.update(_packed(prompt.token_ids[digested : region.stop]) + f"{region.label}\n".encode())
+                hasher.update(_packed(prompt.token_ids[digested : region.stop]) + f"{region.label}\n".encode())
                 digested = region.stop
 
     def _wrapped_keys(self, plan: Plan) -> dict[tuple[int, int], KeptEntry]:
         """The key of each wrapped pack that has a handle. The key of the composer names the wrapper."""
-        found = {}
+        keys = {}
         for region in plan.regions:
             for span in region.spans if isinstance(region.composer, PacketComposer) else ():
                 if region.composer and find_handles(span.handle):
                     pack, composer = span.pack, region.composer.key
                     key = KeptEntry.wrapped(self._identity, composer, pack.prefix, pack.token_ids, span.handle)
-                    found[span.start, span.stop] = key
-        return found
+                    keys[span.start, span.stop] = key
+        return keys
 
     def _behind_words(self, prompt: Prompt) -> dict[Span, bool]:
         """For each pack, whether words of the conversation precede it.
 
         The template, other packs and white space do not count as words.
         """
-        found, words = dict[Span, bool](), False
+        by_span, has_words = dict[Span, bool](), False
         for at, span in enumerate(prompt.spans):
             if at:
-                words = words or bool(prompt.rendered[prompt.spans[at - 1].chars[1] : span.chars[0]].strip())
+                has_words = has_words or bool(prompt.rendered[prompt.spans[at - 1].chars[1] : span.chars[0]].strip())
             else:
-                words = self._known(prompt) < span.start
+                has_words = self._known(prompt) < span.start
             # A pack without a handle is not in the store, so its text counts as words.
-            words = words or not find_handles(span.handle)
-            found[span] = words
-        return found
+            has_words = has_words or not find_handles(span.handle)
+            by_span[span] = has_words
+        return by_span
 
     def _known(self, prompt: Prompt) -> int:
         """How many of the first tokens the template wrote, or are the prefix that a pack here was compiled for."""
         prefixes = [*self._heads, *(span.pack.prefix.token_ids for span in prompt.spans)]
-        return max((len(each) for each in prefixes if prompt.token_ids[: len(each)] == each), default=0)
+        return max((len(prefix) for prefix in prefixes if prompt.token_ids[: len(prefix)] == prefix), default=0)
 
     @cached_property
     def _heads(self) -> list[tuple[int, ...]]:
         """The tokens before the first pack of a user message, and of the system message."""
-        found = []
-        places: tuple[CompiledFor, ...] = ("user", "system")
-        for place in places:
+        heads = []
+        roles: tuple[CompiledFor, ...] = ("user", "system")
+        for role in roles:
             try:
-                made = self._template.tokenise_pack(_PROBE, place)
+                tokenised = self._template.tokenise_pack(_PROBE, role)
             except KnowledgePackError:  # Not every template has a system message.
                 continue
-            found.append(made.prompt.token_ids[: made.prompt.spans[0].start])
-        return found
+            heads.append(tokenised.prompt.token_ids[: tokenised.prompt.spans[0].start])
+        return heads
 
 
 def _packed(ids: Sequence[int]) -> bytes:

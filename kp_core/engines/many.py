@@ -34,9 +34,9 @@ def generate_many(
     if "cancel" in options:
         raise OptionError("Got cancel=; leave the loop to stop, which ends what is under way.")
     pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
-    if wrong := [key for key, asked in pairs if isinstance(asked, Mapping) and "messages" not in asked]:
-        what = "expected a conversation, or a mapping of `messages` and options"
-        raise OptionError(f"The request {wrong[0]!r} has no messages; {what}.")
+    if incomplete := [key for key, request in pairs if isinstance(request, Mapping) and "messages" not in request]:
+        expected = "expected a conversation, or a mapping of `messages` and options"
+        raise OptionError(f"The request {incomplete[0]!r} has no messages; {expected}.")
     # A request reuses the KV of earlier ones with the same beginning, and they are decoded over the same keys.
     todo = sorted((pair for pair in pairs if pair[0] not in done), key=lambda pair: _beginning(pair[1]))
     return _run(generate, todo, at_once, progress=progress, options=options)
@@ -50,15 +50,15 @@ def _run(
     progress: bool,
     options: dict[str, Any],
 ) -> Generator[tuple[Key, Generation], None, None]:
-    cancel, left = threading.Event(), iter(todo)
+    cancel, remaining = threading.Event(), iter(todo)
     running: dict[Future[Generation], Key] = {}
     bar = bar_of("Answering", len(todo), "answer", shown=progress)
     with bar, ThreadPoolExecutor(at_once, "kp-many") as pool:
         try:
             while True:
-                for key, asked in left:
-                    own = asked if isinstance(asked, Mapping) else {"messages": asked}
-                    running[pool.submit(generate, **{**options, **own, "cancel": cancel})] = key
+                for key, request in remaining:
+                    request_options = request if isinstance(request, Mapping) else {"messages": request}
+                    running[pool.submit(generate, **{**options, **request_options, "cancel": cancel})] = key
                     if len(running) >= at_once:
                         break
                 if not running:

@@ -73,15 +73,15 @@ class Ordering:
 
         A set of packs that was sent before at the same place keeps its order, so a conversation keeps its orders.
         """
-        prompt, orders, given = render(turns), dict[int, Handles](), _arranged(turns, {})[1]
-        if is_free and given:
-            prompt, orders = self._best(turns, render, cost, prompt, given)
-        if learn and given:
+        prompt, orders, groups = render(turns), dict[int, Handles](), _arranged(turns, {})[1]
+        if is_free and groups:
+            prompt, orders = self._best(turns, render, cost, prompt, groups)
+        if learn and groups:
             self._keep(_arranged(turns, orders)[1], orders)
         moved = [
-            mine != theirs
+            handle != original
             for at, order in orders.items()
-            for mine, theirs in zip(order, given[at].handles, strict=True)
+            for handle, original in zip(order, groups[at].handles, strict=True)
         ]
         return prompt, sum(moved)
 
@@ -94,29 +94,29 @@ class Ordering:
         given: Sequence[Group],
     ) -> tuple[Prompt, dict[int, Handles]]:
         orders: dict[int, Handles] = {}
-        best, known = cost(prompt), set()
+        best_cost, settled = cost(prompt), set()
         for at in range(len(given)):
             # The place of a group depends on the orders of the groups before it.
             group = _arranged(turns, orders)[1][at]
-            sent = next((each for each in self._sent(group) if set(each) == set(group.handles)), None)
-            known |= {at} if sent else set()
-            orders[at] = sent or given[at].handles
+            remembered = next((handles for handles in self._sent(group) if set(handles) == set(group.handles)), None)
+            settled |= {at} if remembered else set()
+            orders[at] = remembered or given[at].handles
         if any(orders[at] != tuple(pack.handle for pack in group.packs) for at, group in enumerate(given)):
             trial = render(_arranged(turns, orders)[0])
-            if (found := cost(trial)) <= best:
-                prompt, best = trial, found
+            if (trial_cost := cost(trial)) <= best_cost:
+                prompt, best_cost = trial, trial_cost
             else:
-                orders, known = {}, set()
+                orders, settled = {}, set()
         for at in range(len(given)):
             group = _arranged(turns, orders)[1][at]
             # KV of this order may be gone from memory while KV of another order is there.
-            if at in known and best < min(len(pack.pack.token_ids) for pack in group.packs):
+            if at in settled and best_cost < min(len(pack.pack.token_ids) for pack in group.packs):
                 continue
             for order in self._candidates(group, partial(_stands, prompt)):
                 if order != orders.get(at, group.handles):
                     trial = render(_arranged(turns, {**orders, at: order})[0])
-                    if (found := cost(trial)) < best:
-                        prompt, best, orders = trial, found, {**orders, at: order}
+                    if (trial_cost := cost(trial)) < best_cost:
+                        prompt, best_cost, orders = trial, trial_cost, {**orders, at: order}
         return prompt, orders
 
     def _candidates(self, group: Group, is_home: Callable[[PackRef], bool]) -> list[Handles]:
@@ -126,23 +126,27 @@ class Ordering:
         """
         sizes = {pack.handle: len(pack.pack.token_ids) for pack in group.packs}
         # The KV of the longest may be gone from memory, so several are tried.
-        shared = dict.fromkeys(_common(known, sizes) for known in self._sent(group))
-        begins = sorted(filter(None, shared), key=lambda begin: -sum(sizes[handle] for handle in begin))[:_LOOKED_AT]
-        home = [pack.handle for pack in group.packs if is_home(pack)]
-        if home:
-            begins.append((max(home, key=sizes.__getitem__),))
-        return list(dict.fromkeys(tuple(dict.fromkeys((*begin, *group.handles))) for begin in (*begins, ())))
+        common = dict.fromkeys(_common(sequence, sizes) for sequence in self._sent(group))
+        beginnings = sorted(filter(None, common), key=lambda handles: -sum(sizes[handle] for handle in handles))[
+            :_LOOKED_AT
+        ]
+        home_handles = [pack.handle for pack in group.packs if is_home(pack)]
+        if home_handles:
+            beginnings.append((max(home_handles, key=sizes.__getitem__),))
+        return list(
+            dict.fromkeys(tuple(dict.fromkeys((*beginning, *group.handles))) for beginning in (*beginnings, ()))
+        )
 
     def _keep(self, groups: Sequence[Group], orders: Mapping[int, Handles]) -> None:
         """Remember which sequence was sent at which place."""
         with self._lock:
             for at, group in enumerate(groups):
-                handles, known = orders.get(at, group.handles), self._places.setdefault(group.place, OrderedDict())
+                handles, sequences = orders.get(at, group.handles), self._places.setdefault(group.place, OrderedDict())
                 self._places.move_to_end(group.place)
-                known[handles] = None
-                known.move_to_end(handles)
-                if len(known) > _SEQUENCES:
-                    known.popitem(last=False)
+                sequences[handles] = None
+                sequences.move_to_end(handles)
+                if len(sequences) > _SEQUENCES:
+                    sequences.popitem(last=False)
             while len(self._places) > _PLACES:
                 self._places.popitem(last=False)
 
@@ -158,22 +162,22 @@ def _arranged(turns: Sequence[Turn], orders: Mapping[int, Handles]) -> tuple[tup
     `orders` maps the number of a group to its handles in their new order; handles that it leaves out are not sent.
     """
     groups: list[Group] = []
-    made: list[Turn] = []
-    before = 0
+    arranged: list[Turn] = []
+    place = 0
     for turn in turns:
         segments: list[Segment] = []
         at = 0
         for start, stop in _runs(turn.segments):
             segments += turn.segments[at:start]
-            part = turn.segments[start:stop]
-            packs = tuple(each for each in part if isinstance(each, PackRef))
-            groups.append(Group(hash((before, turn.role, *map(_name, segments))), packs))
+            run = turn.segments[start:stop]
+            packs = tuple(segment for segment in run if isinstance(segment, PackRef))
+            groups.append(Group(hash((place, turn.role, *map(_name, segments))), packs))
             order = orders.get(len(groups) - 1)
-            segments += part if order is None else _ordered(packs, part[1], order)
+            segments += run if order is None else _ordered(packs, run[1], order)
             at = stop
-        made.append(turn.with_segments((*segments, *turn.segments[at:])))
-        before = hash((before, turn.role, *map(_name, made[-1].segments)))
-    return tuple(made), groups
+        arranged.append(turn.with_segments((*segments, *turn.segments[at:])))
+        place = hash((place, turn.role, *map(_name, arranged[-1].segments)))
+    return tuple(arranged), groups
 
 
 def _stands(prompt: Prompt, reference: PackRef) -> bool:
@@ -189,21 +193,21 @@ def _runs(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     Two packs count only if the text between them has no letters or digits, because any sentence may separate two packs
     that are no list.
     """
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     at = 0
     while at < len(segments):
         stop = at + 1
         if _is_free(segments[at]):
-            between = segments[at + 1] if at + 2 < len(segments) else None
-            while stop + 1 < len(segments) and segments[stop] == between and _is_free(segments[stop + 1]):
+            separator = segments[at + 1] if at + 2 < len(segments) else None
+            while stop + 1 < len(segments) and segments[stop] == separator and _is_free(segments[stop + 1]):
                 stop += 2
             count = (stop - at + 1) // 2
-            if count > 2 or (count > 1 and not any(char.isalnum() for char in str(between))):
-                found.append((at, stop))
+            if count > 2 or (count > 1 and not any(char.isalnum() for char in str(separator))):
+                ranges.append((at, stop))
             else:
                 stop = at + 1
         at = stop
-    return found
+    return ranges
 
 
 def _is_free(segment: Segment) -> bool:
@@ -212,10 +216,10 @@ def _is_free(segment: Segment) -> bool:
 
 def _ordered(packs: Sequence[PackRef], between: Segment, order: Handles) -> list[Segment]:
     by_handle = {pack.handle: pack for pack in reversed(packs)}
-    parts: list[Segment] = []
+    segments: list[Segment] = []
     for handle in order:
-        parts += [between, by_handle[handle]]
-    return parts[1:]
+        segments += [between, by_handle[handle]]
+    return segments[1:]
 
 
 def _common(known: Handles, wanted: Mapping[str, int]) -> Handles:

@@ -98,15 +98,15 @@ class Planner:
         sourced = self._sourced(prompt, request, view, learn=learn)
         prompt, learned = sourced.prompt, sourced.learned
         steered = self._steered(prompt, request)
-        laid = prompt
+        laid_prompt = prompt
         if isinstance(composer := request.composer, PacketComposer):
             composer.check(self._identity)
             if steered or not request.reuse:  # Steered packs are computed; without reuse, everything is.
                 request = replace(request, composer=ExactComposer())
             else:
-                wrapped = [span for span, each in sourced.composed.items() if each == composer]
-                laid = laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
-            sourced = self._sourced(laid, request, view)
+                wrapped = [span for span, span_composer in sourced.composed.items() if span_composer == composer]
+                laid_prompt = laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
+            sourced = self._sourced(laid_prompt, request, view)
             steered = self._steered(sourced.prompt, request)
         plan = Plan(
             sourced.prompt,
@@ -115,7 +115,7 @@ class Planner:
             self._budget(sourced.prompt, request, tokens),
             packs=view,
             reuse=request.reuse,
-            plain=None if laid is prompt else prompt,
+            plain=None if laid_prompt is prompt else prompt,
             reordered=reordered,
             limit=limit,
         )
@@ -128,10 +128,10 @@ class Planner:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
         steering = as_steering(request.steering, with_knowledge=bool(prompt.spans))
         steered = plan_steered(prompt, steering, request.scope, answering=answering)
-        for added in (part.steering for region in steered for part in region.parts):
-            if added is not None:
-                added.check(self._identity)
-                added.warn_beyond_cliff()
+        for part_steering in (part.steering for region in steered for part in region.parts):
+            if part_steering is not None:
+                part_steering.check(self._identity)
+                part_steering.warn_beyond_cliff()
         return steered
 
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
@@ -163,47 +163,58 @@ class Planner:
         for that position. With a steering, recognised packs are text.
         """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
-        spans, texts = list[Span](), list[Span]()
-        wanted, accepts, mine = set(request.composer.regions(prompt)), request.mismatch == "accept", self._identity
+        spans, text_spans = list[Span](), list[Span]()
+        composable, accepts_mismatch, identity = (
+            set(request.composer.regions(prompt)),
+            request.mismatch == "accept",
+            self._identity,
+        )
         for span in prompt.spans:
             pack, ids = span.pack, prompt.token_ids[span.start : span.stop]
-            fits, own = pack.token_ids == ids, pack.fingerprint == mine
-            home = pack.prefix.token_ids == prompt.token_ids[: span.start]
-            entry = None if home or not own else self._entry(span, prompt, source)
-            kept = span if entry is None else replace(span, reference=replace(span.reference, pack=entry))
+            fits, is_own = pack.token_ids == ids, pack.fingerprint == identity
+            is_home = pack.prefix.token_ids == prompt.token_ids[: span.start]
+            entry = None if is_home or not is_own else self._entry(span, prompt, source)
+            stored_span = span if entry is None else replace(span, reference=replace(span.reference, pack=entry))
             if span.recognised:
-                has_kv = entry is not None or (home and fits and own and (pack.kv is not None or pack.stored_bytes > 0))
+                has_kv = entry is not None or (
+                    is_home and fits and is_own and (pack.kv is not None or pack.stored_bytes > 0)
+                )
                 is_plain = pack.steering is None and request.steering is None
                 if is_plain and has_kv:
-                    spans.append(kept)
-                    packs.add(kept)
+                    spans.append(stored_span)
+                    packs.add(stored_span)
                 elif is_plain and self._again(span, prompt, learn=learn):
                     spans.append(span)
                     learned.append(self._compiled(span, prompt))
                 else:
-                    texts.append(span)
+                    text_spans.append(span)
                 continue
-            if home and fits and own:
+            if is_home and fits and is_own:
                 packs.add(span)
-            elif fits and span in wanted and not home and (own or (accepts and pack.fingerprint.same_model(mine))):
+            elif (
+                fits
+                and span in composable
+                and not is_home
+                and (is_own or (accepts_mismatch and pack.fingerprint.same_model(identity)))
+            ):
                 composed[span] = request.composer
-            elif fits and home and accepts:
+            elif fits and is_home and accepts_mismatch:
                 composed[span] = NaiveComposer("accept")
-            elif home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
+            elif is_home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
                 # The store has only KV that another engine computed, so this engine compiles the pack too.
                 learned.append(self._compiled(span, prompt))
             elif entry is not None:
-                span = kept  # noqa: PLW2901 - the same place, and KV that was computed for it
+                span = stored_span  # noqa: PLW2901 - the same place, and KV that was computed for it
                 packs.add(span)
             spans.append(span)
-        prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *texts))
+        prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *text_spans))
         return _Sourced(prompt, frozenset(packs), composed, learned)
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""
         ids, prefix = prompt.token_ids[span.start : span.stop], prompt.prefix_of(span)
         pack = replace(span.pack, token_ids=ids, prefix=prefix, fingerprint=self._identity, kv=None)
-        before = [each for each in (*prompt.spans, *prompt.as_text) if each.start < span.start]
+        before = [earlier for earlier in (*prompt.spans, *prompt.as_text) if earlier.start < span.start]
         return pack, self.wanted(prefix, ids, pack.namespace, before)
 
     def _entry(self, span: Span, prompt: Prompt, source: PackView | None) -> KnowledgePack | None:
@@ -211,10 +222,10 @@ class Planner:
         if source is None or span.pack.steering is not None or not find_handles(span.handle):
             return None
         key = PackKey(self._identity, prompt.prefix_of(span))
-        found = source.peek(Handle.parse(span.handle), key)
-        if found is None or not key.fits(found) or not found.stored_bytes:
+        entry = source.peek(Handle.parse(span.handle), key)
+        if entry is None or not key.fits(entry) or not entry.stored_bytes:
             return None
-        return found if found.token_ids == prompt.token_ids[span.start : span.stop] else None
+        return entry if entry.token_ids == prompt.token_ids[span.start : span.stop] else None
 
     def exact(self, plan: Plan) -> Plan:
         """The plan for the same prompt without composers."""
@@ -239,17 +250,17 @@ class Planner:
         """Whether a pack that was recognised by its text was met after these tokens before. With `learn`, count it."""
         place = (span.handle, hash(prompt.token_ids[: span.start]))
         with self._counting:
-            met = self._met[place] > 0
+            was_met = self._met[place] > 0
             if learn:
-                if not met and len(self._met) >= _REMEMBERED:
+                if not was_met and len(self._met) >= _REMEMBERED:
                     del self._met[next(iter(self._met))]
                 self._met[place] += 1
-        return met
+        return was_met
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""
-        left = self._max_positions - len(prompt)
-        wanted = tokens if tokens is not None else request.max_tokens or min(_DEFAULT_MAX_TOKENS, max(left, 1))
-        if wanted > left:
-            raise ContextOverflowError(len(prompt), wanted, self._max_positions)
-        return wanted
+        room = self._max_positions - len(prompt)
+        budget = tokens if tokens is not None else request.max_tokens or min(_DEFAULT_MAX_TOKENS, max(room, 1))
+        if budget > room:
+            raise ContextOverflowError(len(prompt), budget, self._max_positions)
+        return budget

@@ -96,8 +96,8 @@ class WithoutHandles:
     def push(self, piece: str) -> str:
         """The text that is certain after `piece`; may be empty."""
         self._held += piece
-        found = _MAYBE_HANDLE.search(self._held)
-        return self._give(found.start() if found else len(self._held))
+        match = _MAYBE_HANDLE.search(self._held)
+        return self._give(match.start() if match else len(self._held))
 
     def flush(self) -> str:
         """All text that was held back; call it at the end."""
@@ -105,9 +105,9 @@ class WithoutHandles:
 
     def _give(self, until: int) -> str:
         # After an inner handle is removed, text that was already returned may form another handle with the rest.
-        given = strip_handles(self._before + self._held[:until])[len(self._before) :]
-        self._before, self._held = (self._before + given)[-2:], self._held[until:]
-        return given
+        stripped = strip_handles(self._before + self._held[:until])[len(self._before) :]
+        self._before, self._held = (self._before + stripped)[-2:], self._held[until:]
+        return stripped
 
 
 class AnswerText:
@@ -133,9 +133,9 @@ class AnswerText:
         """The text that is certain after `token`; may be empty."""
         self._held += self._kept.get(token) or self._stream.step(self._backend, token) or ""
         if self._stop:
-            found = [at for at in map(self._held.find, self._stop) if at >= 0]
-            if found:
-                self._held, self.stopped = self._held[: min(found)], True
+            positions = [at for at in map(self._held.find, self._stop) if at >= 0]
+            if positions:
+                self._held, self.stopped = self._held[: min(positions)], True
                 return self.flush()
         until = next((at for at in range(len(self._held)) if self._may_stop(self._held[at:])), len(self._held))
         certain, self._held = self._held[:until], self._held[until:]
@@ -143,8 +143,8 @@ class AnswerText:
 
     def flush(self) -> str:
         """All text that was held back; call it at the end of the answer."""
-        rest, self._held = self._held, ""
-        return self._give(self._handles.push(rest) + self._handles.flush())
+        held_back, self._held = self._held, ""
+        return self._give(self._handles.push(held_back) + self._handles.flush())
 
     def _may_stop(self, tail: str) -> bool:
         return any(stop.startswith(tail) for stop in self._stop)

@@ -166,16 +166,16 @@ class Request(Sampling):
                 raise SamplingError(f"Got timeout={self.timeout!r}; expected None or a number of seconds > 0.")
         except TypeError as error:
             raise SamplingError(f"Got an option of the wrong type ({error}); `OPTIONS` names the types.") from error
-        for name, needed, expected in (("view", "source", "`store.view(...)`"), ("cancel", "is_set", "an event")):
-            if (given := getattr(self, name)) is not None and not hasattr(given, needed):
-                raise OptionError(f"Got {name}={given!r}; expected {expected}, or None.")
+        for name, attribute, expected in (("view", "source", "`store.view(...)`"), ("cancel", "is_set", "an event")):
+            if (value := getattr(self, name)) is not None and not hasattr(value, attribute):
+                raise OptionError(f"Got {name}={value!r}; expected {expected}, or None.")
         for name, names in _CHOICES.items():
-            if (chosen := getattr(self, name)) not in names:
-                raise OptionError(f"Got {name}={chosen!r}; expected {' or '.join(map(repr, names))}.")
+            if (choice := getattr(self, name)) not in names:
+                raise OptionError(f"Got {name}={choice!r}; expected {' or '.join(map(repr, names))}.")
         self._check_types()
-        named: object = self.composer
-        if isinstance(named, str):
-            object.__setattr__(self, "composer", composer_of(named))
+        composer: object = self.composer
+        if isinstance(composer, str):
+            object.__setattr__(self, "composer", composer_of(composer))
         if not isinstance(self.composer, Composer) or isinstance(self.composer, type):
             raise OptionError(
                 f"Got composer={self.composer!r}; expected a composer such as `kp_core.ExactComposer()`, with `exact`, "
@@ -184,8 +184,8 @@ class Request(Sampling):
 
     def _check_types(self) -> None:
         for name in ("packs", "tools"):
-            if isinstance(given := getattr(self, name), str | Mapping) or not isinstance(given, Iterable):
-                raise OptionError(f"Got {name}={given!r}; expected a list.")
+            if isinstance(value := getattr(self, name), str | Mapping) or not isinstance(value, Iterable):
+                raise OptionError(f"Got {name}={value!r}; expected a list.")
 
     @classmethod
     def of(cls, options: Mapping[str, Any], base: Request | None = None) -> Request:
@@ -193,8 +193,8 @@ class Request(Sampling):
 
         Raises `OptionError` for an unknown name, with the closest known one.
         """
-        named = checked_options(options, "A request")
-        return cls(**named) if base is None else replace(base, **named)
+        checked = checked_options(options, "A request")
+        return cls(**checked) if base is None else replace(base, **checked)
 
     @cached_property
     def shape(self) -> AnswerShape:
@@ -216,14 +216,14 @@ class Option:
 
 
 OPTIONS: Mapping[str, Option] = {
-    each.name: Option(
-        each.name,
-        str(each.type),
-        each.default,
-        _ABOUT[each.name],
-        "call" if each.name in _PER_CALL else "core" if each.name in _OF_THE_CORE else "model",
+    request_field.name: Option(
+        request_field.name,
+        str(request_field.type),
+        request_field.default,
+        _ABOUT[request_field.name],
+        "call" if request_field.name in _PER_CALL else "core" if request_field.name in _OF_THE_CORE else "model",
     )
-    for each in fields(Request)
+    for request_field in fields(Request)
 }
 """All options by name. The fields and checks of both adapters and the page of options are made from this table."""
 
@@ -233,9 +233,9 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
     names = sorted(known)
     for name in given:
         if name not in names:
-            renamed = [new for new in _RENAMED.get(name, ()) if new in names]
-            near = renamed or difflib.get_close_matches(name, names, n=1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Expected some of: {', '.join(names)}."
+            renamed = [new_name for new_name in _RENAMED.get(name, ()) if new_name in names]
+            suggestions = renamed or difflib.get_close_matches(name, names, n=1)
+            hint = f"Did you mean {suggestions[0]!r}?" if suggestions else f"Expected some of: {', '.join(names)}."
             hint = _REMOVED.get(name, hint)
             raise OptionError(f"{what} has no option {name!r}. {hint}")
 
@@ -250,8 +250,8 @@ def checked_options(options: Mapping[str, Any], what: str, known: Iterable[str] 
     refuse_unknown([name for name in options if name not in WITHOUT_EFFECT], names, what)
     checked = {}
     for name, value in options.items():
-        if why := WITHOUT_EFFECT.get(name):
-            warnings.warn(f"`{name}` has no effect any more: {why}.", DeprecationWarning, stacklevel=4)
+        if reason := WITHOUT_EFFECT.get(name):
+            warnings.warn(f"`{name}` has no effect any more: {reason}.", DeprecationWarning, stacklevel=4)
         else:
             checked[name] = OPTIONS[name].default if value is None and name in OPTIONS else value
     return checked

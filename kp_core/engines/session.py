@@ -184,8 +184,8 @@ class Session:
         A lazy pack holds only text and token ids; its KV is computed on first use. `provenance` (`title`, `source`,
         ...) is stored in the pack. `compress` says how its KV is stored (see `KnowledgePack.compressed`).
         """
-        about = [provenance or {}]
-        options: dict[str, Any] = {"lazy": lazy, "provenance": about, "compress": compress}
+        provenances = [provenance or {}]
+        options: dict[str, Any] = {"lazy": lazy, "provenance": provenances, "compress": compress}
         return next(self.build_packs([text], namespace=namespace, compiled_for=compiled_for, **options))
 
     def build_packs(  # noqa: PLR0913 - as `build_pack`, for many
@@ -209,28 +209,30 @@ class Session:
         """
         lazy = lazy or ("lazy" in self.engine.supports and "kv" not in self.engine.supports)
         self._need("kv", "building packs", needed=not lazy)
-        abouts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
-        made = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
-        most = None if lazy else self.max_positions
+        annotated_texts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
+        environment = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
+        limit_tokens = None if lazy else self.max_positions
         waiting: deque[KnowledgePack] = deque()
 
         def plans() -> Iterator[Plan]:
             """The plans for the KV of all packs. Each pack is in `waiting` until its KV is computed."""
-            for text, about in abouts:
+            for text, details in annotated_texts:
                 try:
-                    job = self.template.tokenise_pack(text, compiled_for, most=most)
+                    tokenised = self.template.tokenise_pack(text, compiled_for, most=limit_tokens)
                 except (ShortTextError, ContextOverflowError) as error:
                     if on_short is None:
                         raise
                     on_short(text, error)
                     continue
-                prefix = job.prompt.prefix_of(job.prompt.spans[0])
-                identity, said = self.engine.identity, {**made, **about}
-                waiting.append(KnowledgePack(text, namespace, job.token_ids, prefix, identity, provenance=said))
-                yield self._planner.wanted(prefix, job.token_ids, namespace)
+                prefix = tokenised.prompt.prefix_of(tokenised.prompt.spans[0])
+                identity, recorded = self.engine.identity, {**environment, **details}
+                waiting.append(
+                    KnowledgePack(text, namespace, tokenised.token_ids, prefix, identity, provenance=recorded)
+                )
+                yield self._planner.wanted(prefix, tokenised.token_ids, namespace)
 
-        found = (None for _ in plans()) if lazy else self.engine.kv(plans())
-        for kv in bar_of("Building packs", len(texts), "pack", found, shown=progress):
+        kvs = (None for _ in plans()) if lazy else self.engine.kv(plans())
+        for kv in bar_of("Building packs", len(texts), "pack", kvs, shown=progress):
             yield replace(waiting.popleft(), kv=kv).compressed(compress)
 
     def make_steering(self, pairs: Sequence[Pair], **options: Any) -> Steering:  # noqa: ANN401
@@ -360,5 +362,5 @@ class Session:
                 yield
 
         with suppress(BusyError):  # The next such request tries again.
-            for pack, wanted in learned:
-                self.when_idle(partial(stored, pack, wanted))
+            for pack, plan in learned:
+                self.when_idle(partial(stored, pack, plan))

@@ -32,8 +32,8 @@ def load_engine(model: Any = None, *, engine: str | None = None, **settings: Any
             raise ModelError(f"Got dtype={settings['dtype']!r} for the server {engine}; it has its own.")
         with needing("Asking a server of `kp serve` needs the package kp_serve", "serve"):
             make = importlib.import_module("kp_serve.engine").VLLMEngine
-        served = make(engine, tokenizer=model, **settings)
-        return Session(served, name=served.name)
+        server = make(engine, tokenizer=model, **settings)
+        return Session(server, name=server.name)
     if engine is not None:
         module, _, name = engine.partition(":")
         try:
@@ -71,8 +71,8 @@ def shared_engine(
     key = (model, dtype, device, base_url, api_key)
     with _loading:
         if key not in _sessions:
-            served = {"engine": base_url, "api_key": api_key}
-            _sessions[key] = load_engine(model, **served if base_url else {"dtype": dtype, "device": device})
+            server_settings = {"engine": base_url, "api_key": api_key}
+            _sessions[key] = load_engine(model, **server_settings if base_url else {"dtype": dtype, "device": device})
         return _sessions[key]
 
 

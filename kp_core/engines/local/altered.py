@@ -21,13 +21,13 @@ def altered(kv: KVTensors, region: Region) -> KVTensors:
     Sums are computed in float32 or wider and rounded once to the dtype of the cache. Raises `SteeringError` when a
     delta does not fit the cache.
     """
-    found = kv.clone()
+    steered_kv = kv.clone()
     for part in region.parts:
         span = slice(part.start - region.start, part.stop - region.start)
         if part.steering is not None:
-            _add("value", found.values, part.steering.values, span)
-            _add("key", found.keys, part.steering.keys, span)
-    return found
+            _add("value", steered_kv.values, part.steering.values, span)
+            _add("key", steered_kv.keys, part.steering.keys, span)
+    return steered_kv
 
 
 def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], span: slice) -> None:
@@ -38,7 +38,7 @@ def _add(name: str, tensors: Sequence[Tensor], deltas: Mapping[int, Tensor], spa
                 f"The {name} delta of layer {layer} has shape {tuple(delta.shape)}; this model's cache takes {shape} "
                 f"there and has {len(tensors)} layers. Make the steering with `engine.make_steering(pairs)`."
             )
-        plain = tensors[layer][:, span]
-        precise = torch.promote_types(plain.dtype, torch.float32)
-        shifted = plain.to(precise) + delta.to(plain.device, precise)[:, None]
-        tensors[layer][:, span] = shifted.to(plain.dtype)
+        plain_values = tensors[layer][:, span]
+        wide_dtype = torch.promote_types(plain_values.dtype, torch.float32)
+        shifted = plain_values.to(wide_dtype) + delta.to(plain_values.device, wide_dtype)[:, None]
+        tensors[layer][:, span] = shifted.to(plain_values.dtype)

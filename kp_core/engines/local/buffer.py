@@ -44,10 +44,10 @@ class CacheShape:
 
     def placed(self, kv: KVTensors) -> KVTensors:
         """`kv` in this dtype, on the devices of the layers."""
-        places = self.devices or [self.device] * kv.layers
+        devices = self.devices or [self.device] * kv.layers
         keys, values = (
-            tuple(tensor.to(place, self.dtype) for tensor, place in zip(side, places, strict=True))
-            for side in (kv.keys, kv.values)
+            tuple(tensor.to(device, self.dtype) for tensor, device in zip(tensors, devices, strict=True))
+            for tensors in (kv.keys, kv.values)
         )
         return KVTensors(keys, values, tuple(state.to(self.device) for state in kv.states))
 
@@ -108,14 +108,14 @@ class KVBuffer:
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
         self.capacity = capacity = -(-capacity // TILE) * TILE
-        places = zip(shape.layers, shape.devices or [shape.device] * len(shape.layers), strict=True)
+        placed_layers = zip(shape.layers, shape.devices or [shape.device] * len(shape.layers), strict=True)
 
         def empty(heads: int, dim: int, device: torch.device) -> Tensor:
             return torch.empty(1, heads, capacity, dim, dtype=shape.dtype, device=device)
 
         self.layers = [
             BufferLayer(empty(heads, key, device), empty(heads, value, device))
-            for (heads, key, value), device in places
+            for (heads, key, value), device in placed_layers
         ]
         self.view: object = None
         """The buffer in the form that the model's library needs; the code for that library makes it once."""
@@ -185,13 +185,13 @@ class KVBuffer:
 
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
-        behind = self.layers[0].keys[0, :, self.length :]
-        return bool(kv.keys[0].numel()) and kv.keys[0].data_ptr() == behind.data_ptr()
+        next_keys = self.layers[0].keys[0, :, self.length :]
+        return bool(kv.keys[0].numel()) and kv.keys[0].data_ptr() == next_keys.data_ptr()
 
     def _restore(self, states: Sequence[Tensor]) -> None:
         """Set the states after the last token. Without `states`, they are unknown there."""
-        for mine, given in zip(self.states, states, strict=bool(states)):
-            mine.copy_(given)
+        for target, state in zip(self.states, states, strict=bool(states)):
+            target.copy_(state)
         self._states_at = self.length if states else -1
 
     @torch.inference_mode()
@@ -219,12 +219,12 @@ class KVBuffer:
 
     def load(self, held: Sequence[tuple[Name, KVTensors]]) -> None:
         """Make the buffer hold exactly the KV that a path `held`. Copies only the tokens that it does not hold yet."""
-        done = self.shared(held)
-        self.truncate(done)
+        skipped = self.shared(held)
+        self.truncate(skipped)
         for _, kv in held:
-            if done < kv.tokens:
-                self.append(kv.slice(done, kv.tokens))
-            done = max(0, done - kv.tokens)
+            if skipped < kv.tokens:
+                self.append(kv.slice(skipped, kv.tokens))
+            skipped = max(0, skipped - kv.tokens)
         if self.states and held:  # The old states may belong to tokens that were dropped.
             self._restore(held[-1][1].states)
         self.note(held)

@@ -23,14 +23,14 @@ def build(filler: Filler, plans: Iterable[Plan]) -> Iterator[KVTensors]:
     source = iter(plans)
     while window := list(itertools.islice(source, _WINDOW)):
         # Batches run in the order of their first plans, so that the first results come soon.
-        done: dict[int, KVTensors] = {}
+        results: dict[int, KVTensors] = {}
         upcoming = 0
         for batch in sorted(_batches(filler, window), key=min):
-            found = _together(filler, [window[index] for index in batch]) if len(batch) > 1 else []
-            found = found or [_alone(filler, window[index]) for index in batch]
-            done.update(zip(batch, found, strict=True))
-            while upcoming in done:
-                yield done.pop(upcoming)
+            kvs = _together(filler, [window[index] for index in batch]) if len(batch) > 1 else []
+            kvs = kvs or [_alone(filler, window[index]) for index in batch]
+            results.update(zip(batch, kvs, strict=True))
+            while upcoming in results:
+                yield results.pop(upcoming)
                 upcoming += 1
 
 
@@ -42,7 +42,7 @@ def _batches(filler: Filler, plans: list[Plan]) -> list[list[int]]:
         start, stop = plan.wanted
         is_plain = all(region.source == "computed" and region.stop <= start for region in plan.regions)
         batch = latest.get(plan.prompt.token_ids[:start], []) if is_plain and filler.model.batches else []
-        tokens = sum(plans[each].wanted[1] - start for each in batch)
+        tokens = sum(plans[member].wanted[1] - start for member in batch)
         if not batch or len(batch) == _MOST_TEXTS or tokens + stop - start > _MOST_TOKENS:
             batch = []
             batches.append(batch)
@@ -74,10 +74,10 @@ def _together(filler: Filler, plans: list[Plan]) -> list[KVTensors]:
             return []
         reserved = size
         buffers = [KVBuffer(shape, stop) for stop in stops]
-        done = min(run.buffer.length, start)
+        prefix_tokens = min(run.buffer.length, start)
         for buffer in buffers:
-            buffer.append(run.buffer.view_of(0, done))
-        ids = [plan.prompt.token_ids[done:stop] for plan, stop in zip(plans, stops, strict=True)]
+            buffer.append(run.buffer.view_of(0, prefix_tokens))
+        ids = [plan.prompt.token_ids[prefix_tokens:stop] for plan, stop in zip(plans, stops, strict=True)]
         filler.forward_several(buffers, ids)
         return [buffer.read(start, stop) for buffer, stop in zip(buffers, stops, strict=True)]
     finally:

@@ -60,11 +60,11 @@ class Computing:
         count = 0 if past is None else past.tokens
         places = range(count) if past_positions is None else past_positions
         with self._scheduler.prefill(len(ids)):
-            found = self._model.forward_at(
+            kv = self._model.forward_at(
                 ids, range(count, count + len(ids)) if positions is None else positions, past, places, layers=layers
             )
         self.tokens += len(ids) if layers is None else 0
-        return found
+        return kv
 
     def room(self, tokens: int) -> KVTensors:
         """See `Forward.room`."""
@@ -108,6 +108,6 @@ class Computing:
     def soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """See `Forward.soft`."""
         with self._scheduler.prefill(len(before) + len(ids)):
-            found = self._model.forward_soft(before, header, ids, trailer)
-        self.tokens += len(before) + found.tokens
-        return found
+            kv = self._model.forward_soft(before, header, ids, trailer)
+        self.tokens += len(before) + kv.tokens
+        return kv

@@ -157,10 +157,10 @@ class LocalEngine:
                     stream.finish = "cancelled"
                     return
             _tell(stream, run)
-            for left in range(plan.token_budget, 0, -1):
+            for remaining in range(plan.token_budget, 0, -1):
                 if run.logits is None:
                     raise AssertionError("a prefilled prompt has logits")
-                tokens.append(sampler(run.logits, left))
+                tokens.append(sampler(run.logits, remaining))
                 if tokens[-1] in self._end_tokens:
                     stream.finish = "stop"
                 yield tokens[-1]
@@ -170,7 +170,7 @@ class LocalEngine:
                     stream.finish = "cancelled"
                     return
                 # The KV of a token is computed when the caller requests the next token.
-                if left > 1:
+                if remaining > 1:
                     run.logits = self._filler.scheduler.step(decoding, tokens[-1])
         finally:
             self._filler.scheduler.leave(decoding)

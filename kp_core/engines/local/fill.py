@@ -66,8 +66,8 @@ class Filler:
         """
         with self.scheduler.prefill(len(ids)):
             tokens = torch.tensor([ids], device=self.model.device)
-            found = self.model.forward(tokens, buffer, logits=logits)
-        return None if found is None else found[0]
+            batch_logits = self.model.forward(tokens, buffer, logits=logits)
+        return None if batch_logits is None else batch_logits[0]
 
     def forward_several(self, buffers: Sequence[KVBuffer], ids: Sequence[Sequence[int]]) -> None:
         """Append the KV of `ids[i]` to `buffers[i]`, for all in one pass."""
@@ -86,8 +86,8 @@ class Filler:
         if len(tokens) > 1:
             with self.scheduler.prefill(len(tokens)):
                 logits = torch.cat([logits, self.model.forward_all(ids[:, :-1], run.buffer)])
-        found = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
-        return [float(loss) for loss in found]
+        token_losses = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
+        return [float(loss) for loss in token_losses]
 
     def start(self, plan: Plan, capacity: int, *, logits: bool = True, asks: bool = False) -> Run:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens.
@@ -121,8 +121,8 @@ class Filler:
 
     def match(self, plan: Plan, tree: PrefixTree | None = None, *, logits: bool = True) -> Path:
         """The longest path in the tree for the prompt of `plan`. Release it after use."""
-        found = self.tree if tree is None else tree
-        return found.match(plan.prompt.token_ids, owners=plan.owners, labels=plan.labels, logits=logits)
+        searched = self.tree if tree is None else tree
+        return searched.match(plan.prompt.token_ids, owners=plan.owners, labels=plan.labels, logits=logits)
 
     def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool = False) -> Run:
         run = self._at(plan, capacity, tree, logits=logits)
@@ -150,9 +150,9 @@ class Filler:
         kv = self._packs.load(region, run) if region.source == "pack" else None
         if kv is not None:
             self._compute(run, region.start)
-            done = run.buffer.length
+            filled = run.buffer.length
             if not kv.states or stop == region.stop:  # States are known only at the end of the pack.
-                self._append(run, kv.slice(done - region.start, stop - region.start))
+                self._append(run, kv.slice(filled - region.start, stop - region.start))
             return
         for start, end in run.plan.kept.parts if run.plan.kept else ():
             if region.start <= start < stop and end > run.buffer.length:
@@ -203,22 +203,22 @@ class Filler:
     def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool) -> Run:
         if plan.below is None:
             raise AssertionError("a steered plan has a plain one below it")
-        first = next(region for region in plan.regions if region.parts)
+        first_region = next(region for region in plan.regions if region.parts)
         run, kv = self._at(plan, capacity, tree, logits=logits), None
-        if run.buffer.length < first.stop:
+        if run.buffer.length < first_region.stop:
             # Only plain KV precedes the first steered region. So its plain KV comes from the same sources as that of a
             # plain prompt: the tree, then packs, then a forward pass.
             self.finish(run)
-            below = self._plain(plan.below, capacity, tree, logits=False)
+            plain_run = self._plain(plan.below, capacity, tree, logits=False)
             try:
-                kv, computed = below.buffer.read(0, first.stop), below.computed
+                kv, computed = plain_run.buffer.read(0, first_region.stop), plain_run.computed
             finally:
-                self.finish(below)
+                self.finish(plain_run)
             run = self._at(plan, capacity, tree, logits=logits)
             run.computed = computed
         try:
-            if kv is not None and (done := run.buffer.length) < first.stop:
-                self._alter(run, first, kv.slice(done, first.stop))
+            if kv is not None and (filled := run.buffer.length) < first_region.stop:
+                self._alter(run, first_region, kv.slice(filled, first_region.stop))
             for region in plan.regions:
                 if region.parts and region.stop > run.buffer.length:
                     # Packs were compiled after plain KV, so their KV is wrong after altered KV.
@@ -276,24 +276,26 @@ class Filler:
         # A state may be larger than the KV of many tokens, so the tree keeps none inside a long text.
         kv = kv if stop in run.plan.ends or stop == len(run.plan.prompt) else replace(kv, states=())
         for begin, end, owner in run.plan.prompt.owned(start, stop):
-            part = kv.slice(begin - start, end - start)
+            part_kv = kv.slice(begin - start, end - start)
             logits = run.logits if end == len(run.plan.prompt) else None
-            if not run.path.extend(run.plan.prompt.token_ids[begin:end], part, logits, owners={owner} if owner else ()):
+            if not run.path.extend(
+                run.plan.prompt.token_ids[begin:end], part_kv, logits, owners={owner} if owner else ()
+            ):
                 return
 
     def _pass(self, run: Run, ids: Sequence[int], *, logits: bool) -> Tensor | None:
         """As `forward`, but also compute the tokens in `run.late`, which completes their composed region."""
         if run.late is None:
             return self.forward(ids, run.buffer, logits=logits)
-        (region, late), run.late = run.late, None
+        (region, late_places), run.late = run.late, None
         stop = run.buffer.length + len(ids)
-        places = [*late, *range(run.buffer.length, stop)]
+        places = [*late_places, *range(run.buffer.length, stop)]
         ids = [run.plan.prompt.token_ids[at] for at in places]
         with self.scheduler.prefill(len(places)):
-            found = self.model.forward_among(ids, places, run.buffer, places, logits=logits)
+            batch_logits = self.model.forward_among(ids, places, run.buffer, places, logits=logits)
         run.buffer.passed(stop)
         self._remember(run, region)
-        return None if found is None else found[0]
+        return None if batch_logits is None else batch_logits[0]
 
     def _compute_steered(self, run: Run, region: Region) -> None:
         """Compute a steered region after altered KV, then alter it."""
@@ -308,10 +310,10 @@ class Filler:
 
     def _alter(self, run: Run, region: Region, kv: KVTensors) -> None:
         """Write plain `kv`, which ends where the steered `region` ends, and alter the part inside the region."""
-        before = kv.tokens - len(region)
-        if before > 0:
-            self._append(run, kv.slice(0, before))
-        self._keep(run, region, altered(kv.slice(before, kv.tokens), region))
+        tokens_before = kv.tokens - len(region)
+        if tokens_before > 0:
+            self._append(run, kv.slice(0, tokens_before))
+        self._keep(run, region, altered(kv.slice(tokens_before, kv.tokens), region))
 
     def _keep(self, run: Run, region: Region, kv: KVTensors) -> None:
         """Write the KV of a labelled region to the buffer, and to the tree as one node once all of it is computed."""

@@ -107,19 +107,19 @@ class Constraint:
         self._matcher, self._text, self._preferred, self._end = matcher, text, preferred, end
         self._scan, self._thought, self._far = JsonScan(), thought, room + _SPARE
         self._unwritable = ""
-        way = self._search(matcher, self._scan, thought)
+        ending = self._search(matcher, self._scan, thought)
         if self._unwritable:
             raise ToolError(
                 f"Got a schema or tool in which something reads like {self._unwritable!r}, a control token of this "
                 "model, so the model cannot write it. Give it another name."
             )
-        if way is None or len(way) > room:
-            least = f"takes about {len(way)} at least" if way else "was not found within that"
+        if ending is None or len(ending) > room:
+            minimum = f"takes about {len(ending)} at least" if ending else "was not found within that"
             raise SamplingError(
-                f"Got room for {room} tokens; a complete answer of this schema {least}. Raise max_tokens, or ask for "
+                f"Got room for {room} tokens; a complete answer of this schema {minimum}. Raise max_tokens, or ask for "
                 "less: fewer items, shorter strings, nothing that requires itself."
             )
-        self._way: list[int] = way
+        self._way: list[int] = ending
         self._closing = False
 
     def mask(self, scores: Tensor) -> Tensor:
@@ -133,63 +133,63 @@ class Constraint:
         `left` is how many tokens may still come, this one included.
         """
         if not self._closing and token != self._end:
-            ahead = self._matcher.deep_copy()
-            ahead.consume_token(token)
-            way = self._way_from(ahead, token)
+            lookahead = self._matcher.deep_copy()
+            lookahead.consume_token(token)
+            ending = self._way_from(lookahead, token)
             # The token is accepted only if the answer can still end in time after it.
-            if way is None or len(way) > left - 1:
+            if ending is None or len(ending) > left - 1:
                 self._closing = True
             else:
-                self._way = way
+                self._way = ending
         if self._closing:
             token, *self._way = self._way or [self._end]
         # Quotes open no JSON string in free text, where the answer may end anywhere, nor in thoughts.
         self._scan = JsonScan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
         self._matcher.consume_token(token)
-        said = self._text([token])
-        self._scan, self._thought = self._scan.feed(said), self._thought.feed(said)
+        text = self._text([token])
+        self._scan, self._thought = self._scan.feed(text), self._thought.feed(text)
         return token
 
     def _way_from(self, ahead: LLMatcher, token: int) -> list[int] | None:
         """Tokens that end the answer after `token`: the rest of the known ending, all of it, or a new one."""
         if ahead.is_accepting():
             return []
-        for known in [self._way[1:]] if self._way[:1] == [token] else [self._way]:
+        for ending in [self._way[1:]] if self._way[:1] == [token] else [self._way]:
             trial = ahead.deep_copy()
-            if trial.try_consume_tokens(known) == len(known) and trial.is_accepting():
-                return known
-        said = self._text([token])
-        return self._search(ahead, self._scan.feed(said), self._thought.feed(said))
+            if trial.try_consume_tokens(ending) == len(ending) and trial.is_accepting():
+                return ending
+        text = self._text([token])
+        return self._search(ahead, self._scan.feed(text), self._thought.feed(text))
 
     def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
         """A short ending of the answer: at every step the allowed token that closes most. `None` if none is found."""
-        ahead, way = matcher.deep_copy(), list[int]()
-        taken: Counter[int] = Counter()
-        while not ahead.is_accepting():
-            if ahead.is_stopped() or len(way) > self._far:
+        lookahead, ending = matcher.deep_copy(), list[int]()
+        uses: Counter[int] = Counter()
+        while not lookahead.is_accepting():
+            if lookahead.is_stopped() or len(ending) > self._far:
                 return None
-            step = list(thought.ending) if thought.is_open else ahead.compute_ff_tokens()
+            step = list(thought.ending) if thought.is_open else lookahead.compute_ff_tokens()
             if not step:
-                bits = ahead.compute_bitmask()
-                best = self._preferred[0 if scan.inside else 1]
+                mask = lookahead.compute_bitmask()
+                ranked = self._preferred[0 if scan.inside else 1]
                 # One of the first few is nearly always allowed. Tokens that this string has already come last, so that
                 # a string whose pattern needs an "@" gets one.
-                first = next((token for token in best if bits[token >> 3] >> (token & 7) & 1), self._end)
-                if taken[first]:
-                    few = [token for token in best[:_FEW] if bits[token >> 3] >> (token & 7) & 1]
-                    first = min(few, key=lambda token: taken[token], default=first)
-                taken[first] += scan.inside
-                step = [first]
-            if (done := ahead.try_consume_tokens(step)) < len(step):
-                self._unwritable = "" if ahead.get_error() else self._text([step[done]])
+                chosen = next((token for token in ranked if mask[token >> 3] >> (token & 7) & 1), self._end)
+                if uses[chosen]:
+                    choices = [token for token in ranked[:_FEW] if mask[token >> 3] >> (token & 7) & 1]
+                    chosen = min(choices, key=lambda token: uses[token], default=chosen)
+                uses[chosen] += scan.inside
+                step = [chosen]
+            if (accepted := lookahead.try_consume_tokens(step)) < len(step):
+                self._unwritable = "" if lookahead.get_error() else self._text([step[accepted]])
                 return None
-            way += step
-            said = self._text(step)
+            ending += step
+            text = self._text(step)
             was_inside = scan.inside
-            scan, thought = JsonScan() if thought.is_open else scan.feed(said), thought.feed(said)
+            scan, thought = JsonScan() if thought.is_open else scan.feed(text), thought.feed(text)
             if was_inside and not scan.inside:  # The next string may use the same tokens again.
-                taken.clear()
-        return way
+                uses.clear()
+        return ending
 
 
 def _allowed(matcher: LLMatcher, vocabulary: int) -> Tensor:

@@ -28,8 +28,8 @@ def let_go() -> None:
 
 @cache
 def _pause() -> Callable[[int], int]:
-    found = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")) if sys.platform == "linux" else []
-    for path in found:
+    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")) if sys.platform == "linux" else []
+    for path in libraries:
         try:
             pause: Callable[[int], int] = ctypes.CDLL(str(path)).omp_pause_resource_all
         except (OSError, AttributeError):  # This libgomp is older than OpenMP 5.

@@ -46,12 +46,12 @@ class PackKV:
             return None
         spans, composer, packs = region.spans, region.composer, []
         if isinstance(composer, PacketComposer):
-            found: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, run) for span in spans]
+            loaded: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, run) for span in spans]
         else:
-            found = in_threads(
+            loaded = in_threads(
                 lambda span: self._read(span, run.plan), spans, sum(span.pack.stored_bytes for span in spans)
             )
-        for span, pack in zip(spans, found, strict=True):
+        for span, pack in zip(spans, loaded, strict=True):
             if pack is None or pack.kv is None:
                 logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
                 return None
@@ -73,10 +73,12 @@ class PackKV:
     def prefetch(self, plan: Plan, length: int) -> None:
         """Tell a remote store to fetch all packs at once that `plan` needs after the first `length` tokens."""
         if plan.reuse and plan.packs is not None:
-            regions = [each for each in plan.regions if each.source in ("pack", "composed") and each.stop > length]
+            regions = [
+                planned for planned in plan.regions if planned.source in ("pack", "composed") and planned.stop > length
+            ]
             spans = [span for region in regions for span in region.spans]
-            wanted = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
-            plan.packs.prefetch([(Handle.parse(span.handle), span.pack.key) for span in wanted], kv=True)
+            missing = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
+            plan.packs.prefetch([(Handle.parse(span.handle), span.pack.key) for span in missing], kv=True)
 
     def placed(self, kv: KVTensors) -> KVTensors:
         """`kv` on the devices and in the dtype of the cache."""
@@ -90,8 +92,8 @@ class PackKV:
                 pack = plan.packs.get(Handle.parse(span.handle), planned.key)
             except PackNotFoundError:
                 return None
-        same = ("token_ids", "prefix", "fingerprint")
-        if any(getattr(pack, name) != getattr(planned, name) for name in same):
+        fields = ("token_ids", "prefix", "fingerprint")
+        if any(getattr(pack, name) != getattr(planned, name) for name in fields):
             return None
         return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
 
@@ -125,7 +127,7 @@ class PackKV:
 
 def _may_wait(region: Region, run: Run) -> bool:
     """Whether the pass over the text after `region` also computes its tokens: if this text is short, without packs."""
-    behind = next((each for each in run.plan.regions if each.start == region.stop), None)
-    if behind is None or behind.source != "computed" or len(behind) > _TOGETHER_TOKENS:
+    next_region = next((candidate for candidate in run.plan.regions if candidate.start == region.stop), None)
+    if next_region is None or next_region.source != "computed" or len(next_region) > _TOGETHER_TOKENS:
         return False
-    return not any(span.start < behind.stop and behind.start < span.stop for span in run.plan.prompt.spans)
+    return not any(span.start < next_region.stop and next_region.start < span.stop for span in run.plan.prompt.spans)

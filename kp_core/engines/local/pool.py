@@ -78,10 +78,10 @@ class BufferPool:
         size = KVBuffer.bytes_for(self._shape, capacity)
         if size + pinned <= self.budget_bytes:
             return
-        kept = f", of which {pinned:,} are pinned" if pinned else ""
+        pinned_note = f", of which {pinned:,} are pinned" if pinned else ""
         raise CacheBudgetError(
             f"The prompt and its answer may take {capacity:,} tokens, whose KV is {size:,} bytes; expected at most the "
-            f"budget of {self.budget_bytes:,} bytes{kept}. Shorten the prompt, lower max_tokens, "
+            f"budget of {self.budget_bytes:,} bytes{pinned_note}. Shorten the prompt, lower max_tokens, "
             f"{'unpin packs, ' if pinned else ''}or load the engine with a larger cache_bytes."
         )
 
@@ -92,7 +92,7 @@ class BufferPool:
         """
         with self._changed:
             fitting = [buffer for buffer in self._waiting if buffer.capacity >= capacity]
-            buffer = max(fitting, key=lambda waiting: (waiting.shared(held), -waiting.capacity), default=None)
+            buffer = max(fitting, key=lambda candidate: (candidate.shared(held), -candidate.capacity), default=None)
             size = KVBuffer.bytes_for(self._shape, capacity) if buffer is None else buffer.nbytes
             if buffer is not None:
                 self._waiting.remove(buffer)
@@ -112,14 +112,14 @@ class BufferPool:
 
         Raises `CacheBudgetError` if there can be no room, and `Cancelled` at `limit`.
         """
-        size, began, is_told = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False
+        size, start_time, has_warned = KVBuffer.bytes_for(self._shape, capacity), time.monotonic(), False
         with self._changed:
             while not self._has_room(size):
                 self.check(capacity, self._tree.held_bytes(pinned_only=True))
                 if limit.is_set():
                     raise Cancelled
-                if not is_told and time.monotonic() > began + _LONG_S:
-                    is_told = True
+                if not has_warned and time.monotonic() > start_time + _LONG_S:
+                    has_warned = True
                     logger.warning(
                         "A request waits for %s bytes of KV memory; %s of %s are held by answers under way. Streams "
                         "that are open and not read hold theirs: close them, or raise cache_bytes.",

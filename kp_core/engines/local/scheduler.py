@@ -94,8 +94,8 @@ class Scheduler:
     def may_join(self, tokens: int) -> bool:
         """Whether a question of `tokens` tokens, of a prompt that is `coming`, may share a pass with other steps."""
         with self._changed:
-            others = self._coming > 1 or self._is_busy or self._waiting or self._together
-            return bool(others and tokens <= _SHORT and self._model.batches)
+            is_shared = self._coming > 1 or self._is_busy or self._waiting or self._together
+            return bool(is_shared and tokens <= _SHORT and self._model.batches)
 
     def leave(self, decoding: Decoding) -> None:
         """Record that an answer is complete, so that no step waits for it."""
@@ -113,17 +113,17 @@ class Scheduler:
         decoding.tokens, decoding.logits, decoding.error = tokens, None, None
         if len(self._together) > 1 or self._coming or self._waiting:
             let_go()  # Sampling the token used OpenMP threads too.
-        came = time.monotonic()
+        arrival = time.monotonic()
         with self._changed:
             self._waiting.append(decoding)
             if len(tokens) > 1:  # The next prompt may come soon, too, so steps wait for it again.
-                self._came, self._is_in_vain, self._turn = came, False, min(self._turn, came + _BURST)
+                self._came, self._is_in_vain, self._turn = arrival, False, min(self._turn, arrival + _BURST)
             self._changed.notify_all()
             try:
-                while (batch := self._due(decoding, came)) is None:
+                while (batch := self._due(decoding, arrival)) is None:
                     if decoding.logits is not None or decoding.error is not None:
                         break
-                    until = max(self._until(came), self._grace if self._coming else 0.0)
+                    until = max(self._until(arrival), self._grace if self._coming else 0.0)
                     self._changed.wait(None if self._is_busy else max(until - time.monotonic(), 0.0005))
             except BaseException:  # Ctrl-C while waiting.
                 if decoding in self._waiting:
@@ -167,46 +167,46 @@ class Scheduler:
             if not self._together <= {*self._waiting} and time.monotonic() < self._until(came):
                 return None
             room = _MOST_TOKENS - len(decoding.tokens)
-            for other in self._waiting:
-                if other is not decoding and len(other.tokens) <= room:
-                    room -= len(other.tokens)
-                    batch.append(other)
-            batch = sorted(batch[:_MOST_ROWS], key=lambda each: each.number)
+            for candidate in self._waiting:
+                if candidate is not decoding and len(candidate.tokens) <= room:
+                    room -= len(candidate.tokens)
+                    batch.append(candidate)
+            batch = sorted(batch[:_MOST_ROWS], key=lambda member: member.number)
             self._together = set(batch)
-        self._waiting = [each for each in self._waiting if each not in batch]
+        self._waiting = [member for member in self._waiting if member not in batch]
         # A coming prompt may wait for memory or for a remote store, so it delays one step and not all.
         self._is_busy, self._is_in_vain = True, self._coming > 0
         return batch
 
     def _compute(self, batch: list[Decoding]) -> None:
-        began = time.monotonic()
+        start_time = time.monotonic()
         try:
-            for each, logits in zip(batch, self._logits(batch), strict=True):
-                each.logits = logits
+            for member, logits in zip(batch, self._logits(batch), strict=True):
+                member.logits = logits
         except BaseException as error:
-            for each in batch:
-                each.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)
+            for member in batch:
+                member.error = error if isinstance(error, Exception) else CancelledError(_INTERRUPTED)
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._took = time.monotonic() - began
+            self._took = time.monotonic() - start_time
             self._free(math.inf)
 
     def _logits(self, batch: list[Decoding]) -> Tensor:
         if len(batch) == 1:
             if self._rows is not None and batch[0] in self._rows[0]:
                 self._rows = None  # Its copies of this buffer's keys are out of date after this pass.
-            found = self._model.forward(torch.tensor([batch[0].tokens], device=self._model.device), batch[0].buffer)
-            if found is None:
+            logits = self._model.forward(torch.tensor([batch[0].tokens], device=self._model.device), batch[0].buffer)
+            if logits is None:
                 raise AssertionError("logits were asked for")
-            return found
-        if any(len(each.tokens) > 1 for each in batch):
+            return logits
+        if any(len(member.tokens) > 1 for member in batch):
             self._rows = None  # Questions are new rows, and copies of the other rows' keys are out of date afterwards.
-            return self._model.ragged([each.buffer for each in batch], [each.tokens for each in batch])
+            return self._model.ragged([member.buffer for member in batch], [member.tokens for member in batch])
         rows = self._rows
         if rows is None or rows[0] != batch:
-            rows = self._rows = batch, self._model.rows([each.buffer for each in batch])
-        return rows[1]([each.tokens[0] for each in batch])
+            rows = self._rows = batch, self._model.rows([member.buffer for member in batch])
+        return rows[1]([member.tokens[0] for member in batch])
 
     def _free(self, turn: float) -> None:
         if len(self._together) > 1 or self._coming or self._waiting or self._prefilling:

@@ -63,8 +63,8 @@ class Node:
     @property
     def nbytes(self) -> int:
         """Bytes of KV and logits."""
-        kept = 0 if self.logits is None else self.logits.nbytes
-        return kept + (0 if self.kv is None else self.kv.nbytes)
+        logits_bytes = 0 if self.logits is None else self.logits.nbytes
+        return logits_bytes + (0 if self.kv is None else self.kv.nbytes)
 
 
 def _key(ids: tuple[int, ...], label: int) -> object:
@@ -73,17 +73,17 @@ def _key(ids: tuple[int, ...], label: int) -> object:
 
 def common_tokens(left: Sequence[Name], right: Sequence[Name]) -> int:
     """How many tokens, from the first on, are the same KV in both, even if they are cut differently."""
-    total, mine, theirs = 0, list(reversed(left)), list(reversed(right))
-    while mine and theirs:
-        (serial, begin, count), (other, other_begin, other_count) = mine.pop(), theirs.pop()
-        if (serial, begin) != (other, other_begin):
+    total, left_names, right_names = 0, list(reversed(left)), list(reversed(right))
+    while left_names and right_names:
+        (serial, begin, count), (other_serial, other_begin, other_count) = left_names.pop(), right_names.pop()
+        if (serial, begin) != (other_serial, other_begin):
             break
-        same = min(count, other_count)
-        total += same
-        if count > same:
-            mine.append((serial, begin + same, count - same))
-        if other_count > same:
-            theirs.append((other, begin + same, other_count - same))
+        shared = min(count, other_count)
+        total += shared
+        if count > shared:
+            left_names.append((serial, begin + shared, count - shared))
+        if other_count > shared:
+            right_names.append((other_serial, begin + shared, other_count - shared))
     return total
 
 
@@ -158,13 +158,13 @@ class PrefixTree:
     def held_bytes(self, *, pinned_only: bool = False) -> int:
         """Bytes of the nodes that are pinned or in use (with `pinned_only`: pinned), and of all their ancestors."""
         with self.lock:
-            held: set[Node] = set()
+            nodes: set[Node] = set()
             for node in self._age:
-                above: Node | None = node if node.pins or (node.users and not pinned_only) else None
-                while above is not None and above not in held:
-                    held.add(above)
-                    above = above.parent
-            return sum(node.nbytes for node in held)
+                ancestor: Node | None = node if node.pins or (node.users and not pinned_only) else None
+                while ancestor is not None and ancestor not in nodes:
+                    nodes.add(ancestor)
+                    ancestor = ancestor.parent
+            return sum(node.nbytes for node in nodes)
 
     @property
     def is_empty(self) -> bool:
@@ -188,21 +188,21 @@ class PrefixTree:
         tree has the logits after it; otherwise it ends before the last token.
         """
         with self.lock:
-            found = self._longest(self._root, ids, 0, frozenset(owners), labels)
-            is_whole = bool(found) and sum(count for _, count in found) == len(ids)
-            if logits and is_whole and not (_is_all(*found[-1]) and found[-1][0].logits is not None):
-                node, count = found.pop()
+            matches = self._longest(self._root, ids, 0, frozenset(owners), labels)
+            is_whole = bool(matches) and sum(count for _, count in matches) == len(ids)
+            if logits and is_whole and not (_is_all(*matches[-1]) and matches[-1][0].logits is not None):
+                node, count = matches.pop()
                 if count > 1 and not node.label:
-                    found.append((node, count - 1))
-            while self._has_states and found and not (_is_all(*found[-1]) and _has_states(found[-1][0])):
-                found.pop()
+                    matches.append((node, count - 1))
+            while self._has_states and matches and not (_is_all(*matches[-1]) and _has_states(matches[-1][0])):
+                matches.pop()
             path = Path(self, self._root)
-            for node, count in found:
+            for node, count in matches:
                 path._step(node if _is_all(node, count) else self._split(node, count))  # noqa: SLF001
-            touched = path.last
-            while touched.parent is not None:
-                self._age.move_to_end(touched)
-                touched = touched.parent
+            ancestor = path.last
+            while ancestor.parent is not None:
+                self._age.move_to_end(ancestor)
+                ancestor = ancestor.parent
             return path
 
     def _longest(
@@ -214,23 +214,23 @@ class PrefixTree:
         labels: Mapping[int, tuple[int, int]],
     ) -> list[tuple[Node, int]]:
         """The nodes below `node` that match `ids` from `at` on, each with the number of tokens that match."""
-        found: list[tuple[Node, int]] = []
+        matches: list[tuple[Node, int]] = []
         while at < len(ids):
             stop, label = labels.get(at, (min((start for start in labels if start > at), default=len(ids)), 0))
             children = node.children.get(_key(ids[at:stop], label) if label else ids[at], [])
             children = [child for child in children if child.owners <= readable]
             if len(children) > 1:  # Texts of several owners begin alike.
                 branches = [self._branch(child, ids, at, stop, readable, labels) for child in children]
-                return found + max(branches, key=lambda branch: sum(count for _, count in branch))
+                return matches + max(branches, key=lambda branch: sum(count for _, count in branch))
             if not children:
                 break
             node = children[0]
             count = _common(node, ids, at, stop)
-            found.append((node, count))
+            matches.append((node, count))
             at += count
             if count < len(node.ids):
                 break
-        return found
+        return matches
 
     def _branch(  # noqa: PLR0913
         self,
@@ -242,8 +242,8 @@ class PrefixTree:
         labels: Mapping[int, tuple[int, int]],
     ) -> list[tuple[Node, int]]:
         count = _common(child, ids, at, stop)
-        behind = self._longest(child, ids, at + count, readable, labels) if count == len(child.ids) else []
-        return [(child, count), *behind]
+        below = self._longest(child, ids, at + count, readable, labels) if count == len(child.ids) else []
+        return [(child, count), *below]
 
     def unpin(self, node: Node) -> None:
         """Undo one `Path.pin` of the path that ends at `node`."""
@@ -291,15 +291,15 @@ class PrefixTree:
     ) -> bool:
         with self.lock:
             while ids:
-                among = path.last.children.get(_key(ids, label), [])
-                node = next((child for child in among if child.owners == owners), None)
+                children = path.last.children.get(_key(ids, label), [])
+                node = next((child for child in children if child.owners == owners), None)
                 if node is None:
                     return self._add(path, Node(ids, kv, path.last, owners=owners, label=label), logits)
                 # Another thread inserted these tokens first, or they come again with logits or states.
-                same = common_length(node.ids, ids)
-                if same < len(node.ids):
-                    node = self._split(node, same)
-                ids, kv = ids[same:], kv.slice(same, kv.tokens)
+                shared = common_length(node.ids, ids)
+                if shared < len(node.ids):
+                    node = self._split(node, shared)
+                ids, kv = ids[shared:], kv.slice(shared, kv.tokens)
                 if not ids and not self._complete(node, kv, logits):
                     return False
                 path._step(node)  # noqa: SLF001
@@ -307,20 +307,20 @@ class PrefixTree:
 
     def _complete(self, node: Node, kv: KVTensors, logits: Tensor | None) -> bool:
         """Add the logits after the last token and the states to a node that lacks them; `False` without room."""
-        added = 0
+        added_bytes = 0
         if node.logits is None and logits is not None:
-            added += logits.nbytes
+            added_bytes += logits.nbytes
         if node.kv is not None and kv.states and not node.kv.states:
-            added += kv.state_bytes
-        if not added:
+            added_bytes += kv.state_bytes
+        if not added_bytes:
             return True
         node.users += 1  # Making room must not evict this node.
         try:
-            if not self._evict(self.nbytes + added - self.budget_bytes):
+            if not self._evict(self.nbytes + added_bytes - self.budget_bytes):
                 return False
         finally:
             node.users -= 1
-        self.nbytes += added
+        self.nbytes += added_bytes
         if node.logits is None:
             node.logits = logits
         if node.kv is not None and kv.states and not node.kv.states:
