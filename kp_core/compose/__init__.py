@@ -45,9 +45,9 @@ def composer_of(name: str) -> Composer:
 
     Raises `OptionError` for an unknown name or parameter, `WrapperError` for a wrapper that cannot be read.
     """
-    method, _, rest = name.partition(":")
+    method, _, arguments = name.partition(":")
     parameters: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, arguments.split(",")):
         key, _, value = part.partition("=")
         try:
             parameters[key] = float(value)

@@ -53,8 +53,8 @@ class Region:
     @property
     def between(self) -> tuple[int, ...]:
         """Positions, counted from `start`, of the tokens outside of packs."""
-        inside = {at for span in self.spans for at in range(span.start, span.stop)}
-        return tuple(at - self.start for at in range(self.start, self.stop) if at not in inside)
+        in_packs = {at for span in self.spans for at in range(span.start, span.stop)}
+        return tuple(at - self.start for at in range(self.start, self.stop) if at not in in_packs)
 
     @cached_property
     def label(self) -> int:
@@ -68,15 +68,15 @@ class Region:
                 (span.start - self.start, span.pack.fingerprint.id, span.pack.prefix, span.pack.token_ids)
                 for span in self.spans
             ]
-            about = f"{self.composer.key}\0{packs}"
+            description = f"{self.composer.key}\0{packs}"
         elif self.parts:
-            about = "\0".join(
+            description = "\0".join(
                 f"{part.start - self.start}:{part.stop - self.start}:{part.steering.id if part.steering else ''}"
                 for part in self.parts
             )
         else:
             return 0
-        return -1 - int.from_bytes(blake2b(about.encode(), digest_size=16).digest(), "little")
+        return -1 - int.from_bytes(blake2b(description.encode(), digest_size=16).digest(), "little")
 
 
 class Forward(Protocol):

@@ -87,9 +87,9 @@ def _deviation(region: Region, kv: KVTensors, forward: Forward) -> Tensor:
     layer = min(1, kv.layers - 1)
     positions = range(region.start, region.stop)
     fresh = forward(region.token_ids, positions, forward.before, layers=layer + 1)
-    apart = fresh.values[layer].float() - kv.values[layer].float()
-    score: Tensor = torch.linalg.vector_norm(apart, dim=-1).sum(dim=0)
-    return score
+    difference = fresh.values[layer].float() - kv.values[layer].float()
+    distance: Tensor = torch.linalg.vector_norm(difference, dim=-1).sum(dim=0)
+    return distance
 
 
 def _attention(region: Region, kv: KVTensors, forward: Forward) -> Tensor:

@@ -80,15 +80,19 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
     spans: list[Span] = []
     texts: list[Span] = []
     breaks: list[int] = []
-    done = 0
+    consumed = 0
     for span, end in zip((*prompt.spans, None), (*ends, len(prompt)), strict=True):
         start = len(prompt) if span is None else span.start
-        breaks += [at - done + len(ids) for at in prompt.breaks if done <= at < start or at == start == len(prompt)]
-        moved = len(ids) - done
-        between = [each for each in prompt.as_text if done <= each.start < start]
-        texts += [replace(each, start=each.start + moved, stop=each.stop + moved) for each in between]
-        ids += prompt.token_ids[done:start]
-        done = start
+        breaks += [
+            at - consumed + len(ids) for at in prompt.breaks if consumed <= at < start or at == start == len(prompt)
+        ]
+        moved = len(ids) - consumed
+        between = [text_span for text_span in prompt.as_text if consumed <= text_span.start < start]
+        texts += [
+            replace(text_span, start=text_span.start + moved, stop=text_span.stop + moved) for text_span in between
+        ]
+        ids += prompt.token_ids[consumed:start]
+        consumed = start
         if span is not None and span in wanted:
             wrapped = composer.wrap(span.pack, prompt.token_ids[start:end])
             # A message may begin at the start of a pack, never inside it.
@@ -96,7 +100,7 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
             reference = replace(span.reference, pack=wrapped)
             spans.append(replace(span, start=len(ids), stop=len(ids) + len(wrapped.token_ids), reference=reference))
             ids += wrapped.token_ids
-            done = end
+            consumed = end
         elif span is not None:
             spans.append(replace(span, start=len(ids), stop=len(ids) + len(span)))
     return replace(prompt, token_ids=tuple(ids), spans=tuple(spans), breaks=tuple(breaks), as_text=tuple(texts))

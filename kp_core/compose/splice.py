@@ -42,19 +42,19 @@ def movable(prompt: Prompt) -> tuple[Span, ...]:
     Raises `PackError` if two packs that must be moved were compiled behind different prefixes, as their tokens then saw
     different context.
     """
-    behind = {}
+    by_prefix = {}
     for span in prompt.spans:
         pack, prefix = span.pack, span.pack.prefix.token_ids
         is_home = len(prefix) == span.start and prompt.token_ids[: span.start] == prefix
         fits = pack.token_ids == prompt.token_ids[span.start : span.stop] and (pack.kv is not None or pack.stored_bytes)
         if fits and not is_home and not span.recognised:
-            behind[prefix] = span
-    if len(behind) > 1:
-        one, other, *_ = behind.values()
+            by_prefix[prefix] = span
+    if len(by_prefix) > 1:
+        first, second, *_ = by_prefix.values()
         raise PackError(
-            f"Got {one.handle} compiled behind {len(one.pack.prefix)} tokens and {other.handle} behind "
-            f"{len(other.pack.prefix)}, or others; a composer that moves packs expects one prefix. Build both with the "
-            "same `compiled_for`, or use composer='exact'."
+            f"Got {first.handle} compiled behind {len(first.pack.prefix)} tokens and {second.handle} behind "
+            f"{len(second.pack.prefix)}, or others; a composer that moves packs expects one prefix. Build both with "
+            "the same `compiled_for`, or use composer='exact'."
         )
     return prompt.spans
 

@@ -76,7 +76,7 @@ class Wrapper:
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `WrapperMismatchError`, naming each differing field, unless the wrapper was trained for that model."""
         differences = self.fingerprint.diff(fingerprint)
-        identity = {name: each for name, each in differences.items() if name not in NUMERICS}
+        identity = {name: difference for name, difference in differences.items() if name not in NUMERICS}
         if identity:
             advice = "Train one with `kp packet train`, or use another composer."
             raise WrapperMismatchError(f"The wrapper {self.id[:8]}", identity, "wrapper", advice)
@@ -116,9 +116,9 @@ def load_wrapper(path: str | Path) -> Wrapper:
     `Wrapper.check` tests at use whether it fits a model. Raises `WrapperError` for a file that is missing, damaged or
     of another kind.
     """
-    found = read_signed(path, _ENVELOPE)
+    signed = read_signed(path, _ENVELOPE)
     try:
-        return _wrapper(*found)
+        return _wrapper(*signed)
     except (PackCorruptError, LookupError) as error:
         raise WrapperError(f"{path} describes no wrapper: {error}. Train it anew, or load another copy.") from error
 

@@ -44,29 +44,29 @@ def amend(  # noqa: PLR0913 - the arguments of an edit
     for an empty `new`, and as `rebuild`.
     """
     edits, base = pack.edits, _base(pack)
-    kept, found = _corrected(pack, old, new)
-    corrections = list(kept)
-    if base[found.start : found.stop] != found.new:  # If equal, the field has its original text again.
-        corrections.append(replace(found, line=_line(base, found, kept)))
-    lines = [each.line for each in corrections]
+    others, correction = _corrected(pack, old, new)
+    corrections = list(others)
+    if base[correction.start : correction.stop] != correction.new:  # If equal, the field has its original text again.
+        corrections.append(replace(correction, line=_line(base, correction, others)))
+    lines = [erratum.line for erratum in corrections]
     text = base + "".join(f"\n{line}" for line in lines) if not base.endswith("\n") else base + "\n".join(lines)
-    made = tokenised(pack, text, engine, compiled_for)
-    reused = common_length(pack.token_ids, made.token_ids)
+    encoded = tokenised(pack, text, engine, compiled_for)
+    reused = common_length(pack.token_ids, encoded.token_ids)
     kept_starts = (at for at in edits.starts if at < reused)
     starts = (*kept_starts, reused) if reused and corrections else ()
-    now = Edits(
+    new_edits = Edits(
         edits.root or root_of(pack.text),
         edits.said,
         len(base),
         tuple(corrections),
-        tuple(at for at in starts if at < len(made.token_ids)),
+        tuple(at for at in starts if at < len(encoded.token_ids)),
         (*edits.history, Edit("amend", old, new)),
     )
-    first = starts[0] if starts else len(made.token_ids)
-    if len(made.token_ids) - first > squash_above * first:
+    first = starts[0] if starts else len(encoded.token_ids)
+    if len(encoded.token_ids) - first > squash_above * first:
         logger.info("Errata are more than %.0f %% of %r; it is computed anew.", 100 * squash_above, text[:40])
-        return _squashed(pack, _applied(base, corrections), now, engine, compiled_for)
-    return compiled(pack, made, engine, now)
+        return _squashed(pack, _applied(base, corrections), new_edits, engine, compiled_for)
+    return compiled(pack, encoded, engine, new_edits)
 
 
 def squash(pack: KnowledgePack, engine: Session, *, compiled_for: CompiledFor | None = None) -> KnowledgePack:
@@ -87,9 +87,9 @@ def current_text(pack: KnowledgePack) -> str:
 def _squashed(
     pack: KnowledgePack, text: str, edits: Edits, engine: Session, compiled_for: CompiledFor | None
 ) -> KnowledgePack:
-    made = tokenised(pack, text, engine, compiled_for)
+    encoded = tokenised(pack, text, engine, compiled_for)
     history = (*edits.history, Edit("squash", "", ""))
-    return compiled(pack, made, engine, Edits(edits.root, edits.errata, history=history))
+    return compiled(pack, encoded, engine, Edits(edits.root, edits.errata, history=history))
 
 
 def _base(pack: KnowledgePack) -> str:
@@ -98,11 +98,11 @@ def _base(pack: KnowledgePack) -> str:
 
 
 def _applied(base: str, corrections: Sequence[Correction]) -> str:
-    parts, done = [], 0
-    for each in sorted(corrections, key=lambda each: each.start):
-        parts += [base[done : each.start], each.new]
-        done = each.stop
-    return "".join((*parts, base[done:]))
+    parts, position = [], 0
+    for correction in sorted(corrections, key=lambda entry: entry.start):
+        parts += [base[position : correction.start], correction.new]
+        position = correction.stop
+    return "".join((*parts, base[position:]))
 
 
 def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction], Correction]:
@@ -110,29 +110,32 @@ def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction
 
     `old` is text that is valid now, or the original text of a corrected field.
     """
-    base, held = _base(pack), pack.edits.corrections
+    base, existing = _base(pack), pack.edits.corrections
     try:
-        start, stop = find(_applied(base, held), old, new)
+        start, stop = find(_applied(base, existing), old, new)
     except PackError:
         # `old` may be the original text of a corrected field.
-        own = [each for each in held if base[each.start : each.stop] == old]
-        if len(own) != 1 or not new.strip():
+        originals = [entry for entry in existing if base[entry.start : entry.stop] == old]
+        if len(originals) != 1 or not new.strip():
             raise
-        return [each for each in held if each is not own[0]], replace(own[0], new=new)
+        return [entry for entry in existing if entry is not originals[0]], replace(originals[0], new=new)
     places, shift = {}, 0
-    for each in sorted(held, key=lambda each: each.start):
-        places[each] = (each.start + shift, each.start + shift + len(each.new))
-        shift += _grown(each)
-    touched = sorted((c for c in held if places[c][0] < stop and places[c][1] > start), key=lambda each: each.start)
-    first = start - sum(_grown(each) for each in held if places[each][1] <= start)
-    last = stop - sum(_grown(each) for each in held if places[each][1] <= stop)
+    for correction in sorted(existing, key=lambda entry: entry.start):
+        places[correction] = (correction.start + shift, correction.start + shift + len(correction.new))
+        shift += _grown(correction)
+    touched = sorted(
+        (entry for entry in existing if places[entry][0] < stop and places[entry][1] > start),
+        key=lambda entry: entry.start,
+    )
+    first = start - sum(_grown(entry) for entry in existing if places[entry][1] <= start)
+    last = stop - sum(_grown(entry) for entry in existing if places[entry][1] <= stop)
     if touched:  # The new correction includes the rest of the earlier corrections that it overlaps.
         (low, _), (begin, high) = places[touched[0]], places[touched[-1]]
         if low < start:
             first, new = touched[0].start, touched[0].new[: start - low] + new
         if high > stop:
             last, new = touched[-1].stop, new + touched[-1].new[stop - begin :]
-    return [each for each in held if each not in touched], Correction(first, last, new, "")
+    return [entry for entry in existing if entry not in touched], Correction(first, last, new, "")
 
 
 def _grown(each: Correction) -> int:
@@ -143,7 +146,7 @@ def _grown(each: Correction) -> int:
 def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
     """The line of the erratum: the corrected sentence, and the old text that it replaces."""
     before = _applied(base[: each.start], [other for other in others if other.start < each.start])
-    behind = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
-    after = _applied(base[each.stop :], [other for other in behind if other.start >= 0])
+    shifted = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
+    after = _applied(base[each.stop :], [other for other in shifted if other.start >= 0])
     head, tail = sentence_around(before, after)
     return _WORDING.format(old=base[each.start : each.stop], sentence=f"{head}{each.new}{tail}")

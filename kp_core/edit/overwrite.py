@@ -36,13 +36,13 @@ def overwrite(
     if pack.edits.corrections:
         raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
     text = replaced(pack.text, old, new)
-    made = tokenised(pack, text, engine, compiled_for)
+    encoded = tokenised(pack, text, engine, compiled_for)
     logger.warning(
         "The pack %r is overwritten in its KV alone: without a chain of thought the old value usually wins. "
         "`amend` puts an erratum behind it, `rebuild` computes it anew.",
         text[:40],
     )
-    start, ids = len(pack.prefix), made.token_ids
+    start, ids = len(pack.prefix), encoded.token_ids
     head = common_length(pack.token_ids, ids)
     tail = common_length(pack.token_ids[head:][::-1], ids[head:][::-1])
     if not head and not tail:
@@ -59,9 +59,9 @@ def overwrite(
             spans.append(Span(start + at, start + at + count, PackRef("", part)))
     # The KV before and behind the field is moved; the field itself is computed between them.
     before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
-    whole = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
+    region = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
     prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
-    plan = Plan(prompt, (*plan_regions(before), whole), wanted=(start, stop))
+    plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
     kv = pack.kv if ids == pack.token_ids else computed(engine, plan, "compose")
     history = (*pack.history, Edit("overwrite", old, new))
     # Packs with equal text that were made from different packs have different KV, so their fingerprints must differ.

@@ -28,9 +28,9 @@ def rebuild(
     of your own. Raises `PackError` for a pack that is lazy, steered or compiled for an unknown place;
     `FingerprintMismatchError` for a pack of another model.
     """
-    made = tokenised(pack, text, engine, compiled_for)
+    encoded = tokenised(pack, text, engine, compiled_for)
     history = (*pack.history, Edit("rebuild", *difference(pack.text, text)))
-    return compiled(pack, made, engine, Edits(history=history))
+    return compiled(pack, encoded, engine, Edits(history=history))
 
 
 def tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> TokenisedPack:
@@ -67,8 +67,8 @@ def compiled(pack: KnowledgePack, made: TokenisedPack, engine: Session, edits: E
     ids = pack.prefix.token_ids + made.token_ids
     plan = Plan(replace(before, token_ids=ids), plan_regions(before, packs), wanted=(len(pack.prefix), len(ids)))
     kv = computed(engine, plan)
-    about = edits.written(pack.provenance)
-    return replace(pack, text=made.text, token_ids=made.token_ids, kv=kv, provenance=about, stored_bytes=0)
+    provenance = edits.written(pack.provenance)
+    return replace(pack, text=made.text, token_ids=made.token_ids, kv=kv, provenance=provenance, stored_bytes=0)
 
 
 def computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:

@@ -23,9 +23,9 @@ def find(text: str, statement: str, replacement: str) -> tuple[int, int]:
     Raises `PackError` unless it occurs exactly once, for a blank statement or `replacement`, and if both are equal.
     """
     if not statement.strip() or not replacement.strip():
-        what, said = ("old", statement) if not statement.strip() else ("new", replacement)
+        name, value = ("old", statement) if not statement.strip() else ("new", replacement)
         raise PackError(
-            f"Got {what}={said!r}; expected words. To take a statement out, `rebuild` the pack from a text without it."
+            f"Got {name}={value!r}; expected words. To take a statement out, `rebuild` the pack from a text without it."
         )
     if statement == replacement:
         raise PackError(f"Got {statement!r} as what is said and as what shall be; expected another text.")
@@ -34,12 +34,13 @@ def find(text: str, statement: str, replacement: str) -> tuple[int, int]:
     if len(places) == 1:
         return places[0]
     if not places:
-        near = difflib.get_close_matches(statement, [*_END.split(text), *text.split()], n=1, cutoff=0.4)
-        hint = f"Nearest to it is {near[0]!r}." if near else f"It begins {text[: 2 * _SHOWN]!r}."
+        closest = difflib.get_close_matches(statement, [*_END.split(text), *text.split()], n=1, cutoff=0.4)
+        hint = f"Nearest to it is {closest[0]!r}." if closest else f"It begins {text[: 2 * _SHOWN]!r}."
         raise PackError(f"The pack does not say {statement!r}; expected a part of its text, letter by letter. {hint}")
-    shown = " and ".join(repr(text[max(start - _SHOWN, 0) : stop + _SHOWN]) for start, stop in places[:2])
+    excerpts = " and ".join(repr(text[max(start - _SHOWN, 0) : stop + _SHOWN]) for start, stop in places[:2])
     raise PackError(
-        f"The pack says {statement!r} {len(places)} times: in {shown}. Give more of the text around the one you mean."
+        f"The pack says {statement!r} {len(places)} times: in {excerpts}. Give more of the text around the "
+        "one you mean."
     )
 
 
@@ -51,10 +52,10 @@ def replaced(text: str, old: str, new: str) -> str:
 
 def difference(text: str, other: str) -> tuple[str, str]:
     """The differing part of each text, from the first to the last word that differs."""
-    mine, theirs = re.split(r"(\s+)", text), re.split(r"(\s+)", other)
-    head = common_length(mine, theirs)
-    tail = common_length(mine[head:][::-1], theirs[head:][::-1])
-    return "".join(mine[head : len(mine) - tail]), "".join(theirs[head : len(theirs) - tail])
+    words, other_words = re.split(r"(\s+)", text), re.split(r"(\s+)", other)
+    head = common_length(words, other_words)
+    tail = common_length(words[head:][::-1], other_words[head:][::-1])
+    return "".join(words[head : len(words) - tail]), "".join(other_words[head : len(other_words) - tail])
 
 
 def sentence_around(before: str, behind: str) -> tuple[str, str]:

@@ -93,8 +93,8 @@ class Calibration:
         plain = next(row.accuracy for row in self.rows if row.alpha == 0)
         if plain is None:
             return min(replace(self.steering, recommended=None).default_alpha(with_knowledge=True), self.high)
-        kept = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - _TOLERANCE]
-        return max(kept, key=lambda row: (row.effect, -abs(row.alpha))).alpha
+        accurate = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - _TOLERANCE]
+        return max(accurate, key=lambda row: (row.effect, -abs(row.alpha))).alpha
 
     def to_dict(self) -> dict[str, Any]:
         """The results as plain values for JSON."""
@@ -175,18 +175,18 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
     """
     if isinstance(tasks, str):
         raise SteeringError(f"Got the tasks {tasks!r}; expected a list of them: [{tasks!r}].")
-    asked = [Task(task) if isinstance(task, str) else task for task in tasks]
-    if not asked or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
-        raise SteeringError(f"Got {len(asked)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
+    questions = [Task(task) if isinstance(task, str) else task for task in tasks]
+    if not questions or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
+        raise SteeringError(f"Got {len(questions)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
     unwarned = replace(steering, coherent=None)
     answers: dict[float, list[_Answer]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
-    bar = bar_of("Calibrating", len(answers) * len(asked), "answer", shown=progress)
+    bar = bar_of("Calibrating", len(answers) * len(questions), "answer", shown=progress)
     with bar:
-        for alpha, given in answers.items():
-            for task in asked:
+        for alpha, alpha_answers in answers.items():
+            for task in questions:
                 request = {"steering": (unwarned, alpha), "scope": scope, "packs": task.packs}
                 text = engine.generate(task.messages, max_tokens=max_tokens, **request).text
-                given.append(_Answer(task, text, engine.perplexity(task.messages, text, packs=task.packs)))
+                alpha_answers.append(_Answer(task, text, engine.perplexity(task.messages, text, packs=task.packs)))
                 bar.update()
     limit = most_perplexity * geometric_mean(answer.perplexity for answer in answers[0.0])
 
@@ -198,13 +198,13 @@ def calibrate(  # noqa: PLR0913 - every criterion is a setting
         CalibrationRow(
             alpha=alpha,
             strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
-            effect=fmean(_scored(score, answer.text) for answer in given),
-            coherence=fmean(map(is_coherent, given)),
-            repetition=fmean(repetition(answer.text) for answer in given),
-            perplexity=geometric_mean(answer.perplexity for answer in given),
-            accuracy=_accuracy(given),
+            effect=fmean(_scored(score, answer.text) for answer in measured),
+            coherence=fmean(map(is_coherent, measured)),
+            repetition=fmean(repetition(answer.text) for answer in measured),
+            perplexity=geometric_mean(answer.perplexity for answer in measured),
+            accuracy=_accuracy(measured),
         )
-        for alpha, given in answers.items()
+        for alpha, measured in answers.items()
     ]
     return _judged(rows, steering, least_coherence)
 
@@ -217,29 +217,29 @@ def repetition(text: str) -> float:
 
 
 def _accuracy(answers: Sequence[_Answer]) -> float | None:
-    right = [
+    are_correct = [
         answer.task.expected.lower() in answer.text.lower() for answer in answers if answer.task.expected is not None
     ]
-    return fmean(right) if right else None
+    return fmean(are_correct) if are_correct else None
 
 
 def _scored(score: Score, text: str) -> float:
-    found = score(text)
-    if not isinstance(found, Real) or not math.isfinite(found):
-        raise SteeringError(f"The score gave {found!r} for the answer {text[:40]!r}; expected a finite number.")
-    return float(found)
+    value = score(text)
+    if not isinstance(value, Real) or not math.isfinite(value):
+        raise SteeringError(f"The score gave {value!r} for the answer {text[:40]!r}; expected a finite number.")
+    return float(value)
 
 
 def _judged(rows: Sequence[CalibrationRow], steering: Steering, least_coherence: float) -> Calibration:
     plain = next(row for row in rows if row.alpha == 0)
-    broken = [row.alpha for row in rows if row.coherence < least_coherence * plain.coherence]
+    incoherent = [row.alpha for row in rows if row.coherence < least_coherence * plain.coherence]
     # The nearest incoherent alphas on both sides of 0; an end of the sweep is no limit.
     below, above = (
-        max((at for at in broken if at < 0), default=-math.inf),
-        min((at for at in broken if at > 0), default=math.inf),
+        max((at for at in incoherent if at < 0), default=-math.inf),
+        min((at for at in incoherent if at > 0), default=math.inf),
     )
-    kept = [row.alpha for row in rows if below < row.alpha < above]
-    bounds = -math.inf if below == -math.inf else kept[0], math.inf if above == math.inf else kept[-1]
-    found = Calibration(tuple(rows), kept[0], kept[-1], steering)
-    chosen = found.recommended, found.recommended_with_knowledge
-    return replace(found, steering=replace(steering, coherent=bounds, recommended=chosen))
+    coherent = [row.alpha for row in rows if below < row.alpha < above]
+    bounds = -math.inf if below == -math.inf else coherent[0], math.inf if above == math.inf else coherent[-1]
+    calibration = Calibration(tuple(rows), coherent[0], coherent[-1], steering)
+    chosen = calibration.recommended, calibration.recommended_with_knowledge
+    return replace(calibration, steering=replace(steering, coherent=bounds, recommended=chosen))

@@ -87,7 +87,7 @@ def _steering(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Stee
         {int(layer): float(scale) for layer, scale in content["scales"].items()},
         _pair(content["coherent"]),
         _pair(content["recommended"]),
-        {name: str(about) for name, about in content["provenance"].items()},
+        {name: str(value) for name, value in content["provenance"].items()},
     )
 
 

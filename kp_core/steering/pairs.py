@@ -20,8 +20,8 @@ __all__ = ["Embeds", "likeness", "preset", "preset_about", "preset_names"]
 @cache
 def preset_names() -> tuple[str, ...]:
     """Names of all presets, sorted."""
-    found = (files("kp_core") / "presets").iterdir()
-    return tuple(sorted(entry.name.removesuffix(".json") for entry in found if entry.name.endswith(".json")))
+    entries = (files("kp_core") / "presets").iterdir()
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in entries if entry.name.endswith(".json")))
 
 
 def preset_about(name: str) -> str:
@@ -67,5 +67,5 @@ def _said(side: Side) -> str:
 def _read(name: str) -> dict[str, Any]:
     if name not in preset_names():
         raise SteeringError(f"Got the preset {name!r}; expected one of {', '.join(preset_names())}.")
-    found: dict[str, Any] = json.loads((files("kp_core") / "presets" / f"{name}.json").read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads((files("kp_core") / "presets" / f"{name}.json").read_text(encoding="utf-8"))
+    return content

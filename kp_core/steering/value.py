@@ -176,11 +176,11 @@ class Steering:
         """
         bounds = chosen = None
         if self.coherent is not None and c_v:
-            first, last = sorted(bound / c_v for bound in self.coherent)
-            bounds = first, last
+            low, high = sorted(bound / c_v for bound in self.coherent)
+            bounds = low, high
         if self.recommended is not None and c_v:
-            alone, beside = self.recommended
-            chosen = alone / c_v, beside / c_v
+            without_packs, with_packs = self.recommended
+            chosen = without_packs / c_v, with_packs / c_v
         return replace(
             self,
             coherent=bounds,
@@ -191,24 +191,26 @@ class Steering:
 
     def restrict(self, layers: Iterable[int]) -> Steering:
         """This steering with only the deltas of `layers`; raises `SteeringError` if it has none there."""
-        kept = set(layers)
+        layer_set = set(layers)
         return replace(
             self,
             coherent=None,
             recommended=None,
-            values={layer: delta for layer, delta in self.values.items() if layer in kept},
-            keys={layer: delta for layer, delta in self.keys.items() if layer in kept},
+            values={layer: delta for layer, delta in self.values.items() if layer in layer_set},
+            keys={layer: delta for layer, delta in self.keys.items() if layer in layer_set},
         )
 
     def cosine(self, other: Steering) -> float:
         """Cosine of the value deltas over all layers of both. A missing layer counts as zero; with a zero side, 0."""
-        mine, theirs = (math.hypot(*steering.norms.values()) for steering in (self, other))
-        return sum(_dots(self.values, other.values).values()) / (mine * theirs) if mine and theirs else 0.0
+        own_norm, other_norm = (math.hypot(*steering.norms.values()) for steering in (self, other))
+        return (
+            sum(_dots(self.values, other.values).values()) / (own_norm * other_norm) if own_norm and other_norm else 0.0
+        )
 
     def layer_cosines(self, other: Steering) -> dict[int, float]:
         """Cosine of the value deltas in each layer that both have."""
-        mine, theirs, dots = self.norms, other.norms, _dots(self.values, other.values)
-        return {layer: dot / (mine[layer] * theirs[layer] or 1.0) for layer, dot in dots.items()}
+        norms, other_norms, dots = self.norms, other.norms, _dots(self.values, other.values)
+        return {layer: dot / (norms[layer] * other_norms[layer] or 1.0) for layer, dot in dots.items()}
 
     def check(self, fingerprint: ModelFingerprint) -> None:
         """Raise `SteeringMismatchError`, naming each differing field, unless this steering was made for that model.

@@ -73,9 +73,9 @@ def tiled_attention(  # noqa: PLR0913 - the signature is that of transformers' A
 
     Raises `ValueError` when a model needs softcap or a position bias, and for sinks outside of an engine's passes.
     """
-    asked = [name for name in ("softcap", "position_bias") if extra.get(name) is not None]
-    if asked:
-        raise ValueError(f"Tiled attention does not do {', '.join(asked)}.")
+    unsupported = [name for name in ("softcap", "position_bias") if extra.get(name) is not None]
+    if unsupported:
+        raise ValueError(f"Tiled attention does not do {', '.join(unsupported)}.")
     sinks = extra.get("s_aux")
     if callable(pass_ := extra.get("kp_attend")):
         output = pass_(module.layer_idx, query, key, value, scaling, sinks)
@@ -107,12 +107,12 @@ def attend(  # noqa: PLR0913 - the inputs of attention
     dim = value.shape[3]
     key, value = _whole_tiles(key, value, positions[-1] + 1)
     is_few = query.shape[2] <= _FEW and not sees.window
-    found, start = [], 0
+    outputs, start = [], 0
     for places in [tuple(positions)] if is_few else _by_tile(tuple(positions)):
         stop = start + len(places)
-        found.append(_of_rows(query[:, :, start:stop], key, value, places, scale, sees, sinks))
+        outputs.append(_of_rows(query[:, :, start:stop], key, value, places, scale, sees, sinks))
         start = stop
-    return (found[0] if len(found) == 1 else torch.cat(found, dim=2))[..., :dim]
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[..., :dim]
 
 
 def over_tiles(  # noqa: PLR0913
@@ -141,8 +141,8 @@ def tile_of_each(
 
 def _tiles(side: Tensor, tiles: range) -> Tensor:
     """Tiles of keys or values `(1, kv_heads, tokens, dim)`, as views: `(tiles, kv_heads, TILE, dim)`."""
-    some = side[0, :, tiles.start * TILE : tiles.stop * TILE]
-    return some.view(len(some), len(tiles), TILE, side.shape[3]).transpose(0, 1)
+    part = side[0, :, tiles.start * TILE : tiles.stop * TILE]
+    return part.view(len(part), len(tiles), TILE, side.shape[3]).transpose(0, 1)
 
 
 def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sinks: Tensor | None = None) -> Tensor:
@@ -152,7 +152,7 @@ def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sin
     where a row sees nothing of a tile. Such tiles at the end change no bit. `sinks` are log-sum-exps of keys without
     values, `(..., rows)`.
     """
-    count = sum(len(each) for each in outputs)
+    count = sum(len(output) for output in outputs)
     if count == 1 and sinks is None:
         return outputs[0][0]
     precise = torch.promote_types(dtype, torch.float32)
@@ -172,13 +172,13 @@ def joined(outputs: list[Tensor], weights: list[Tensor], dtype: torch.dtype, sin
 def _summed(outputs: list[Tensor], shares: Tensor, tiles: range, precise: torch.dtype) -> Tensor:
     """Weighted sum over `tiles`, added in their order."""
     if outputs[0][0].numel() <= _SMALL:  # The same additions in the same order, in fewer calls.
-        every = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-        some = every[tiles.start : tiles.stop].to(precise) * shares[tiles.start : tiles.stop]
-        return some.sum(dim=0)
-    each = [part for output in outputs for part in output]
-    total: Tensor = each[tiles.start].to(precise) * shares[tiles.start]
+        stacked = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        weighted = stacked[tiles.start : tiles.stop].to(precise) * shares[tiles.start : tiles.stop]
+        return weighted.sum(dim=0)
+    results = [part for output in outputs for part in output]
+    total: Tensor = results[tiles.start].to(precise) * shares[tiles.start]
     for at in tiles[1:]:
-        total.add_(each[at] * shares[at])
+        total.add_(results[at] * shares[at])
     return total
 
 
@@ -193,15 +193,17 @@ def _of_rows(  # noqa: PLR0913
 ) -> Tensor:
     """Attention of tokens at `positions` in one tile, or in any tiles where each token sees all before it."""
     heads, new = query.shape[1:3]
-    kv_heads, own = key.shape[1], range(positions[0] // TILE, positions[-1] // TILE + 1)
+    kv_heads, own_tiles = key.shape[1], range(positions[0] // TILE, positions[-1] // TILE + 1)
     share = heads // kv_heads
     grouped, extra = grouped_rows(query, kv_heads)
     # All tokens see the whole of the tiles from `whole` to their own. They see tiles from `first` to `whole` in part.
-    first = sees.first(own.start * TILE) // TILE
-    whole = min(own.start, -(-sees.first(own.stop * TILE - 1) // TILE))
-    past = range(own.start, own.start) if new <= _FEW else range(whole, own.start)
+    first = sees.first(own_tiles.start * TILE) // TILE
+    whole = min(own_tiles.start, -(-sees.first(own_tiles.stop * TILE - 1) // TILE))
+    past = range(own_tiles.start, own_tiles.start) if new <= _FEW else range(whole, own_tiles.start)
     outputs, weights = [], []
-    for tiles in (range(first, past.start), past, range(past.stop, own.stop)) if past else (range(first, own.stop),):
+    for tiles in (
+        (range(first, past.start), past, range(past.stop, own_tiles.stop)) if past else (range(first, own_tiles.stop),)
+    ):
         if not tiles:
             continue
         mask, blind = (None, None) if tiles is past else _mask(positions, share, extra, tiles, sees, query.dtype)
@@ -211,8 +213,8 @@ def _of_rows(  # noqa: PLR0913
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, share, 1).expand(-1, -1, new).reshape(kv_heads, -1)
         sinks = nn.functional.pad(sinks, (0, extra))
-    found = joined(outputs, weights, query.dtype, sinks)
-    return found[:, : share * new].reshape(1, heads, new, found.shape[2])
+    merged = joined(outputs, weights, query.dtype, sinks)
+    return merged[:, : share * new].reshape(1, heads, new, merged.shape[2])
 
 
 def grouped_rows(query: Tensor, kv_heads: int) -> tuple[Tensor, int]:
@@ -239,11 +241,11 @@ def _mask(  # noqa: PLR0913
     rows = torch.tensor(positions).repeat(share)
     rows = nn.functional.pad(rows, (0, extra), value=positions[-1])
     keys = torch.arange(tiles.start * TILE, tiles.stop * TILE).view(len(tiles), 1, TILE)
-    seen = keys <= rows[:, None]
+    visible = keys <= rows[:, None]
     if sees.window:
-        seen &= keys >= torch.tensor([sees.first(row) for row in rows.tolist()])[:, None]
-    blind = ~seen.any(dim=-1)[:, None]
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None]
+        visible &= keys >= torch.tensor([sees.first(row) for row in rows.tolist()])[:, None]
+    blind = ~visible.any(dim=-1)[:, None]
+    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None]
     return mask, blind if bool(blind.any()) else None
 
 
@@ -258,11 +260,11 @@ def _whole_tiles(key: Tensor, value: Tensor, stop: int) -> tuple[Tensor, Tensor]
 
     Those of a buffer already have whole tiles.
     """
-    missing = -(-stop // TILE) * TILE - key.shape[2]
-    wider = key.shape[3] - value.shape[3]
-    if missing > 0 or wider > 0:
-        key = nn.functional.pad(key, (0, 0, 0, max(missing, 0)))
-        value = nn.functional.pad(value, (0, max(wider, 0), 0, max(missing, 0)))
+    missing_tokens = -(-stop // TILE) * TILE - key.shape[2]
+    missing_width = key.shape[3] - value.shape[3]
+    if missing_tokens > 0 or missing_width > 0:
+        key = nn.functional.pad(key, (0, 0, 0, max(missing_tokens, 0)))
+        value = nn.functional.pad(value, (0, max(missing_width, 0), 0, max(missing_tokens, 0)))
     return key, value
 
 
@@ -282,18 +284,18 @@ def _by_mask(  # noqa: PLR0913
     is_tail = positions[0] + new == stop
     if sinks is None and is_tail and (new in (1, stop)) and sees.first(positions[0]) == 0 == first:
         return _sdpa(query, key, value, is_causal=new > 1, scale=scale, enable_gqa=True)
-    at = torch.arange(stop, device=query.device)
-    rows = torch.tensor(list(positions), device=query.device)
-    seen = at <= rows[:, None]
+    key_positions = torch.arange(stop, device=query.device)
+    query_positions = torch.tensor(list(positions), device=query.device)
+    visible = key_positions <= query_positions[:, None]
     if sees.window:
-        seen &= at >= torch.tensor([sees.first(each) for each in positions], device=query.device)[:, None]
+        visible &= key_positions >= torch.tensor([sees.first(at) for at in positions], device=query.device)[:, None]
     heads = query.shape[1]
     # A mask together with `enable_gqa` falls back to a slow kernel.
     key, value = (side.repeat_interleave(heads // side.shape[1], dim=1) for side in (key, value))
     if sinks is None:
-        return _sdpa(query, key, value, attn_mask=seen, scale=scale)
+        return _sdpa(query, key, value, attn_mask=visible, scale=scale)
     # A sink is one more key, with the sink as its score and a value of zero.
-    scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~seen, -torch.inf)
+    scores = (query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)).masked_fill(~visible, -torch.inf)
     scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1).to(scores.dtype)], dim=-1)
     return scores.softmax(dim=-1)[..., :-1].to(value.dtype) @ value
 
@@ -320,8 +322,8 @@ def _placed(  # noqa: PLR0913
         scores = (grouped @ key.float().mT * factor).reshape(rows, key.shape[1], -1, new, key.shape[2])
         share = scores.add_(mask[:, :, None]).softmax(dim=-1)
         weights.append(share.sum(dim=(0, 1, 2, 3)))
-        found = share.to(value.dtype).flatten(2, 3) @ value
-        return found.reshape(rows, heads, new, value.shape[3])
+        output = share.to(value.dtype).flatten(2, 3) @ value
+        return output.reshape(rows, heads, new, value.shape[3])
     if query.device.type != "cpu":  # See `_by_mask`.
         key, value = (tensor.repeat_interleave(heads // key.shape[1], dim=1) for tensor in (key, value))
     return _sdpa(query, key, value, attn_mask=mask, scale=scale, enable_gqa=heads != key.shape[1])

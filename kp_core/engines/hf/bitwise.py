@@ -48,7 +48,7 @@ def why_not_bitwise(  # noqa: PLR0911 - one return for each reason
         return "recurrent layers round by the number of tokens in a pass"
     if not model.attends:
         return "its attention is its own"
-    linear = [each for each in model.network.modules() if isinstance(each, nn.Linear)]
+    linear = [module for module in model.network.modules() if isinstance(module, nn.Linear)]
     if rows_needed(linear, packed) is None or not _others_agree(model.network, linear):
         return "products of its layers round by the number of rows on this processor"
     if not _activations_agree(model):
@@ -60,14 +60,18 @@ def why_not_bitwise(  # noqa: PLR0911 - one return for each reason
 
 def _others_agree(network: nn.Module, linear: Sequence[nn.Linear]) -> bool:
     """Whether products with matrices outside of linear layers, such as those of experts, round each row separately."""
-    embeddings = [each for each in network.modules() if isinstance(each, nn.Embedding)]
-    known = {id(each.weight) for each in (*linear, *embeddings)}
-    others = {each.shape[-2:]: each for each in network.parameters() if each.ndim > 1 and id(each) not in known}
-    for weight in others.values():
+    embeddings = [module for module in network.modules() if isinstance(module, nn.Embedding)]
+    layer_weights = {id(layer.weight) for layer in (*linear, *embeddings)}
+    unpacked = {
+        parameter.shape[-2:]: parameter
+        for parameter in network.parameters()
+        if parameter.ndim > 1 and id(parameter) not in layer_weights
+    }
+    for weight in unpacked.values():
         matrix = weight.detach().reshape(-1, *weight.shape[-2:])[0]
-        for each in (matrix, matrix.T):
-            product = partial(nn.functional.linear, weight=each)
-            if not rows_agree(product, each.shape[1], each.dtype, rows=_UNPACKED_ROWS, tries=_UNPACKED_ROWS):
+        for operand in (matrix, matrix.T):
+            product = partial(nn.functional.linear, weight=operand)
+            if not rows_agree(product, operand.shape[1], operand.dtype, rows=_UNPACKED_ROWS, tries=_UNPACKED_ROWS):
                 return False
     return True
 
@@ -82,9 +86,11 @@ def _activations_agree(model: CausalModel) -> bool:
         return True
     rows = max(_FEWEST_ROWS, _DIVIDED // width | 1)
     # Some models slice the gate out of a product that is twice as wide, so its rows are not contiguous.
-    is_half = any(isinstance(each, nn.Linear) and each.out_features == 2 * width for each in model.network.modules())
-    leaves = [each for each in model.network.modules() if not [*each.children(), *each.parameters(), *each.buffers()]]
-    for module in {type(each): each for each in leaves}.values():
+    is_half = any(isinstance(layer, nn.Linear) and layer.out_features == 2 * width for layer in model.network.modules())
+    leaves = [
+        layer for layer in model.network.modules() if not [*layer.children(), *layer.parameters(), *layer.buffers()]
+    ]
+    for module in {type(layer): layer for layer in leaves}.values():
         with suppress(TypeError, ValueError, RuntimeError, AttributeError, LookupError):  # Not a function of rows.
             if not rows_agree(module, width, model.shape.dtype, rows=rows):
                 return False
@@ -96,26 +102,26 @@ def _activations_agree(model: CausalModel) -> bool:
 
 def _of_half(module: nn.Module, width: int, rows: Tensor) -> Tensor:
     """The output of `module` for the first half of each row."""
-    made: Tensor = module(rows[..., :width])
-    return made
+    output: Tensor = module(rows[..., :width])
+    return output
 
 
 @torch.inference_mode()
 def _attention_agrees(model: CausalModel) -> bool:
     """Whether attention over more than two tiles gives the same bits in parts, for each shape of heads."""
-    chance = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     config = model.network.config.get_text_config(decoder=True)
     for kv_heads, dim, value_dim in sorted(set(model.shape.layers)):
         heads = max(kv_heads, int(getattr(config, "num_attention_heads", kv_heads)) // kv_heads * kv_heads)
         query, key, value = (
-            torch.randn(1, count, _LONG, width, generator=chance).to(model.shape.dtype)
+            torch.randn(1, count, _LONG, width, generator=generator).to(model.shape.dtype)
             for count, width in ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
         )
-        whole = attend(query, key, value, range(_LONG))
+        expected = attend(query, key, value, range(_LONG))
         for cuts in _LONG_CUTS:
             for start, stop in pairwise((0, *cuts, _LONG)):
                 part = attend(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], range(start, stop))
-                if not torch.equal(part, whole[:, :, start:stop]):
+                if not torch.equal(part, expected[:, :, start:stop]):
                     return False
     return True
 
@@ -141,19 +147,19 @@ def _passes_agree(model: CausalModel) -> bool:
 def _together(model: CausalModel, ids: Tensor, expected: tuple[Tensor, KVBuffer]) -> Iterator[bool]:
     """Whether two sequences with a common prefix get the `expected` bits, with several new tokens each and with one."""
     tokens = ids[0].tolist()
-    logits, whole = expected
+    logits, expected_buffer = expected
     for counts in ((12, 9), (1, 1)):
         buffers = [KVBuffer(model.shape, _TOKENS) for _ in counts]
         for buffer in buffers:
-            buffer.append(whole.read(0, 10))
+            buffer.append(expected_buffer.read(0, 10))
         parts = [tokens[10 : 10 + count] for count in counts]
         is_step = max(counts) == 1
-        found = model.rows(buffers)([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
+        step_logits = model.rows(buffers)([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
         for row, (buffer, count) in enumerate(zip(buffers, counts, strict=True)):
-            yield torch.equal(found[row], logits[9 + count])
-            yield buffer.read(0, 10 + count).equal(whole.read(0, 10 + count))
+            yield torch.equal(step_logits[row], logits[9 + count])
+            yield buffer.read(0, 10 + count).equal(expected_buffer.read(0, 10 + count))
 
 
 def _same(found: tuple[Tensor, KVBuffer], expected: tuple[Tensor, KVBuffer]) -> bool:
-    (logits, buffer), (others, other) = found, expected
-    return torch.equal(logits, others) and buffer.read(0, _TOKENS).equal(other.read(0, _TOKENS))
+    (logits, buffer), (expected_logits, expected_buffer) = found, expected
+    return torch.equal(logits, expected_logits) and buffer.read(0, _TOKENS).equal(expected_buffer.read(0, _TOKENS))

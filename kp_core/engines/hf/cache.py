@@ -43,8 +43,8 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """See `BufferLayer.update`. With `in_tiles`, returns whole tiles, as tiled attention reads them."""
-        found = self._layer.update(key_states, value_states)
-        return self._whole(self._layer.length) if self._in_tiles else found
+        kv = self._layer.update(key_states, value_states)
+        return self._whole(self._layer.length) if self._in_tiles else kv
 
     def _whole(self, stop: int) -> tuple[Tensor, Tensor]:
         """Whole tiles that contain the first `stop` tokens."""
@@ -72,10 +72,10 @@ class _Placed(_Layer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """See `BufferLayer.put`; raises `LayersDone` after the last wanted layer."""
-        found = self._layer.put(key_states, value_states, self._places, self._stop)
+        kv = self._layer.put(key_states, value_states, self._places, self._stop)
         if self._is_last:
             raise LayersDone
-        return self._whole(self._stop) if self._in_tiles else found
+        return self._whole(self._stop) if self._in_tiles else kv
 
 
 class _Window(_Layer):
@@ -180,21 +180,21 @@ def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, 
             return DummyLayer()
         return _Window(next(stored), window) if window else _Layer(next(stored), in_tiles=in_tiles)
     count = 1 + max(shape.index for shape, _ in states)
-    made: Any
+    layer: Any
     if window is None:
-        made = LinearAttentionLayer(number_of_states=count)
+        layer = LinearAttentionLayer(number_of_states=count)
     elif window:
-        made = _WindowAndStates(next(stored), window, sliding_window=window, number_of_states=count)
+        layer = _WindowAndStates(next(stored), window, sliding_window=window, number_of_states=count)
     else:
-        made = _LayerAndStates(next(stored), in_tiles=in_tiles, number_of_states=count)
-    made.device, made.dtype = states[0][1].device, states[0][1].dtype
+        layer = _LayerAndStates(next(stored), in_tiles=in_tiles, number_of_states=count)
+    layer.device, layer.dtype = states[0][1].device, states[0][1].dtype
     for shape, state in states:
         # Forward passes write to the state in place.
-        getattr(made, f"{shape.kind}_states")[shape.index] = state
-        getattr(made, f"is_{shape.kind}_states_initialized")[shape.index] = True
+        getattr(layer, f"{shape.kind}_states")[shape.index] = state
+        getattr(layer, f"is_{shape.kind}_states_initialized")[shape.index] = True
         if shape.kind == "conv":
-            made.conv_kernel_size[shape.index] = state.shape[-1]
-    return made
+            layer.conv_kernel_size[shape.index] = state.shape[-1]
+    return layer
 
 
 @torch.inference_mode()
@@ -218,25 +218,25 @@ def measured_shape(model: Any, windows: Sequence[int | None], count: int, name: 
     tokens = [min(count, window - 1) if window else count for window in windows if window is not None]
     stored = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is not None]
     shapes = []
-    for index, (layer, kept) in enumerate(zip(stored, tokens, strict=True)):
-        found, values = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
-        if len(found) != 4 or found[2] != kept or found[:3] != values[:3]:
+    for index, (layer, length) in enumerate(zip(stored, tokens, strict=True)):
+        key_shape, value_shape = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
+        if len(key_shape) != 4 or key_shape[2] != length or key_shape[:3] != value_shape[:3]:
             raise UnsupportedModelError(
                 f"Layer {index} of {config.model_type} caches no keys and values per token: after {count} "
-                f"tokens its keys have shape {found} and its values {values}; expected (batch, kv_heads, {kept}, "
-                "head_dim)."
+                f"tokens its keys have shape {key_shape} and its values {value_shape}; expected (batch, kv_heads, "
+                f"{length}, head_dim)."
             )
-        shapes.append((found[1], found[3], values[3]))
+        shapes.append((key_shape[1], key_shape[3], value_shape[3]))
     states = states_of(cache)
     if not stored:  # The model keeps states alone: a layer without heads counts the tokens.
         return CacheShape(((0, 0, 0),), model.dtype, device, states)
-    first: Tensor = stored[0].keys
+    first_keys: Tensor = stored[0].keys
     devices = tuple(layer.keys.device for layer in stored)
     if len(set(devices)) == 1:
-        return CacheShape(tuple(shapes), first.dtype, first.device, states)
+        return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, states)
     if states:
         raise UnsupportedModelError(
             f"{config.model_type} keeps recurrent states, and its layers are on {len(set(devices))} devices; "
             "load it on one."
         )
-    return CacheShape(tuple(shapes), first.dtype, first.device, devices=devices)
+    return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, devices=devices)

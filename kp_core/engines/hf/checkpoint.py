@@ -57,9 +57,11 @@ def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
     """
     if Path(source).is_dir() or place_of(source)[1]:
         return Path(source)
-    wanted = ["config.json", "model*.safetensors*"]
+    patterns = ["config.json", "model*.safetensors*"]
     return Path(
-        snapshot_download(str(source), revision=revision, allow_patterns=wanted, local_files_only=revision is not None)
+        snapshot_download(
+            str(source), revision=revision, allow_patterns=patterns, local_files_only=revision is not None
+        )
     )
 
 
@@ -67,8 +69,8 @@ def commit_of(source: str | Path, revision: str | None = None) -> str | None:
     """The commit of a repository in the local cache; `None` for a folder, and if it is not there."""
     if Path(source).is_dir():
         return None
-    found = try_to_load_from_cache(str(source), "config.json", revision=revision)
-    return Path(found).parent.name if isinstance(found, str) else None
+    config_file = try_to_load_from_cache(str(source), "config.json", revision=revision)
+    return Path(config_file).parent.name if isinstance(config_file, str) else None
 
 
 def is_away(source: str | Path, revision: str | None = None) -> bool:
@@ -83,8 +85,8 @@ def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:
     """Size and modification time of each file of the model, to detect changes."""
     if folder.is_file():
         return {folder.name: (folder.stat().st_size, folder.stat().st_mtime_ns)}
-    found = [file for pattern in ("config.json", "model*", "pytorch_model*") for file in folder.glob(pattern)]
-    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in found}
+    matches = [file for pattern in ("config.json", "model*", "pytorch_model*") for file in folder.glob(pattern)]
+    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in matches}
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
@@ -99,9 +101,9 @@ def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
         return blake2b(raw.data, digest_size=16).digest()
 
     plain = dict(part for name, tensor in tensors.items() for part in plain_parts(name, tensor))
-    named = {name: _FORMATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in plain.items()}
+    formats = {name: _FORMATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in plain.items()}
     return _digest_parts(
-        {_label(name, named[name], tensor.shape): partial(one, tensor) for name, tensor in plain.items()}
+        {_label(name, formats[name], tensor.shape): partial(one, tensor) for name, tensor in plain.items()}
     )
 
 
@@ -113,9 +115,9 @@ def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     if not hasattr(tensor, "__tensor_flatten__"):
         yield name, tensor
         return
-    parts, about = tensor.__tensor_flatten__()
+    parts, context = tensor.__tensor_flatten__()
     for part in parts:
-        yield from plain_parts(f"{name}.{part} of {type(tensor).__name__} {about}", getattr(tensor, part))
+        yield from plain_parts(f"{name}.{part} of {type(tensor).__name__} {context}", getattr(tensor, part))
 
 
 def digest_files(folder: Path) -> str:
@@ -125,15 +127,15 @@ def digest_files(folder: Path) -> str:
     weight files, or they cannot be read.
     """
     candidates = (folder, *(folder / name for name in _WEIGHTS))
-    first = next((file for file in candidates if file.is_file()), None)
-    if first is None:
+    weights_file = next((file for file in candidates if file.is_file()), None)
+    if weights_file is None:
         raise OSError(f"it holds none of {', '.join(_WEIGHTS)}.")
-    names = [first.name]
-    if first.suffix == ".json":
-        names = sorted(set(json.loads(first.read_bytes())["weight_map"].values()))
+    names = [weights_file.name]
+    if weights_file.suffix == ".json":
+        names = sorted(set(json.loads(weights_file.read_bytes())["weight_map"].values()))
     parts: dict[str, Callable[[], bytes]] = {}
     for name in names:
-        file = first.parent / name
+        file = weights_file.parent / name
         size, start = file.stat().st_size, 0
         header: dict[str, Any] = {name: {"dtype": "file", "shape": [size], "data_offsets": [0, size]}}
         if name.endswith(".safetensors"):
@@ -149,10 +151,10 @@ def digest_files(folder: Path) -> str:
 
 def digest(parts: Iterable[bytes]) -> str:
     """BLAKE2b-128 of the concatenated parts."""
-    whole = blake2b(digest_size=16)
+    hasher = blake2b(digest_size=16)
     for part in parts:
-        whole.update(part)
-    return whole.hexdigest()
+        hasher.update(part)
+    return hasher.hexdigest()
 
 
 def _label(name: str, dtype: str, shape: Iterable[int]) -> str:
@@ -163,19 +165,19 @@ def _digest_parts(parts: Mapping[str, Callable[[], bytes]]) -> str:
     names = sorted(parts)
     # hashlib releases the GIL while it hashes.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: parts[name](), names)
-        return digest(f"{name}\0".encode() + each for name, each in zip(names, found, strict=True))
+        digests = pool.map(lambda name: parts[name](), names)
+        return digest(f"{name}\0".encode() + part_digest for name, part_digest in zip(names, digests, strict=True))
 
 
 def _digest_range(file: Path, start: int, stop: int) -> bytes:
     # Read, not mapped: if a mapped file is truncated meanwhile, the process is killed.
-    whole, block = blake2b(digest_size=16), memoryview(bytearray(min(_BLOCK, stop - start)))
+    hasher, block = blake2b(digest_size=16), memoryview(bytearray(min(_BLOCK, stop - start)))
     with file.open("rb", buffering=0) as opened:
         opened.seek(start)
         while start < stop:
             count = opened.readinto(block[: stop - start])
             if not count:
                 raise OSError(f"{file} ends before its tensors do.")
-            whole.update(block[:count])
+            hasher.update(block[:count])
             start += count
-    return whole.digest()
+    return hasher.digest()

@@ -46,37 +46,37 @@ class Distilling:
     @torch.no_grad()
     def embed(self, ids: Sequence[int]) -> Tensor:
         """Input embeddings, `(tokens, hidden)`."""
-        found: Tensor = self._embeddings(torch.tensor(ids, dtype=torch.long, device=self.device))
-        return found
+        embeddings: Tensor = self._embeddings(torch.tensor(ids, dtype=torch.long, device=self.device))
+        return embeddings
 
     @torch.no_grad()
     def teach(self, sample: Sample, most: int) -> Taught:
         """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
         past, logits = self._run(self.embed(sample.prompt), None, 1)
-        before, found = past.slice(0, sample.begin).clone(), [logits]
+        before, answer_logits = past.slice(0, sample.begin).clone(), [logits]
         if sample.answer is not None:
             answer = sample.answer
             if answer[1:]:
-                found.append(self._run(self.embed(answer[:-1]), past, len(answer) - 1)[1])
-            return Taught(sample, answer, torch.cat(found), before)
-        own = [int(logits[-1].argmax())]
-        while len(own) < most and own[-1] not in self._ends:
-            past, logits = self._run(self.embed(own[-1:]), past, 1)
-            found.append(logits)
-            own.append(int(logits[-1].argmax()))
-        return Taught(sample, tuple(own), torch.cat(found), before)
+                answer_logits.append(self._run(self.embed(answer[:-1]), past, len(answer) - 1)[1])
+            return Taught(sample, answer, torch.cat(answer_logits), before)
+        generated = [int(logits[-1].argmax())]
+        while len(generated) < most and generated[-1] not in self._ends:
+            past, logits = self._run(self.embed(generated[-1:]), past, 1)
+            answer_logits.append(logits)
+            generated.append(int(logits[-1].argmax()))
+        return Taught(sample, tuple(generated), torch.cat(answer_logits), before)
 
     def divergence(self, taught: Taught, soft: Tensor) -> Tensor:
         """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
         expected = taught.logits.float().log_softmax(-1)
-        found = self.student(taught, soft).float().log_softmax(-1)
-        return (expected.exp() * (expected - found)).sum(-1).mean()
+        actual = self.student(taught, soft).float().log_softmax(-1)
+        return (expected.exp() * (expected - actual)).sum(-1).mean()
 
     def student(self, taught: Taught, soft: Tensor) -> Tensor:
         """The student's logits for the tokens of the answer, `(answer, vocabulary)`."""
         sample, prefix = taught.sample, taught.sample.prefix
-        like = self._embeddings.weight
-        header, trailer = soft.to(like.dtype).tensor_split(2)
+        weight = self._embeddings.weight
+        header, trailer = soft.to(weight.dtype).tensor_split(2)
         parts, at = [taught.before], sample.begin
         for ids in sample.packets:
             # One at a time: a batch would pad all documents to the longest.
@@ -84,8 +84,8 @@ class Distilling:
             kv, _ = self._run(inputs, taught.before.slice(0, prefix), 0)
             parts.append(self._rope.move(kv.slice(prefix, kv.tokens), at - prefix))
             at += len(inputs)
-        asked = self.embed((*sample.behind, *taught.answer[:-1]))
-        return self._run(asked, KVTensors.concat(parts), len(taught.answer))[1]
+        tail = self.embed((*sample.behind, *taught.answer[:-1]))
+        return self._run(tail, KVTensors.concat(parts), len(taught.answer))[1]
 
     def _run(self, inputs: Tensor, past: KVTensors | None, keep: int) -> tuple[KVTensors, Tensor]:
         """KV of `past` and `inputs`, `(tokens, hidden)`, and the logits at the last `keep` inputs."""
@@ -98,7 +98,7 @@ class Distilling:
             least = torch.finfo(inputs.dtype).min
             mask = torch.full((new, count + new), least, dtype=inputs.dtype, device=self.device).triu(count + 1)
             mask = mask[None, None]
-        asked: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "inputs_embeds": inputs[None],
             "attention_mask": mask,
             "position_ids": torch.arange(count, count + new, device=self.device)[None],
@@ -107,9 +107,9 @@ class Distilling:
         }
         logits = inputs.new_empty(0)
         if keep:
-            asked |= {"logits_to_keep": keep} if self._keeps_logits else {}
-            logits = self._model(**asked).logits[0, -keep:]
+            arguments |= {"logits_to_keep": keep} if self._keeps_logits else {}
+            logits = self._model(**arguments).logits[0, -keep:]
         else:
-            self._model.base_model(**asked)
+            self._model.base_model(**arguments)
         layers = cache.layers
-        return KVTensors(tuple(each.keys[0] for each in layers), tuple(each.values[0] for each in layers)), logits
+        return KVTensors(tuple(kv.keys[0] for kv in layers), tuple(kv.values[0] for kv in layers)), logits

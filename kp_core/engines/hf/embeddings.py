@@ -32,7 +32,7 @@ class TokenEmbeddings:
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             table = empty.get_input_embeddings()
-            self._name = next(name for name, each in empty.named_parameters() if each is table.weight)
+            self._name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
             folder = checkpoint_folder(model)
             index = folder / _INDEX
             files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
@@ -53,4 +53,4 @@ class TokenEmbeddings:
         """The embeddings of `ids`, `(len(ids), hidden)`, in the dtype of the checkpoint."""
         with safe_open(self._file, "pt") as opened:
             rows = opened.get_slice(self._name)
-            return torch.cat([rows[each : each + 1] for each in ids])
+            return torch.cat([rows[token : token + 1] for token in ids])

@@ -53,9 +53,9 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
-    loaded, found = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
+    loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
     # Made first, so that a missing template is reported before the model is probed.
-    template = ChatTemplate(found, template_options)
+    template = ChatTemplate(hf_tokenizer, template_options)
     causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
     # Nobody else can change a model that was loaded here.
     watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
@@ -76,11 +76,17 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     @cache
     def identity() -> ModelFingerprint:
         check()
-        return take_fingerprint(causal, found, template, source)
+        return take_fingerprint(causal, hf_tokenizer, template, source)
 
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
     engine = LocalEngine(
-        causal, found, identity=identity, check=check, cache_bytes=cache_bytes, pass_tokens=chunk_tokens, renew=renew
+        causal,
+        hf_tokenizer,
+        identity=identity,
+        check=check,
+        cache_bytes=cache_bytes,
+        pass_tokens=chunk_tokens,
+        renew=renew,
     )
     return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)

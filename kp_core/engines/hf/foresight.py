@@ -50,8 +50,8 @@ class Foresight:
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt whose KV fits into memory beside the weights, and into the default KV budget."""
-        left = min(self.memory - (self.weight_bytes or 0), self.memory // KV_SHARE)
-        return max(0, min(self.positions, left // max(1, self.bytes_per_token)))
+        available = min(self.memory - (self.weight_bytes or 0), self.memory // KV_SHARE)
+        return max(0, min(self.positions, available // max(1, self.bytes_per_token)))
 
 
 def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
@@ -61,24 +61,28 @@ def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
     model.
     """
     device = _best_device()
-    wanted: torch.dtype = getattr(torch, dtype) if dtype else _best_dtype(device)
+    torch_dtype: torch.dtype = getattr(torch, dtype) if dtype else _best_dtype(device)
     try:
         place, file = place_of(model)
         config = AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
         kind = kind_of(config)
         with torch.device("meta"):
-            empty = AutoModelForCausalLM.from_config(config, dtype=wanted, trust_remote_code=False)
+            empty = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise unreadable(model, error) from error
     text = config.get_text_config(decoder=True)
     per_token, states = _cache_numbers(empty, config)
     is_quantised = getattr(config, "quantization_config", None) is not None
-    weights = None if is_quantised else sum(each.numel() * each.element_size() for each in set(empty.parameters()))
+    weights = (
+        None
+        if is_quantised
+        else sum(parameter.numel() * parameter.element_size() for parameter in set(empty.parameters()))
+    )
     positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 2**31 - 1
     rope = rope_parameters(text)
     if rope.get("rope_type") == "longrope":
         positions = rope.get("original_max_position_embeddings") or positions
-    name, size = str(wanted).removeprefix("torch."), wanted.itemsize
+    name, size = str(torch_dtype).removeprefix("torch."), torch_dtype.itemsize
     return Foresight(kind, name, weights, per_token * size, states, memory_bytes(device), int(positions))
 
 
@@ -113,9 +117,9 @@ def _narrow_rope(config: Any) -> Rope:  # noqa: ANN401
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, size)
         narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
-        taken = inspect.signature(narrow.forward).parameters
+        parameters = inspect.signature(narrow.forward).parameters
         shape = measured_shape(
-            narrow, kind.windows, _PROBE, "cache_params" if "cache_params" in taken else "past_key_values"
+            narrow, kind.windows, _PROBE, "cache_params" if "cache_params" in parameters else "past_key_values"
         )
         return rope_of(narrow.base_model, shape, rope_parameters(text))
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
@@ -131,18 +135,18 @@ def _cache_numbers(empty: Any, config: Any) -> tuple[int, int]:  # noqa: ANN401
     try:
         with torch.inference_mode():
             ids = torch.zeros(1, _PROBE, dtype=torch.long, device="meta")
-            takes = (
+            cache_name = (
                 "cache_params" if "cache_params" in inspect.signature(empty.forward).parameters else "past_key_values"
             )
-            empty(input_ids=ids, **{takes: cache}, use_cache=True)
+            empty(input_ids=ids, **{cache_name: cache}, use_cache=True)
     except (RuntimeError, NotImplementedError, TypeError, AttributeError, ValueError, LookupError) as error:
         # A mixture of experts chooses experts by values, which the meta device does not have.
         logger.debug("%s gives no shapes: %s", config.model_type, error)
         return _by_config(config, sum(type(layer).__name__ != "DummyLayer" for layer in cache.layers)), 0
-    kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    held = [each for each in kept if isinstance(each, Tensor) and each.dim() == _DIMENSIONS]
+    cached = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+    tensors = [tensor for tensor in cached if isinstance(tensor, Tensor) and tensor.dim() == _DIMENSIONS]
     states = sum(prod(state.shape) * state.dtype.itemsize for state in states_of(cache))
-    return sum(each.numel() // max(1, each.shape[2]) for each in held), states
+    return sum(tensor.numel() // max(1, tensor.shape[2]) for tensor in tensors), states
 
 
 def _by_config(config: Any, layers: int) -> int:  # noqa: ANN401

@@ -115,8 +115,8 @@ def _identity(
         tensors, added = _split(base)
         weights = digest_tensors(tensors)
         if state := adapter_state(base):
-            acting = json.dumps(state, sort_keys=True, default=sorted)
-            adapters = digest([acting.encode(), digest_tensors(added).encode()])
+            adapter_json = json.dumps(state, sort_keys=True, default=sorted)
+            adapters = digest([adapter_json.encode(), digest_tensors(added).encode()])
     return {
         "weights": weights,
         "adapters": adapters,
@@ -129,9 +129,9 @@ def _identity(
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """The RoPE part of a configuration file of any transformers release, in the form of transformers 5."""
     older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
-    found = older | (config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = found.pop("type", None)
-    return found if kind is None else {"rope_type": kind} | found
+    parameters = older | (config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = parameters.pop("type", None)
+    return parameters if kind is None else {"rope_type": kind} | parameters
 
 
 def _stable(value: object) -> bytes:
@@ -144,17 +144,17 @@ def _split(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]
     Own tensors have the names that they have without adapters.
     """
     inner = {"base_layer", "original_module"}  # Where peft keeps the wrapped module.
-    wrapped, found = adapter_state(model), (dict[str, Tensor](), dict[str, Tensor]())
-    seen: set[tuple[object, ...]] = set()
+    wrapped, tensors = adapter_state(model), (dict[str, Tensor](), dict[str, Tensor]())
+    memories: set[tuple[object, ...]] = set()
     for name, tensor in model.state_dict().items():
         # The memory of a quantised tensor is that of its parts.
         memory = (tensor.shape, *(part.data_ptr() for _, part in plain_parts("", tensor)))
-        if tensor.numel() and memory in seen:
+        if tensor.numel() and memory in memories:
             continue
-        seen.add(memory)
+        memories.add(memory)
         parts = name.split(".")
         heads = [index for index in range(len(parts)) if ".".join(parts[:index]) in wrapped]
         added = any(parts[index] not in inner for index in heads)
-        kept = parts if added else [part for index, part in enumerate(parts) if index not in heads]
-        found[added][".".join(kept)] = tensor
-    return found
+        own_parts = parts if added else [part for index, part in enumerate(parts) if index not in heads]
+        tensors[added][".".join(own_parts)] = tensor
+    return tensors

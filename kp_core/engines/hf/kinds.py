@@ -63,24 +63,24 @@ class CacheKind:
     @property
     def lacks(self) -> dict[str, str]:
         """Capabilities (`kp_core.engines.base.CAPABILITIES`) that this cache does not allow, each with the reason."""
-        found = {}
+        reasons = {}
         if self.is_recurrent:
             why = "some of its layers keep one recurrent state of all tokens"
-            found["compose"] = f"{why}, which cannot be moved, joined or changed in part"
-            found["steer"] = f"{why}, and no values to alter"
+            reasons["compose"] = f"{why}, which cannot be moved, joined or changed in part"
+            reasons["steer"] = f"{why}, and no values to alter"
         elif self.is_latent:
             why = "its cache holds latents of multi-head latent attention"
-            found["compose"] = f"{why}, which are moved with no rotation"
-            found["steer"] = f"{why} and rotary keys, so there are no values to alter"
+            reasons["compose"] = f"{why}, which are moved with no rotation"
+            reasons["steer"] = f"{why} and rotary keys, so there are no values to alter"
         elif any(self.windows):
-            found["compose"] = "some of its layers see a window of tokens, which moved keys would leave or enter"
+            reasons["compose"] = "some of its layers see a window of tokens, which moved keys would leave or enter"
         elif None in self.windows:
-            found["compose"] = "some of its layers read the KV of others"
+            reasons["compose"] = "some of its layers read the KV of others"
         elif self.is_biased:
-            found["compose"] = "its attention counts how far apart tokens are in the cache (ALiBi)"
+            reasons["compose"] = "its attention counts how far apart tokens are in the cache (ALiBi)"
         if self.name not in _BATCHED:
-            found["batch"] = f"one pass over several answers is not written for a cache with {self.name}"
-        return found
+            reasons["batch"] = f"one pass over several answers is not written for a cache with {self.name}"
+        return reasons
 
 
 def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
@@ -119,8 +119,8 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
                 windows.append(int(layer.sliding_window))
             case "DummyLayer" | "LinearAttentionLayer":
                 windows.append(None)
-            case other:
-                reasons[_WHY_NOT.get(other, f"it keeps {other}, which is unknown here")] = True
+            case layer_type:
+                reasons[_WHY_NOT.get(layer_type, f"it keeps {layer_type}, which is unknown here")] = True
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
@@ -150,5 +150,5 @@ def narrowed(kind: CacheKind, config: Any, tokens: int) -> Iterator[CacheKind]: 
 
 def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
     """The RoPE part of a configuration; empty if there is none."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return dict(found)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return dict(parameters)

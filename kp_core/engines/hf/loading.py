@@ -46,42 +46,45 @@ def load(
     """
     options = {name: value for name, value in loading.items() if value is not None}
     dtype = _agreed(dtype, options.pop("torch_dtype", None))
-    where = None if device is None else _device(device)
-    wanted = None if dtype is None else _dtype(dtype)
+    target_device = None if device is None else _device(device)
+    target_dtype = None if dtype is None else _dtype(dtype)
     if not isinstance(model, str | Path):
         if tokenizer is None:
             raise ModelError("Got a model object without its tokenizer; pass `tokenizer=` too.")
-        return _as_given(model, where, wanted, options), tokenizer
+        return _as_given(model, target_device, target_dtype, options), tokenizer
     _check_places(device, options.get("device_map"))
-    where = where or _best_device()
-    wanted = wanted or _best_dtype(where)
+    target_device = target_device or _best_device()
+    target_dtype = target_dtype or _best_dtype(target_device)
     place, file = place_of(model)
-    hub = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
-    hub["trust_remote_code"] = trust_remote_code
+    hub_options = {name: options.pop(name) for name in ("revision", "token") if name in options} | file
+    hub_options["trust_remote_code"] = trust_remote_code
     try:
-        if is_away(place, hub.get("revision")):
+        if is_away(place, hub_options.get("revision")):
             # Without a network, this fails only after half a minute.
             logger.warning("%s is not on this machine; looking for it on the hub.", place)
-        _check_folder(Path(place), hub)
-        config = AutoConfig.from_pretrained(place, **hub)
+        _check_folder(Path(place), hub_options)
+        config = AutoConfig.from_pretrained(place, **hub_options)
         kind_of(config)
         is_quantised = bool(file or getattr(config, "quantization_config", None))
         if not file and "quantization_config" not in options:
-            stored = config.dtype if isinstance(wanted, torch.dtype) and not is_quantised else None
-            _check_room(Path(place), stored, wanted, _places(where, options.get("device_map")))
+            stored = config.dtype if isinstance(target_dtype, torch.dtype) and not is_quantised else None
+            _check_room(Path(place), stored, target_dtype, _places(target_device, options.get("device_map")))
         if tokenizer is None:
-            tokenizer = AutoTokenizer.from_pretrained(place, **hub)
+            tokenizer = AutoTokenizer.from_pretrained(place, **hub_options)
         if is_quantised or "quantization_config" in options:
             # Quantised weights cannot be moved after loading.
-            options.setdefault("device_map", {"": where})
+            options.setdefault("device_map", {"": target_device})
         stamp = stamp_files(Path(model))
-        loaded = AutoModelForCausalLM.from_pretrained(place, dtype=wanted, **hub, **options)
+        loaded = AutoModelForCausalLM.from_pretrained(place, dtype=target_dtype, **hub_options, **options)
     except _UNREADABLE as error:
         raise unreadable(model, error) from (error if Path(model).exists() else None)
     # Read by `kp_core.engines.hf.identity`.
-    loaded.config.checkpoint_stamp, loaded.config.checkpoint_commit = stamp, commit_of(place, hub.get("revision"))
+    loaded.config.checkpoint_stamp, loaded.config.checkpoint_commit = (
+        stamp,
+        commit_of(place, hub_options.get("revision")),
+    )
     _check_present(loaded)
-    return (loaded if "device_map" in options else loaded.to(where)), tokenizer
+    return (loaded if "device_map" in options else loaded.to(target_device)), tokenizer
 
 
 def _as_given(
@@ -251,8 +254,8 @@ def _device(name: str | torch.device) -> torch.device:
         reason = "it holds no data"
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).partition("\n")[0]
-    here = ", ".join(sorted({"cpu", _best_device().type}))
-    raise ModelError(f"Got device={str(name)!r}, which cannot be used here: {reason}. This machine has: {here}.")
+    usable = ", ".join(sorted({"cpu", _best_device().type}))
+    raise ModelError(f"Got device={str(name)!r}, which cannot be used here: {reason}. This machine has: {usable}.")
 
 
 def _best_device() -> torch.device:

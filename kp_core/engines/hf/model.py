@@ -121,11 +121,11 @@ class CausalModel:
     @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a turn, from the configuration and the generation configuration."""
-        found: set[int] = set()
+        tokens: set[int] = set()
         for config in (self.config, self._text, getattr(self._model, "generation_config", None)):
             token = getattr(config, "eos_token_id", None)
-            found.update([token] if isinstance(token, int) else token or [])
-        return frozenset(found)
+            tokens.update([token] if isinstance(token, int) else token or [])
+        return frozenset(tokens)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
@@ -137,23 +137,23 @@ class CausalModel:
             self._run(self._model.base_model, ids, buffer)
             return None
         options: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
-        last: Tensor = self._run(self._model, ids, buffer, **options).logits[:, -1]
-        return last.clone()
+        last_logits: Tensor = self._run(self._model, ids, buffer, **options).logits[:, -1]
+        return last_logits.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
-        every: Tensor = self._run(self._model, ids, buffer).logits[0]
-        return every.clone()
+        logits: Tensor = self._run(self._model, ids, buffer).logits[0]
+        return logits.clone()
 
     def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
         """A forward pass of the model, or of its base, behind the tokens in `buffer`."""
         start, stop = buffer.length, buffer.length + ids.shape[1]
         cache = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
-        about: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
+        arguments: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
         if self._takes_positions:
-            about["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
-        output = model(input_ids=ids, use_cache=True, **about)
+            arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
+        output = model(input_ids=ids, use_cache=True, **arguments)
         buffer.passed(stop)
         return output
 
@@ -178,7 +178,10 @@ class CausalModel:
             return "any"
         version, cpu = torch.__version__.partition("+")[0], torch.cpu
         units = {"bf16": cpu._is_avx512_bf16_supported(), "amx": cpu._is_amx_tile_supported()}  # noqa: SLF001
-        names = (torch.backends.cpu.get_cpu_capability(), *(name for name, there in units.items() if there))
+        names = (
+            torch.backends.cpu.get_cpu_capability(),
+            *(name for name, is_supported in units.items() if is_supported),
+        )
         return f"tiles of {TILE}, torch {version}, {' '.join(names)}"
 
     @property
@@ -214,8 +217,10 @@ class CausalModel:
             buffer.truncate(_PROBE + row)
         for ids in ([[token], [token]], tokens):
             pairs = zip(ids, buffers, strict=True)
-            expected += [self.forward(torch.tensor([each], device=self.device), buffer) for each, buffer in pairs]
-        return self._agree(torch.cat(steps).float(), torch.cat([each for each in expected if each is not None]).float())
+            expected += [self.forward(torch.tensor([row_ids], device=self.device), buffer) for row_ids, buffer in pairs]
+        return self._agree(
+            torch.cat(steps).float(), torch.cat([logits for logits in expected if logits is not None]).float()
+        )
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
         """A function that decodes one token of each of these sequences in one pass."""
@@ -275,10 +280,10 @@ class CausalModel:
                 self._model.base_model, buffer, ids, positions, places, self._attention, unseen=unseen, weights=weights
             )
             return None
-        keep: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
-        output = forward_among(self._model, buffer, ids, positions, places, self._attention, goes_on=True, **keep)
-        last: Tensor = output.logits[:, -1]
-        return last.clone()
+        options: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
+        output = forward_among(self._model, buffer, ids, positions, places, self._attention, goes_on=True, **options)
+        last_logits: Tensor = output.logits[:, -1]
+        return last_logits.clone()
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
         """KV of soft tokens and `ids`; see `kp_core.engines.hf.placed`."""
@@ -302,7 +307,7 @@ class CausalModel:
     @torch.inference_mode()
     def _install_attention(self) -> None:
         """Switch to tiled attention if the model accepts it and gives the same logits with it."""
-        before = self.config._attn_implementation  # noqa: SLF001 - transformers has no public name
+        previous = self.config._attn_implementation  # noqa: SLF001 - transformers has no public name
         if not getattr(self._model, "_supports_attention_backend", False):
             return
         with self._narrowed():
@@ -310,13 +315,13 @@ class CausalModel:
             try:
                 self._model.set_attn_implementation(attention.NAME)
                 self.attends = True
-                found = self._probe_logits()
+                tiled_logits = self._probe_logits()
             except (ValueError, TypeError, RuntimeError) as error:
-                logger.info("%s keeps %s attention: %s", self.config.model_type, before, error)
-                found = None
+                logger.info("%s keeps %s attention: %s", self.config.model_type, previous, error)
+                tiled_logits = None
         # In bfloat16, the logits of Gemma 3 differ by 8 % from those in float32, and by 6 % from those of tiles.
-        if found is None or not self._agree(found, expected, rounding=0.1):
-            self._model.set_attn_implementation(before)
+        if tiled_logits is None or not self._agree(tiled_logits, expected, rounding=0.1):
+            self._model.set_attn_implementation(previous)
             self.attends = False
 
     @contextmanager
@@ -331,13 +336,13 @@ class CausalModel:
 
     def _check_states(self) -> None:
         """Refuse a model whose logits differ between one pass and passes that continue from its states."""
-        found, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
+        resumed, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
         # In bfloat16, a mixture of experts may choose another expert. A lost state changes the logits more.
-        if not self._agree(found, expected, rounding=0.2):
+        if not self._agree(resumed, expected, rounding=0.2):
             raise UnsupportedModelError(
                 f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
                 f"on from the states of its recurrent layers (after {_PROBE} tokens its logits are off by "
-                f"{float((found - expected).norm() / expected.norm()):.0%})."
+                f"{float((resumed - expected).norm() / expected.norm()):.0%})."
             )
 
     def _agree(self, found: Tensor, expected: Tensor, rounding: float = 0.05) -> bool:

@@ -78,8 +78,8 @@ class PackedLinear:
         return last[1][at]
 
     def _product(self, rows: Tensor) -> Tensor:
-        made: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")  # noqa: SLF001
-        return made
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")  # noqa: SLF001
+        return output
 
 
 def pack_weights(model: nn.Module, one_pass: Callable[[], object] | None = None) -> list[PackedLinear]:
@@ -92,16 +92,21 @@ def pack_weights(model: nn.Module, one_pass: Callable[[], object] | None = None)
     other layers are so large that splitting them takes as long as it saves. With more than 2 GiB of weights, nothing is
     packed.
     """
-    layers = [each for each in model.modules() if type(each) is nn.Linear]
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
     for layer in layers:
         vars(layer).pop("forward", None)
     # Quantised weights are of other types, whatever dtype they report.
-    layers = [each for each in layers if type(each.weight) is nn.Parameter and _is_known(each.weight)]
-    if sum(each.weight.nbytes for each in layers) > _MOST_BYTES:
+    layers = [linear for linear in layers if type(linear.weight) is nn.Parameter and _is_known(linear.weight)]
+    if sum(linear.weight.nbytes for linear in layers) > _MOST_BYTES:
         return []
     attention = {id(child) for module in model.modules() if hasattr(module, "layer_idx") for child in module.children()}
-    asked, others = ([each for each in layers if (id(each) in attention) is wanted] for wanted in (True, False))
-    return [PackedLinear(together) for together in (*_sharing_input(asked, one_pass), *([each] for each in others))]
+    attention_layers, other_layers = (
+        [linear for linear in layers if (id(linear) in attention) is is_attention] for is_attention in (True, False)
+    )
+    return [
+        PackedLinear(group)
+        for group in (*_sharing_input(attention_layers, one_pass), *([linear] for linear in other_layers))
+    ]
 
 
 def _sharing_input(layers: Sequence[nn.Linear], one_pass: Callable[[], object] | None) -> list[list[nn.Linear]]:
@@ -115,11 +120,11 @@ def _sharing_input(layers: Sequence[nn.Linear], one_pass: Callable[[], object] |
     finally:
         for hook in hooks:
             hook.remove()
-    once = Counter(id(layer) for layer, _ in calls)
+    call_counts = Counter(id(layer) for layer, _ in calls)
     groups: dict[object, list[nn.Linear]] = {}
-    for layer, given in calls:
-        kind = (id(given), layer.weight.dtype, layer.bias is None)
-        if once[id(layer)] == 1:
+    for layer, tensor in calls:
+        kind = (id(tensor), layer.weight.dtype, layer.bias is None)
+        if call_counts[id(layer)] == 1:
             groups.setdefault(kind, []).append(layer)
     grouped = {id(layer) for group in groups.values() for layer in group}
     return [*groups.values(), *([layer] for layer in layers if id(layer) not in grouped)]
@@ -135,20 +140,20 @@ def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> 
     shapes: dict[tuple[int, int], list[PackedLinear]] = {}
     for product in packed:
         shapes.setdefault((product.in_features, product.out_features), []).append(product)
-    most = 1
-    for alike in shapes.values():
+    needed = 1
+    for same_shape in shapes.values():
         for least in _LEAST_ROWS:
-            for product in alike:
+            for product in same_shape:
                 product.rows = least
-            if rows_agree(alike[-1], alike[-1].in_features, alike[-1].dtype):
-                most = max(most, least)
+            if rows_agree(same_shape[-1], same_shape[-1].in_features, same_shape[-1].dtype):
+                needed = max(needed, least)
                 break
         else:
             return None
-    known = {id(layer) for product in packed for layer in product.layers}
-    others = {(each.in_features, each.out_features): each for each in layers if id(each) not in known}
-    agree = (rows_agree(_product_of(each), each.in_features, each.weight.dtype) for each in others.values())
-    return most if all(agree) else None
+    packed_ids = {id(layer) for product in packed for layer in product.layers}
+    unpacked = {(layer.in_features, layer.out_features): layer for layer in layers if id(layer) not in packed_ids}
+    agree = (rows_agree(_product_of(layer), layer.in_features, layer.weight.dtype) for layer in unpacked.values())
+    return needed if all(agree) else None
 
 
 def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
@@ -165,15 +170,15 @@ def rows_agree(
 
     The elements differ strongly in size: when a few large ones are added to many small ones, the order changes the sum.
     """
-    chance = torch.Generator().manual_seed(0)
-    plain = torch.randn(1, rows, width, generator=chance)
-    batch = (plain * torch.exp(_SPREAD * torch.randn(plain.shape, generator=chance))).to(dtype)
-    whole = multiply(batch)
+    generator = torch.Generator().manual_seed(0)
+    plain = torch.randn(1, rows, width, generator=generator)
+    batch = (plain * torch.exp(_SPREAD * torch.randn(plain.shape, generator=generator))).to(dtype)
+    expected = multiply(batch)
     for count in _COUNTS:
         # Libraries most often have a separate kernel for a single row.
-        several = torch.randint(rows - count + 1, (max(tries // count, 2),), generator=chance).tolist()
-        for start in range(rows) if count == 1 else several:
-            if not torch.equal(multiply(batch[:, start : start + count]), whole[:, start : start + count]):
+        starts = torch.randint(rows - count + 1, (max(tries // count, 2),), generator=generator).tolist()
+        for start in range(rows) if count == 1 else starts:
+            if not torch.equal(multiply(batch[:, start : start + count]), expected[:, start : start + count]):
                 return False
     return True
 

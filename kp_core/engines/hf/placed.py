@@ -76,39 +76,39 @@ def forward_among(  # noqa: PLR0913
     output. Raises `UnsupportedRequestError` if the model's attention does not report weights.
     """
     device, dtype, output = model.device, buffer.shape.dtype, None
-    own, into = (torch.tensor(list(each), device=device) for each in (positions, places))
+    query_positions, targets = (torch.tensor(list(indices), device=device) for indices in (positions, places))
     stop = max(buffer.length, max(places) + 1)
-    stand = torch.arange(stop, device=device)
+    key_positions = torch.arange(stop, device=device)
     if held is not None:
-        stand[: len(held)] = torch.tensor(list(held), device=device)
+        key_positions[: len(held)] = torch.tensor(list(held), device=device)
     if unseen:
         hidden = torch.tensor(list(unseen), device=device)
-        stand[hidden] = torch.iinfo(stand.dtype).max
+        key_positions[hidden] = torch.iinfo(key_positions.dtype).max
         for layer in buffer.layers:  # A weight of zero times NaN would be NaN.
             layer.keys[:, :, hidden] = 0
             layer.values[:, :, hidden] = 0
-    stand[into] = own
+    key_positions[targets] = query_positions
     mask, options_of_pass = None, dict[str, Any]()
-    ascends = all(one < other for one, other in pairwise(places))
-    if weights is None and ascends and torch.equal(stand, torch.arange(stop, device=device)):
+    ascends = all(place < next_place for place, next_place in pairwise(places))
+    if weights is None and ascends and torch.equal(key_positions, torch.arange(stop, device=device)):
         options_of_pass = attention(list(places), buffer)
     # Tokens in order behind all others need no mask, which is faster, and more so for longer passes.
     elif (
         weights is not None
-        or not torch.equal(own, stand[buffer.length :])
-        or not torch.equal(stand, stand.sort().values)
+        or not torch.equal(query_positions, key_positions[buffer.length :])
+        or not torch.equal(key_positions, key_positions.sort().values)
     ):
         mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
-        mask.masked_fill_(stand[None] > own[:, None], torch.finfo(dtype).min)
+        mask.masked_fill_(key_positions[None] > query_positions[:, None], torch.finfo(dtype).min)
         options_of_pass = {} if weights is None else {"kp_weights": weights}
     with suppress(LayersDone):
         output = model(
             input_ids=torch.tensor([list(ids)], device=device),
-            position_ids=own[None],
+            position_ids=query_positions[None],
             attention_mask=mask,
             past_key_values=placed_cache_of(
                 buffer,
-                into,
+                targets,
                 stop,
                 goes_on=goes_on or weights is not None,
                 in_tiles="kp_attend" in options_of_pass,
@@ -141,8 +141,13 @@ def forward_soft(  # noqa: PLR0913
     parts = [tokens[: len(before)], next(soft), tokens[len(before) :], next(soft)]
     inputs = torch.cat(parts)
     buffer = KVBuffer(shape, len(inputs))
-    how = attention(range(len(inputs)), buffer)
-    base(inputs_embeds=inputs[None], past_key_values=cache_of(buffer, in_tiles=bool(how)), use_cache=True, **how)
+    arguments = attention(range(len(inputs)), buffer)
+    base(
+        inputs_embeds=inputs[None],
+        past_key_values=cache_of(buffer, in_tiles=bool(arguments)),
+        use_cache=True,
+        **arguments,
+    )
     return buffer.read(len(before), buffer.length)
 
 
@@ -170,19 +175,19 @@ def rope_of(
         raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
     near, far = (_alone(base, shape, at, attention) for at in (1, 1 + _APART))
     none = tuple(False for _ in near.keys)
-    found: list[bool] = []
+    rotated: list[bool] = []
     for interleaved in (False, True):
         rope = Rope(frequencies.detach().float().cpu(), none, interleaved)
-        found = []
+        rotated = []
         for key, expected in zip(near.keys, far.keys, strict=True):
             turns = _close(rope.turned(key, _APART), expected)
             if not turns and not _close(key, expected):
                 break
-            found.append(turns)
-        if len(found) == near.layers and any(found):
-            return Rope(rope.frequencies, tuple(found), interleaved)
+            rotated.append(turns)
+        if len(rotated) == near.layers and any(rotated):
+            return Rope(rope.frequencies, tuple(rotated), interleaved)
     raise UnsupportedRequestError(
-        f"The keys of this model cannot be moved: those of layer {len(found)} do not turn as its RoPE ({kind}) says. "
+        f"The keys of this model cannot be moved: those of layer {len(rotated)} do not turn as its RoPE ({kind}) says. "
         "Use composer='exact'."
     )
 
@@ -190,8 +195,8 @@ def rope_of(
 def _alone(base: Any, shape: CacheShape, position: int, attention: Attention) -> KVTensors:  # noqa: ANN401
     """KV of four random tokens, each computed alone at `position`."""
     vocabulary = base.config.get_text_config(decoder=True).vocab_size
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (4,), generator=draw).tolist()
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (4,), generator=generator).tolist()
     return KVTensors.concat(forward_at(base, shape, [token], [position], None, (), attention) for token in ids)
 
 

@@ -38,7 +38,7 @@ class Rows:
         **options: Any,  # noqa: ANN401
     ) -> None:
         self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
-        layers = [at for at, each in enumerate(sees) if not each.window]
+        layers = [at for at, layer_sees in enumerate(sees) if not layer_sees.window]
         self._groups = [_Group(buffers, rows, tiles, layers) for rows, tiles in _grouped(buffers)]
         grouped = {row for group in self._groups for row in group.rows}
         self._alone = [row for row in range(len(buffers)) if row not in grouped]
@@ -60,23 +60,23 @@ class Rows:
             kp_attend=self.attend,
             **self._options,
         )
-        last: Tensor = output.logits[:, -1]
-        return last.clone()
+        last_logits: Tensor = output.logits[:, -1]
+        return last_logits.clone()
 
     def attend(  # noqa: PLR0913
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
         """Attention of `query`, `(rows, heads, 1, head_dim)`. The buffers already hold the keys and values."""
-        found = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
+        output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
         alone = range(len(self._buffers)) if self._sees[layer].window else self._alone
         for row in alone:
-            held = self._buffers[row].layers[layer]
-            at = range(held.length - 1, held.length)
-            found[row] = attend(query[row : row + 1], held.keys, held.values, at, scale, self._sees[layer], sinks)[0]
+            kv = self._buffers[row].layers[layer]
+            at = range(kv.length - 1, kv.length)
+            output[row] = attend(query[row : row + 1], kv.keys, kv.values, at, scale, self._sees[layer], sinks)[0]
         if not self._sees[layer].window:
             for group in self._groups:
-                group.attend(layer, query, key, value, scale, sinks, found)
-        return found
+                group.attend(layer, query, key, value, scale, sinks, output)
+        return output
 
 
 @torch.inference_mode()
@@ -92,20 +92,22 @@ def run_ragged(
 
     The model receives the tokens as one sequence. In attention, each row attends over its own buffer.
     """
-    counts, device = [len(each) for each in tokens], buffers[0].layers[0].keys.device
-    last = torch.tensor(list(accumulate(counts)), device=device) - 1
-    positions = [range(each.length, each.length + count) for each, count in zip(buffers, counts, strict=True)]
+    counts, device = [len(row_tokens) for row_tokens in tokens], buffers[0].layers[0].keys.device
+    last_indices = torch.tensor(list(accumulate(counts)), device=device) - 1
+    positions = [
+        range(row_buffer.length, row_buffer.length + count) for row_buffer, count in zip(buffers, counts, strict=True)
+    ]
     for buffer, at in zip(buffers, positions, strict=True):
         buffer.blank(at.stop)
 
     def attend_each(
         layer: int, query: Tensor, _key: Tensor, _value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        found = []
-        for asked, buffer, at in zip(query.split_with_sizes(counts, 2), buffers, positions, strict=True):
-            held = buffer.layers[layer]
-            found.append(attend(asked, held.keys, held.values, at, scale, sees[layer], sinks))
-        return torch.cat(found, dim=2)
+        outputs = []
+        for row_query, buffer, at in zip(query.split_with_sizes(counts, 2), buffers, positions, strict=True):
+            kv = buffer.layers[layer]
+            outputs.append(attend(row_query, kv.keys, kv.values, at, scale, sees[layer], sinks))
+        return torch.cat(outputs, dim=2)
 
     output = model(
         input_ids=torch.tensor(list(chain(*tokens)), device=device)[None],
@@ -113,10 +115,10 @@ def run_ragged(
         past_key_values=_cache_of(buffers, counts),
         use_cache=True,
         kp_attend=attend_each,
-        **({"logits_to_keep": last} if keeps_logits else {}),
+        **({"logits_to_keep": last_indices} if keeps_logits else {}),
     )
     logits: Tensor = output.logits[0]
-    return logits.clone() if keeps_logits else logits[last]
+    return logits.clone() if keeps_logits else logits[last_indices]
 
 
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
@@ -136,8 +138,8 @@ def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
         else:
             groups.append(([row], buffer.length // TILE))
     short = [rows[0] for rows, _ in groups if len(rows) == 1 and buffers[rows[0]].length < _SHORT]
-    found = [(rows, tiles) for rows, tiles in groups if len(rows) > 1]
-    return [*found, (short, 0)] if len(short) > 1 else found
+    shared_groups = [(rows, tiles) for rows, tiles in groups if len(rows) > 1]
+    return [*shared_groups, (short, 0)] if len(short) > 1 else shared_groups
 
 
 class _Group:
@@ -158,19 +160,30 @@ class _Group:
     def begin(self) -> None:
         """Prepare a step: where its tokens are written, and the mask of each row over its own tiles."""
         ends = torch.tensor([buffer.length for buffer in self._buffers]) - len(self._tiles) * TILE
-        last = (ends // TILE).tolist()
-        needed = [(tile, row) for tile in range(max(last) + 1) for row in range(len(last)) if tile <= last[row]]
+        last_tiles = (ends // TILE).tolist()
+        needed = [
+            (tile, row)
+            for tile in range(max(last_tiles) + 1)
+            for row in range(len(last_tiles))
+            if tile <= last_tiles[row]
+        ]
         for pair in needed:
             self._at.setdefault(pair, len(self._at))
         if len(needed) > self._room:
-            self._room = len(needed) + len(last)
+            self._room = len(needed) + len(last_tiles)
             self._own = {layer: self._copied(layer) for layer in self._layers}
         self._tile_of, self._row_of = torch.tensor(list(self._at)).unbind(1)
-        self._is_full = list(self._at) == [(tile, row) for tile in range(max(last) + 1) for row in range(len(last))]
-        seen = torch.arange(TILE) + self._tile_of[:, None] * TILE <= ends[self._row_of, None]
+        self._is_full = list(self._at) == [
+            (tile, row) for tile in range(max(last_tiles) + 1) for row in range(len(last_tiles))
+        ]
+        visible = torch.arange(TILE) + self._tile_of[:, None] * TILE <= ends[self._row_of, None]
         dtype = self._buffers[0].layers[0].keys.dtype
-        self._mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)[:, None, None]
-        self._place = (torch.tensor([self._at[tile, row] for row, tile in enumerate(last)]), slice(None), ends % TILE)
+        self._mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None, None]
+        self._place = (
+            torch.tensor([self._at[tile, row] for row, tile in enumerate(last_tiles)]),
+            slice(None),
+            ends % TILE,
+        )
 
     def attend(  # noqa: PLR0913
         self,
@@ -190,15 +203,17 @@ class _Group:
         rows, kv_heads = len(query), key.shape[1]
         share = query.shape[1] // kv_heads
         grouped, _ = grouped_rows(query, kv_heads)
-        asked, mask = grouped[self._row_of], self._mask.expand(-1, -1, grouped.shape[2], -1)
-        output, weight = tile_of_each(asked, own_keys[: len(asked)], own_values[: len(asked)], mask, scale)
+        tile_queries, mask = grouped[self._row_of], self._mask.expand(-1, -1, grouped.shape[2], -1)
+        output, weight = tile_of_each(
+            tile_queries, own_keys[: len(tile_queries)], own_values[: len(tile_queries)], mask, scale
+        )
         output, weight = self._by_tile(output[:, :, :share], 0), self._by_tile(weight[:, :, :share], -torch.inf)
         outputs, weights = [output], [weight]
         if self._tiles:
             shared, weight = self._attend_shared(query, self._buffers[0].layers[layer], kv_heads, scale)
             outputs, weights = [shared, *outputs], [weight, *weights]
-        behind = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(rows, -1, -1)
-        found[self._index] = joined(outputs, weights, query.dtype, behind).reshape(rows, -1, 1, found.shape[3])
+        row_sinks = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(rows, -1, -1)
+        found[self._index] = joined(outputs, weights, query.dtype, row_sinks).reshape(rows, -1, 1, found.shape[3])
 
     def _attend_shared(
         self, query: Tensor, held: BufferLayer, kv_heads: int, scale: float | None
@@ -206,8 +221,8 @@ class _Group:
         """Results and log-sum-exps over the shared tiles, `(tiles, rows, kv_heads, share, ...)`. Keys are read once."""
         count, heads, _, dim = query.shape
         share = heads // kv_heads
-        together = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
-        grouped, _ = grouped_rows(together, kv_heads)
+        joint_queries = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
+        grouped, _ = grouped_rows(joint_queries, kv_heads)
         output, weight = over_tiles(grouped, held.keys, held.values, self._tiles, scale)
         shape = (len(self._tiles), kv_heads, count, share)
         shared = output[:, :, : count * share].reshape(*shape, -1).transpose(1, 2)
@@ -218,22 +233,22 @@ class _Group:
         rows, shape = len(self.rows), side.shape[1:]
         if self._is_full:
             return side.reshape(-1, rows, *shape)
-        every = side.new_full((int(self._tile_of.max()) + 1, rows, *shape), missing)
-        every[self._tile_of, self._row_of] = side
-        return every
+        filled = side.new_full((int(self._tile_of.max()) + 1, rows, *shape), missing)
+        filled[self._tile_of, self._row_of] = side
+        return filled
 
     def _copied(self, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of keys and values of the rows' own tiles, `(room, kv_heads, TILE, head_dim)`, with room for more."""
-        held = [buffer.layers[layer] for buffer in self._buffers]
-        made = []
-        for sides in ([each.keys for each in held], [each.values for each in held]):
-            own = sides[0].new_zeros(self._room, sides[0].shape[1], TILE, sides[0].shape[3])
+        stored = [buffer.layers[layer] for buffer in self._buffers]
+        copies = []
+        for sides in ([kv.keys for kv in stored], [kv.values for kv in stored]):
+            copied = sides[0].new_zeros(self._room, sides[0].shape[1], TILE, sides[0].shape[3])
             for (tile, row), at in self._at.items():
                 start = (len(self._tiles) + tile) * TILE
-                some = sides[row][0, :, start : min(start + TILE, self._buffers[row].length)]
-                own[at, :, : some.shape[1]] = some
-            made.append(own)
-        return made[0], made[1]
+                tokens = sides[row][0, :, start : min(start + TILE, self._buffers[row].length)]
+                copied[at, :, : tokens.shape[1]] = tokens
+            copies.append(copied)
+        return copies[0], copies[1]
 
 
 def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = ()) -> Cache:

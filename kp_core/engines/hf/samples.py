@@ -78,8 +78,10 @@ class PacketTraining:
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> PacketTraining:
         """The inverse of `to_dict`."""
-        given: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in record.items()}
-        return cls(**given)
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**settings)
 
 
 @dataclass(frozen=True)
@@ -109,20 +111,20 @@ class Samples:
         most, tokens = settings.documents[1], settings.tokens
         self._positions = session.max_positions - settings.answer
         encode, decode = session.tokenizer.encode, session.tokenizer.decode
-        found: list[tuple[str, str]] = []
+        documents: list[tuple[str, str]] = []
         for title, text in dict.fromkeys(texts):
             ids = encode(text, add_special_tokens=False)
             if len(ids) >= tokens[0]:
-                found.append((title, text.strip() if len(ids) <= tokens[1] else decode(ids[: tokens[1]]).strip()))
-        if len(found) < 2 * most:
+                documents.append((title, text.strip() if len(ids) <= tokens[1] else decode(ids[: tokens[1]]).strip()))
+        if len(documents) < 2 * most:
             raise WrapperError(
-                f"Got {len(found)} different documents of at least {tokens[0]} tokens (of {len(texts)}); expected at "
-                f"least {2 * most}, as a sample has up to {most} and as many are held out. Give more documents, or "
+                f"Got {len(documents)} different documents of at least {tokens[0]} tokens (of {len(texts)}); expected "
+                f"at least {2 * most}, as a sample has up to {most} and as many are held out. Give more documents, or "
                 "lower --documents or --tokens."
             )
-        random.Random(settings.seed).shuffle(found)  # noqa: S311 - not cryptography
-        held = max(most, min(len(found) // 10, 200))
-        self._pools = {"held": found[:held], "train": found[held:]}
+        random.Random(settings.seed).shuffle(documents)  # noqa: S311 - not cryptography
+        held_count = max(most, min(len(documents) // 10, 200))
+        self._pools = {"held": documents[:held_count], "train": documents[held_count:]}
         self._store = _Memory()
         self._pack = lru_cache(4096)(self._build)
 
@@ -150,13 +152,13 @@ class Samples:
 
     def _made(self, draw: random.Random, pool: Documents, count: int | None) -> Sample | None:
         chosen = draw.sample(pool, count or draw.randint(*self._settings.documents))
-        asked, answer = self._asked(draw, *draw.choice(chosen))
+        question, answer = self._asked(draw, *draw.choice(chosen))
         try:
             handles = [self._pack(f"{title}: {text}" if title else text) for title, text in chosen]
         except ShortTextError:
             return None
         view = replace(self._store.view("default"), recognise=False)
-        prompt = self._session.template.render("\n\n".join((*map(str, handles), asked)), view=view)
+        prompt = self._session.template.render("\n\n".join((*map(str, handles), question)), view=view)
         spans, ends = prompt.spans, self._session.template.ends(prompt)
         fits = [span.pack.token_ids == prompt.token_ids[span.start : span.stop] for span in spans]
         if (
@@ -166,13 +168,13 @@ class Samples:
         ):
             return None
         # The first document stands where its pack was compiled. Alone, or in a share of samples, it is a packet too.
-        first = 0 if len(spans) == 1 or draw.random() < _SHARE_OF_ALL else 1
+        first_packet = 0 if len(spans) == 1 or draw.random() < _SHARE_OF_ALL else 1
         prefix = spans[0].start
-        starts = [span.start for span in spans[first:]]
-        if list(ends[first:-1]) != starts[1:] or spans[0].pack.prefix.token_ids != prompt.token_ids[:prefix]:
+        starts = [span.start for span in spans[first_packet:]]
+        if list(ends[first_packet:-1]) != starts[1:] or spans[0].pack.prefix.token_ids != prompt.token_ids[:prefix]:
             return None
         ids = prompt.token_ids
-        packets = tuple(ids[start:end] for start, end in zip(starts, ends[first:], strict=True))
+        packets = tuple(ids[start:end] for start, end in zip(starts, ends[first_packet:], strict=True))
         return Sample(ids, prefix, starts[0], packets, ids[ends[-1] :], answer)
 
     def _asked(self, draw: random.Random, title: str, text: str) -> tuple[str, tuple[int, ...] | None]:
@@ -180,13 +182,13 @@ class Samples:
         sentences = re.split(r"(?<=[.!?])\s+", text)
         if len(sentences) > 1 and draw.random() < _SHARE_OF_NEXT:
             at = draw.randrange(len(sentences) - 1)
-            asked, answer = _NEXT.format(sentences[at]), " ".join(sentences[at + 1 :])
+            question, answer = _NEXT.format(sentences[at]), " ".join(sentences[at + 1 :])
         else:
-            asked, answer = draw.choice(_QUESTIONS).format(title or " ".join(text.split()[:5])), text
+            question, answer = draw.choice(_QUESTIONS).format(title or " ".join(text.split()[:5])), text
         if draw.random() < _SHARE_OF_OWN:
-            return asked, None
+            return question, None
         ids = self._session.tokenizer.encode(answer, add_special_tokens=False)
-        return asked, tuple(ids[: self._settings.answer]) or None
+        return question, tuple(ids[: self._settings.answer]) or None
 
     def _build(self, text: str) -> Handle:
         return self._store.put(self._session.build_pack(text, lazy=True))

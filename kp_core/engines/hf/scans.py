@@ -23,32 +23,39 @@ def scan_from_states(model: nn.Module) -> int:
 
     The classes stay unchanged: each mixer object runs the code of its class with another scan function.
     """
-    mixers = [each for each in model.modules() if _SCAN in getattr(_own_forward(each), "__code__", _NONE).co_names]
+    mixers = [
+        module for module in model.modules() if _SCAN in getattr(_own_forward(module), "__code__", _NONE).co_names
+    ]
     for mixer in mixers:
         vars(mixer)["forward"] = _going_on(mixer)
     return len(mixers)
 
 
 def _own_forward(module: nn.Module) -> FunctionType:
-    found: FunctionType = inspect.unwrap(type(module).forward)
-    return found
+    function: FunctionType = inspect.unwrap(type(module).forward)
+    return function
 
 
 def _going_on(mixer: Any) -> Callable[..., Tensor]:  # noqa: ANN401 - a mixer of one of several classes
-    plain, own = mixer.forward, _own_forward(mixer)
-    scan = own.__globals__[_SCAN]
+    plain, original = mixer.forward, _own_forward(mixer)
+    scan = original.__globals__[_SCAN]
 
     def forward(hidden_states: Tensor, cache_params: Any = None, **more: Any) -> Tensor:  # noqa: ANN401
         state = None if cache_params is None else cache_params.get_recurrent_state(mixer.layer_idx)
         if state is None or hidden_states.shape[1] == 1:
-            found: Tensor = plain(hidden_states, cache_params=cache_params, **more)
-            return found
+            output: Tensor = plain(hidden_states, cache_params=cache_params, **more)
+            return output
         # Zamba has heads, and scans them one after the other.
         parts = iter(state.unbind(1) if state.ndim == _HEADS else [state])
-        known = {**own.__globals__, _SCAN: lambda *given, **options: _scan(scan, next(parts), *given, **options)}
-        made = FunctionType(own.__code__, known, own.__name__, own.__defaults__, own.__closure__)
-        behind: Tensor = made(mixer, hidden_states, cache_params=cache_params, **more)
-        return behind
+        namespace = {
+            **original.__globals__,
+            _SCAN: lambda *inputs, **options: _scan(scan, next(parts), *inputs, **options),
+        }
+        patched = FunctionType(
+            original.__code__, namespace, original.__name__, original.__defaults__, original.__closure__
+        )
+        continued: Tensor = patched(mixer, hidden_states, cache_params=cache_params, **more)
+        return continued
 
     return forward
 
@@ -73,14 +80,14 @@ def _scan(  # noqa: PLR0913 - the signature of transformers
     state, plus the decayed initial state (Mamba, arXiv 2312.00752, section 3).
     """
     options = {**more, "delta_bias": delta_bias, "return_last_state": True}
-    output, last = plain(hidden_states, dt, A, B, C, D=D, z=None, **options)
+    output, last_state = plain(hidden_states, dt, A, B, C, D=D, z=None, **options)
     steps = dt.float() if delta_bias is None else dt.float() + delta_bias.float()[:, None]
     steps = (nn.functional.softplus(steps) if more.get("delta_softplus") else steps).cumsum(dim=-1)
-    total, left = output.float(), []
+    total, final_states = output.float(), []
     for at in range(A.shape[1]):
         decayed = torch.exp(A[None, :, at, None].float() * steps) * state[:, :, at, None].float()
         total = total + decayed * C[:, None, at].float()
-        left.append(decayed[..., -1])
+        final_states.append(decayed[..., -1])
     if z is not None:
         total = total * nn.functional.silu(z.float())
-    return total.to(output.dtype), last + torch.stack(left, dim=-1).to(last.dtype)
+    return total.to(output.dtype), last_state + torch.stack(final_states, dim=-1).to(last_state.dtype)

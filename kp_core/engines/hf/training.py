@@ -84,9 +84,9 @@ def train_wrapper(  # noqa: PLR0913
     model = _model_of(session)
     samples = Samples(session, documents, chosen)
     digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
-    made = {"settings": chosen.to_dict(), "documents": digest, "model": session.fingerprint.id}
+    record = {"settings": chosen.to_dict(), "documents": digest, "model": session.fingerprint.id}
     with _frozen(model):
-        return _Training(session, Distilling(model), samples, chosen, made, target).run(minutes, about, progress)
+        return _Training(session, Distilling(model), samples, chosen, record, target).run(minutes, about, progress)
 
 
 @torch.no_grad()
@@ -115,10 +115,10 @@ def wrapper_scores(  # noqa: PLR0913
         # These samples were not used to choose the best soft tokens.
         for number in range(_HELD, _HELD + questions):
             taught = distilling.teach(samples.draw("held", number, count), settings.answer)
-            pairs.append([float(distilling.divergence(taught, each)) for each in (soft, soft[:0])])
-        mine, bare = (sum(column) / questions for column in zip(*pairs, strict=True))
-        nearer = sum(one < other for one, other in pairs)
-        rows.append({"documents": count, "kl": mine, "without_soft_tokens_kl": bare, "nearer": nearer})
+            pairs.append([float(distilling.divergence(taught, embeddings)) for embeddings in (soft, soft[:0])])
+        soft_kl, bare_kl = (sum(column) / questions for column in zip(*pairs, strict=True))
+        nearer = sum(with_soft < without_soft for with_soft, without_soft in pairs)
+        rows.append({"documents": count, "kl": soft_kl, "without_soft_tokens_kl": bare_kl, "nearer": nearer})
     return rows
 
 
@@ -157,10 +157,10 @@ class _Training:
             while not is_over and not self._is_done():
                 loss = self._step(soft, adam)
                 if state.step % settings.every == 0 or state.step == settings.steps:
-                    held = self._look(state.average)
-                    if held < state.least["held_kl"]:
+                    held_kl = self._look(state.average)
+                    if held_kl < state.least["held_kl"]:
                         state.best = state.average
-                    state.looks.append({"step": state.step, "held_kl": held})
+                    state.looks.append({"step": state.step, "held_kl": held_kl})
                 bar.set_postfix(kl=f"{loss:.3f}", held=f"{state.looks[-1]['held_kl']:.4f}", refresh=False)
                 bar.update()
                 spent = time.monotonic() - began
@@ -176,8 +176,8 @@ class _Training:
 
     def _step(self, soft: Tensor, adam: torch.optim.Adam) -> float:
         state, settings = self._state, self._settings
-        done = math.cos(math.pi * state.step / settings.steps)
-        adam.param_groups[0]["lr"] = settings.rate * self._distilling.spread * (1 + done) / 2
+        cosine = math.cos(math.pi * state.step / settings.steps)
+        adam.param_groups[0]["lr"] = settings.rate * self._distilling.spread * (1 + cosine) / 2
         adam.zero_grad()
         total = 0.0
         for number in range(state.step * settings.batch, (state.step + 1) * settings.batch):
@@ -209,18 +209,18 @@ class _Training:
 
     def _resumed(self) -> _State:
         content, tensors = read_signed(self._file, _CHECKPOINT)
-        found, mine = content["made"], self._made
-        changed = [name for name in mine if name != "settings" and found[name] != mine[name]]
-        for name, value in mine["settings"].items():
-            if found["settings"].get(name) != value:
-                changed.append(f"{name} (then {found['settings'].get(name)}, now {value})")
+        checkpoint, current = content["made"], self._made
+        changed = [name for name in current if name != "settings" and checkpoint[name] != current[name]]
+        for name, value in current["settings"].items():
+            if checkpoint["settings"].get(name) != value:
+                changed.append(f"{name} (then {checkpoint['settings'].get(name)}, now {value})")
         if changed:
             raise WrapperError(
                 f"{self._file} is the checkpoint of another training: it differs in {', '.join(changed)}. Go on with "
                 "what it was begun with, delete it to begin anew, or name another --out."
             )
-        on = {name: tensor.to(self._distilling.device) for name, tensor in tensors.items()}
-        return _State(**on, step=content["step"], seconds=content["seconds"], looks=content["looks"])
+        on_device = {name: tensor.to(self._distilling.device) for name, tensor in tensors.items()}
+        return _State(**on_device, step=content["step"], seconds=content["seconds"], looks=content["looks"])
 
     def _save(self) -> None:
         state = self._state
@@ -258,11 +258,11 @@ def _model_of(session: Session) -> CausalModel:
 @contextmanager
 def _frozen(model: CausalModel) -> Iterator[None]:
     """Disable gradients of the weights during training, and restore them, as the caller may own the model."""
-    wanted = [weight for weight in model.network.parameters() if weight.requires_grad]
-    for weight in wanted:
+    trainable = [weight for weight in model.network.parameters() if weight.requires_grad]
+    for weight in trainable:
         weight.requires_grad_(False)  # noqa: FBT003
     try:
         yield
     finally:
-        for weight in wanted:
+        for weight in trainable:
             weight.requires_grad_()

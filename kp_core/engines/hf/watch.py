@@ -55,10 +55,10 @@ class ModelWatch:
 
     def check(self) -> None:
         """Raise `ModelChangedError`, naming a module or tensor, when the model has changed."""
-        now = self._state()
-        if now == self._before:
+        state = self._state()
+        if state == self._before:
             return
-        name = next(name for name, new, old in zip(self._names, now, self._before, strict=True) if new != old)
+        name = next(name for name, new, old in zip(self._names, state, self._before, strict=True) if new != old)
         raise ModelChangedError(
             f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
             "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
