@@ -325,7 +325,7 @@ def test_editing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_side_by_side(tmp_path: Path) -> None:
-    arguments = ("--other", str(Path(__file__).parents[2]), "--pairs", "2", "--packs", "64", "--behind", "24")
+    arguments = ("--other", str(Path(__file__).parents[2]), "--pairs", "2", "--packs", "64", "--behind", "64")
     figures = run(side_by_side, tmp_path, *arguments, "--answer", "4", "--tokens", "96")
     assert (figures["pairs"], len(figures["rows"])) == (2, 6)
     assert all(row["low"] is row["high"] is None for row in figures["rows"].values())
