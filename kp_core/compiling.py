@@ -64,34 +64,32 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     check_compression(compress)
     accept = accept or compress == "int8"
     facts = [fact.moved(namespace) for fact in facts]
-    made: dict[tuple[str, str], Handle] = {}
+    results: dict[tuple[str, str], Handle] = {}
     for space in dict.fromkeys(fact.namespace for fact in facts):
-        wanted: dict[str, Fact] = {}
+        units: dict[str, Fact] = {}
         for fact in facts:
             if fact.namespace == space:
-                wanted.setdefault(fact.text, fact)
+                units.setdefault(fact.text, fact)
 
-        def short(text: str, error: PromptError, wanted: dict[str, Fact] = wanted) -> None:
+        def short(text: str, error: PromptError, wanted: dict[str, Fact] = units) -> None:
             # A template that carries no packs has already logged a warning.
             level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
             logger.log(level, "The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
-        stands = partial(_is_stored, store, lazy=lazy, accept=accept)
+        is_current = partial(_is_stored, store, lazy=lazy, accept=accept)
         build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
-        is_there = (
-            set(store).__contains__ if len(wanted) > _LOOKED_AT else lambda handle: store.peek(handle) is not None
-        )
-        stored = {text: handle for text in wanted if is_there(handle := store.handle(text, space))}
-        done = _done(stored, build, store, stands, progress=progress)
-        made |= {(space, text): stored[text] for text in done}
-        missing = [text for text in wanted if text not in done]
-        held = {text: _edited(store.peek(stored[text])) for text in missing if text in stored}
-        about = [provenance_of(wanted[text], unit) | held.get(text, {}) for text in missing]
+        is_there = set(store).__contains__ if len(units) > _LOOKED_AT else lambda handle: store.peek(handle) is not None
+        stored = {text: handle for text in units if is_there(handle := store.handle(text, space))}
+        compiled = _done(stored, build, store, is_current, progress=progress)
+        results |= {(space, text): stored[text] for text in compiled}
+        missing = [text for text in units if text not in compiled]
+        history = {text: _edited(store.peek(stored[text])) for text in missing if text in stored}
+        provenances = [provenance_of(units[text], unit) | history.get(text, {}) for text in missing]
         if progress and len(missing) >= _MANY:
             _say_cost(compile_cost(missing, engine, lazy=lazy, compress=compress))
-        for pack in build(missing, lazy=lazy, compress=compress, provenance=about, progress=progress):
-            made[space, pack.text] = store.put(pack)
-    return [made.get((fact.namespace, fact.text)) for fact in facts]
+        for pack in build(missing, lazy=lazy, compress=compress, provenance=provenances, progress=progress):
+            results[space, pack.text] = store.put(pack)
+    return [results.get((fact.namespace, fact.text)) for fact in facts]
 
 
 @dataclass(frozen=True)
@@ -119,10 +117,10 @@ def compile_cost(
     timed = [pack.text for pack in counted[:: max(1, len(counted) // _TIMED)]]
     list(engine.build_packs(timed[:1], lazy=lazy, progress=False))
     began = time.perf_counter()
-    made = list(engine.build_packs(timed, lazy=lazy, compress=compress, progress=False))
+    packs = list(engine.build_packs(timed, lazy=lazy, compress=compress, progress=False))
     seconds = (time.perf_counter() - began) * sum(map(len, texts)) / max(1, sum(map(len, timed)))
-    stored = sum(encode_pack(pack).nbytes - encode_pack(pack.without_kv()).nbytes for pack in made)
-    kv = stored / max(1, sum(len(pack.token_ids) for pack in made))
+    stored = sum(encode_pack(pack).nbytes - encode_pack(pack.without_kv()).nbytes for pack in packs)
+    kv = stored / max(1, sum(len(pack.token_ids) for pack in packs))
     return CompileCost(len(texts), tokens, round(nbytes + kv * tokens), seconds)
 
 
@@ -138,8 +136,8 @@ def _say_cost(cost: CompileCost) -> None:
 def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
     """Return the provenance of a unit's pack; `Delivery.gc` uses it to find packs made of facts."""
     facts = str(fact.metadata.get("facts", "")) if unit != "fact" else ""
-    about = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
-    return {name: said for name, said in about.items() if said}
+    fields = {"title": fact.title, "source": fact.source, "unit": unit, "facts": facts}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _done(
@@ -165,12 +163,12 @@ def _done(
 
     if len(stored) > _LOOKED_AT and all(map(is_done, list(stored)[:: len(stored) // _SAMPLE])):
         return set(stored)
-    done = set(filter(is_done, stored))
-    for plan in build([text for text in stored if text not in done], lazy=True, progress=progress):
+    compiled = set(filter(is_done, stored))
+    for plan in build([text for text in stored if text not in compiled], lazy=True, progress=progress):
         pack = store.peek(stored[plan.text], plan.key)
         if pack and pack.token_ids == plan.token_ids and stands(pack, plan):
-            done.add(plan.text)
-    return done
+            compiled.add(plan.text)
+    return compiled
 
 
 def _edited(pack: KnowledgePack | None) -> dict[str, str]:
@@ -188,14 +186,14 @@ def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: 
 
 def refuse_unreadable(facts: Iterable[Fact], engine: Session, compiled_for: CompiledFor) -> None:
     """See `Delivery.refuse_unreadable`; computes nothing. Meant for texts from strangers and models."""
-    most = engine.max_positions // 2
+    limit = engine.max_positions // 2
     for fact in facts:
         for pack in engine.build_packs(
             [fact.text], compiled_for=compiled_for, lazy=True, progress=False, on_short=lambda *_: None
         ):
-            if (count := len(pack.token_ids)) > most:
+            if (count := len(pack.token_ids)) > limit:
                 raise PackError(
-                    f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {most:,}, "
+                    f"Got a text of {count:,} tokens (it begins {fact.text[:40]!r}); expected at most {limit:,}, "
                     "half of what the model reads. Cut it into several."
                 )
 
@@ -215,5 +213,9 @@ def open_facts(
         raise FactError("Got a fact store together with an embedder or a path; a store brings its own.")
     if facts is not None:
         return facts
-    made = None if embedder is None else as_embedder(embedder)
-    return MemoryFactStore(made or SentenceTransformerEmbedder()) if path is None else ChromaFactStore(path, made)
+    converted = None if embedder is None else as_embedder(embedder)
+    return (
+        MemoryFactStore(converted or SentenceTransformerEmbedder())
+        if path is None
+        else ChromaFactStore(path, converted)
+    )

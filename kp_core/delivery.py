@@ -79,9 +79,9 @@ class Delivery:
         precompile: Precompile = "use",
     ) -> None:
         words = {"unit": (unit, Unit), "kv": (kv, KV), "precompile": (precompile, Precompile)}
-        for name, (given, kind) in (words | {"compress": (compress, Compression)}).items():
-            if given not in get_args(kind):
-                raise FactError(f"Got {name}={given!r}; expected one of {', '.join(get_args(kind))}.")
+        for name, (value, kind) in (words | {"compress": (compress, Compression)}).items():
+            if value not in get_args(kind):
+                raise FactError(f"Got {name}={value!r}; expected one of {', '.join(get_args(kind))}.")
         self._units, self.engine, self.store = Units(facts, unit), engine, store
         self.unit, self.kv, self.compiled_for, self.precompile = unit, kv, compiled_for, precompile
         self.namespace = None if namespace is None else check_namespace(namespace)
@@ -108,10 +108,10 @@ class Delivery:
         self._compiler  # noqa: B018 - missed before anything is stored
         facts = [fact.moved(self.namespace) for fact in facts]
         texts = {(fact.namespace, fact.id): fact.text for fact in facts} if overwrite else {}
-        held = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
-        old = [fact for fact in held if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
+        stored = self.facts.facts(ids=[fact_id for _, fact_id in texts], namespace=self.namespace) if texts else ()
+        outdated = [fact for fact in stored if texts.get((fact.namespace, fact.id), fact.text) != fact.text]
         report = self.facts.add(facts, overwrite=overwrite, vectors=vectors)
-        self._discard(old)
+        self._discard(outdated)
         facts = [fact for fact in facts if fact.id not in report.superseded]
         units = facts if self.unit == "fact" else self._units.of(self._held(facts))
         logger.info("Compiling %d packs of %d facts.", len(units), len(facts))
@@ -121,10 +121,10 @@ class Delivery:
     def update(self, fact: Fact) -> Fact:
         """Replace the fact with the same id by `fact`; deletes its old pack and compiles the new one."""
         fact = fact.moved(self.namespace)
-        old = self.facts.get(fact.id, namespace=fact.namespace)
+        stored = self.facts.get(fact.id, namespace=fact.namespace)
         fact = self.facts.update(fact)
-        if old.text != fact.text:
-            self._discard([old])
+        if stored.text != fact.text:
+            self._discard([stored])
         self.compile([fact] if self.unit == "fact" else self._units.of([fact]), progress=False)
         return fact
 
@@ -142,12 +142,12 @@ class Delivery:
                 raise FactError(f"Got how={how!r} for packs of whole {self.unit}s; these take how='rebuild'.")
             return self.update(replace(fact, text=replaced(fact.text, old, new)))
         self.compile([fact], progress=False)
-        where = self.compiled_for
-        plan = self._compiler.build_pack(fact.text, namespace=fact.namespace, compiled_for=where, lazy=True)
+        compiled_for = self.compiled_for
+        plan = self._compiler.build_pack(fact.text, namespace=fact.namespace, compiled_for=compiled_for, lazy=True)
         pack = self.store.get(self.store.handle(fact.text, fact.namespace), plan.key)
-        made = edit(pack, old, new, self._compiler, how=how, compiled_for=where)
-        fact = self.facts.update(replace(fact, text=made.text))
-        self.store.put(made)
+        edited = edit(pack, old, new, self._compiler, how=how, compiled_for=compiled_for)
+        fact = self.facts.update(replace(fact, text=edited.text))
+        self.store.put(edited)
         return fact
 
     def delete(
@@ -161,23 +161,23 @@ class Delivery:
             raise FactError("Got nothing to delete by; expected ids, where or source.")
         tests = [test for test in (where, source and {"kp:source": source}) if test]
         match: Filter | None = {"$and": tests} if tests else None
-        asked = None if ids is None else list(ids)
-        gone = list(self.facts.facts(ids=asked, where=match, namespace=self.namespace))
-        for space in dict.fromkeys(fact.namespace for fact in gone):
-            self.facts.delete([fact.id for fact in gone if fact.namespace == space], namespace=space)
-        self._discard(gone)
-        return gone
+        fact_ids = None if ids is None else list(ids)
+        deleted = list(self.facts.facts(ids=fact_ids, where=match, namespace=self.namespace))
+        for space in dict.fromkeys(fact.namespace for fact in deleted):
+            self.facts.delete([fact.id for fact in deleted if fact.namespace == space], namespace=space)
+        self._discard(deleted)
+        return deleted
 
     def orphans(self) -> list[Handle]:
         """Return the packs, in the namespaces of this object, whose facts no longer exist."""
-        seen = [handle for handle in self.store if self.namespace in (None, handle.namespace)]
-        made = [(h, pack) for h in seen if (pack := self.store.peek(h)) and "unit" in pack.provenance]
-        kinds = {str(pack.provenance["unit"]) for _, pack in made}
+        handles = [handle for handle in self.store if self.namespace in (None, handle.namespace)]
+        compiled = [(h, pack) for h in handles if (pack := self.store.peek(h)) and "unit" in pack.provenance]
+        kinds = {str(pack.provenance["unit"]) for _, pack in compiled}
         live = set[Handle]()
         for kind in kinds & set(get_args(Unit)):
             units = Units(self.facts, kind).of(self.facts.facts(namespace=self.namespace))  # type: ignore[arg-type]
             live |= {self.store.handle(unit.text, unit.namespace) for unit in units}
-        return [handle for handle, _ in made if handle not in live]
+        return [handle for handle, _ in compiled if handle not in live]
 
     def gc(self) -> list[Handle]:
         """Delete the packs that `orphans` returns."""
@@ -202,22 +202,22 @@ class Delivery:
         Ignores facts with a cosine below `score_threshold`.
         """
         namespace = self.namespace if namespace is None else check_namespace(namespace)
-        least = -math.inf if score_threshold is None else score_threshold
+        threshold = -math.inf if score_threshold is None else score_threshold
         # Use all hits that a reranker saw, because the best fact of a unit may be anywhere in it.
-        asked = max(hits_wanted(k, rerank), k if self.unit == "fact" else _GROWTH * k)
+        count = max(hits_wanted(k, rerank), k if self.unit == "fact" else _GROWTH * k)
         while True:
-            best: dict[object, Hit] = {}
-            hits = self.facts.search(question, asked, probes=probes, where=where, namespace=namespace, rerank=rerank)
-            kept = [hit for hit in hits if hit.score >= least]
-            for key, hit in zip(self._units.keys([hit.fact for hit in kept]), kept, strict=True):
-                best.setdefault(key, hit)
+            by_unit: dict[object, Hit] = {}
+            hits = self.facts.search(question, count, probes=probes, where=where, namespace=namespace, rerank=rerank)
+            passing = [hit for hit in hits if hit.score >= threshold]
+            for key, hit in zip(self._units.keys([hit.fact for hit in passing]), passing, strict=True):
+                by_unit.setdefault(key, hit)
             # Hits come in order of similarity: behind one below the threshold there is none above it.
-            if len(best) >= k or len(kept) < asked:
+            if len(by_unit) >= k or len(passing) < count:
                 break
-            asked *= _GROWTH
+            count *= _GROWTH
         if not hits and where is None:
             logger.warning("There is no fact of the namespace %r.", namespace)
-        return self.deliver(list(best.values())[:k])
+        return self.deliver(list(by_unit.values())[:k])
 
     def deliver(self, hits: Sequence[Hit]) -> list[Found]:
         """Turn hits, of this or any other search, into units with the handles of their packs, in the same order."""
@@ -276,10 +276,10 @@ class Delivery:
     def _discard(self, gone: Sequence[Fact]) -> None:
         """Delete the packs of deleted facts: their own, and those of units that contained them."""
         digests = [fact.digest for fact in gone]
-        held = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
-        kept = {(fact.namespace, fact.text) for fact in held}  # Another fact may have the same text.
+        remaining = self.facts.facts(where={"kp:digest": {"$in": digests}}, namespace=self.namespace) if gone else ()
+        texts = {(fact.namespace, fact.text) for fact in remaining}  # Another fact may have the same text.
         for fact in gone:
-            if (fact.namespace, fact.text) not in kept:
+            if (fact.namespace, fact.text) not in texts:
                 self.forget(self.store.handle(fact.text, fact.namespace))
         if self.unit == "fact" or not gone:
             return
@@ -293,5 +293,5 @@ class Delivery:
     def _held(self, facts: Sequence[Fact]) -> list[Fact]:
         """Return those of `facts` that are stored; another fact's text may be stored under another id."""
         ids = list(dict.fromkeys(fact.id for fact in facts))
-        held = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
-        return [fact for fact in facts if (fact.namespace, fact.id) in held]
+        stored = {(fact.namespace, fact.id) for fact in self.facts.facts(ids=ids)}
+        return [fact for fact in facts if (fact.namespace, fact.id) in stored]

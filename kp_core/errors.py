@@ -161,15 +161,15 @@ class FingerprintMismatchError(PackError):
     ) -> None:
         self.differences, self.same_model = dict(differences), same_model
         lines = "; ".join(
-            f"{name}: {kind} has {mine}, model has {model}" for name, (mine, model) in differences.items()
+            f"{name}: {kind} has {stored}, model has {model}" for name, (stored, model) in differences.items()
         )
-        made = "was made by this model with other numerics" if same_model else "was not made by this model"
+        cause = "was made by this model with other numerics" if same_model else "was not made by this model"
         accept = 'use it as an approximation with `mismatch="accept"`, or ' if same_model else ""
         advice = advice or (
             f"Its KV is not used. To go on, {accept}have it computed anew from its text with "
             '`mismatch="rebuild"`, or build the pack again with `engine.build_pack(pack.text, ...)`.'
         )
-        super().__init__(f"{what} {made} ({lines}). {advice}")
+        super().__init__(f"{what} {cause} ({lines}). {advice}")
 
 
 class PackNotFoundError(PackError, LookupError):

@@ -130,8 +130,8 @@ class KVTensors:
             and self.dtype == other.dtype
             and len(self.states) == len(other.states)
             and all(
-                mine.dtype == theirs.dtype and torch.equal(mine, theirs)
-                for mine, theirs in zip(self._all, other._all, strict=True)
+                left.dtype == right.dtype and torch.equal(left, right)
+                for left, right in zip(self._all, other._all, strict=True)
             )
         )
 

@@ -59,10 +59,10 @@ class Sampling:
                 "a finite number > 0",
             ),
             "seed": (self.seed is None or _is_whole(self.seed, -(2**63), 2**64 - 1), "None or an integer of 64 bits"),
-            "stop": (all(each and isinstance(each, str) for each in self.stop), "strings that are not empty"),
+            "stop": (all(text and isinstance(text, str) for text in self.stop), "strings that are not empty"),
         }
-        for name, (holds, expected) in checks.items():
-            if not holds:
+        for name, (is_valid, expected) in checks.items():
+            if not is_valid:
                 raise SamplingError(f"Got {name}={getattr(self, name)!r}; expected {expected}.")
 
 
@@ -142,7 +142,7 @@ class Plan:
 
     def until(self, stop: int) -> Plan:
         """Return the plan that only prefills the first `stop` tokens of the prompt."""
-        regions = tuple(replace(each, stop=min(each.stop, stop)) for each in self.regions if each.start < stop)
+        regions = tuple(replace(region, stop=min(region.stop, stop)) for region in self.regions if region.start < stop)
         prompt = self.prompt.until(stop)
         return replace(self, prompt=prompt, regions=regions, token_budget=0, grammar=None, limit=Limit())
 
@@ -176,41 +176,41 @@ def plan_regions(
     With `steered` regions, all packs are computed. In and behind a steered region, KV follows changed KV; the KV before
     it comes from a plan without steering (`Plan.below`).
     """
-    made = steered or [
+    planned = steered or [
         Region(span.start, span.stop, "composed" if composer else "pack", (span,), composer)
         for span in prompt.spans
         if (composer := (composed or {}).get(span)) or span in packs
     ]
     regions: list[Region] = []
-    done = 0
-    for region in [*made, Region(len(prompt), len(prompt), "computed")]:
-        if done < region.start:
-            regions.append(Region(done, region.start, "computed"))
+    end = 0
+    for region in [*planned, Region(len(prompt), len(prompt), "computed")]:
+        if end < region.start:
+            regions.append(Region(end, region.start, "computed"))
         if len(region):
             regions.append(region)
-        done = region.stop
+        end = region.stop
     return _composed(regions, prompt)
 
 
 def _composed(regions: Sequence[Region], prompt: Prompt) -> tuple[Region, ...]:
     """Join neighbouring regions of one composer, with the few tokens between, because it fills them together."""
-    made: list[Region] = []
+    joined: list[Region] = []
     for region in regions:
-        new = region
+        current = region
         if region.composer is not None:
             spans = region.spans
-            gap = made[-1] if made and made[-1].source == "computed" and len(made[-1]) <= _GAP_TOKENS else None
-            before = made[-1 if gap is None else -2] if len(made) > (gap is not None) else None
+            gap = joined[-1] if joined and joined[-1].source == "computed" and len(joined[-1]) <= _GAP_TOKENS else None
+            before = joined[-1 if gap is None else -2] if len(joined) > (gap is not None) else None
             first = region
             if before is not None and before.composer == region.composer:
                 first, spans = before, (*before.spans, *spans)
-                del made[-1 if gap is None else -2 :]
+                del joined[-1 if gap is None else -2 :]
             elif gap is not None and before is not None and before.source == "pack":
-                first = made.pop()  # Text between a pack and this region joins the region.
+                first = joined.pop()  # Text between a pack and this region joins the region.
             ids = prompt.token_ids[first.start : region.stop]
-            new = replace(region, start=first.start, spans=spans, token_ids=ids)
-        made.append(new)
-    return tuple(made)
+            current = replace(region, start=first.start, spans=spans, token_ids=ids)
+        joined.append(current)
+    return tuple(joined)
 
 
 def plan_steered(
@@ -233,15 +233,15 @@ def plan_steered(
     if scope not in (None, *get_args(Scope)):
         raise SteeringError(f"Got the scope {scope!r}; expected one of {', '.join(get_args(Scope))}, or None.")
     parts = _parts(prompt, steering, scope, len(prompt) - 1 if answering else len(prompt))
-    for part in parts:
-        if part.steering and part.steering.keys and len(part) > 1:
+    for region in parts:
+        if region.steering and region.steering.keys and len(region) > 1:
             raise SteeringError(
-                f"Got key deltas for {len(part)} positions. RoPE rotates keys by their positions, so one "
+                f"Got key deltas for {len(region)} positions. RoPE rotates keys by their positions, so one "
                 "delta fits one position: use scope='last_token', or `steering.scaled(c_k=0)`."
             )
     groups: dict[int, list[Region]] = {}
-    for part in parts:
-        groups.setdefault(bisect.bisect_right(prompt.breaks, part.start), []).append(part)
+    for region in parts:
+        groups.setdefault(bisect.bisect_right(prompt.breaks, region.start), []).append(region)
     return tuple(Region(group[0].start, group[-1].stop, "steered", parts=tuple(group)) for group in groups.values())
 
 
@@ -252,23 +252,23 @@ def _parts(prompt: Prompt, steering: Steering | None, scope: Scope | None, end: 
         raise SteeringError(
             "Got scope='pack' for a prompt without packs. Leave the scope out to steer the system head."
         )
-    own = []
+    steered = []
     for span in prompt.spans:
         total = _total(span.pack.steering, steering if scope == "pack" else None)
         if total is not None and not total.is_zero and span.start < end:
-            own.append(Region(span.start, min(span.stop, end), "steered", steering=total))
+            steered.append(Region(span.start, min(span.stop, end), "steered", steering=total))
     if steering is None or scope == "pack":
-        return own
-    wanted = Region(*_range(prompt, scope, end), "steered", steering=steering)
-    if wanted.start < 0 or wanted.stop <= wanted.start:
+        return steered
+    target = Region(*_range(prompt, scope, end), "steered", steering=steering)
+    if target.start < 0 or target.stop <= target.start:
         raise SteeringError(f"The prompt of {len(prompt)} tokens has nothing to steer for scope={scope!r}.")
-    for part in own:
-        if part.start < wanted.stop and wanted.start < part.stop:
+    for part in steered:
+        if part.start < target.stop and target.start < part.stop:
             raise SteeringError(
                 f"Got scope={scope!r} over the tokens {part.start}:{part.stop} of a pack that is steered itself. Use "
                 "scope='pack', which adds up, or the plain pack."
             )
-    return sorted((wanted, *own), key=lambda part: part.start)
+    return sorted((target, *steered), key=lambda part: part.start)
 
 
 def _heads(prompt: Prompt) -> bool:

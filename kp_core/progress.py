@@ -19,10 +19,10 @@ class _Lines:
     _last = ""
 
     def write(self, text: str) -> None:
-        said = text.strip("\r\n ")
-        if said and said != self._last:
-            sys.stderr.write(f"{said}\n")
-        self._last = said or self._last
+        line = text.strip("\r\n ")
+        if line and line != self._last:
+            sys.stderr.write(f"{line}\n")
+        self._last = line or self._last
 
     def flush(self) -> None:
         sys.stderr.flush()
@@ -36,7 +36,7 @@ def bar_of(  # noqa: PLR0913 - what a bar says
     `done` of the `total` are already finished.
     """
     wide = sys.stderr.isatty() or "ipykernel" in sys.modules
-    every = 0.1 if wide else _LINE_EVERY_S
+    interval = 0.1 if wide else _LINE_EVERY_S
     return tqdm(
         items,
         desc=name,
@@ -45,8 +45,8 @@ def bar_of(  # noqa: PLR0913 - what a bar says
         unit=unit,
         unit_scale=unit == "B",
         file=None if wide else _Lines(),
-        delay=1 if wide else every,
-        mininterval=every,
+        delay=1 if wide else interval,
+        mininterval=interval,
         miniters=None if wide else 1,
         ncols=None if wide else 100,
         ascii=not wide,

@@ -80,9 +80,9 @@ class Rope:
         width = 2 * len(self.frequencies)
         if keys.shape[-1] < width:
             raise KVShapeError(f"Got keys of {keys.shape[-1]} dimensions; expected at least the {width} rotary ones.")
-        one, other = slice(0, width // 2), slice(width // 2, width)
+        first_half, second_half = slice(0, width // 2), slice(width // 2, width)
         if self.interleaved:
-            one, other = slice(0, width, 2), slice(1, width, 2)
+            first_half, second_half = slice(0, width, 2), slice(1, width, 2)
         if keys.requires_grad:
             # Gradients need their own memory.
             plain, turned = keys.float(), keys.float().clone()
@@ -94,6 +94,6 @@ class Rope:
             plain.copy_(keys)
             turned[..., width:] = plain[..., width:]
             torch.mul(plain[..., :width], turn[0], out=turned[..., :width])
-        for mine, theirs in ((one, other), (other, one)):
-            turned[..., mine].addcmul_(plain[..., theirs], turn[1][mine])
+        for half, partner in ((first_half, second_half), (second_half, first_half)):
+            turned[..., half].addcmul_(plain[..., partner], turn[1][half])
         return turned

@@ -155,9 +155,9 @@ class ModelSettings(EngineSettings, _Options):
     def _checked(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
         """Return the fields in `given`, except those in `ignored`."""
         aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
-        known = {*cls.model_fields, *(name for names in aliases for name in names)}
-        named = checked_options(given, cls.__name__, (*known, *ignored))
-        return {name: value for name, value in named.items() if name not in ignored}
+        accepted = {*cls.model_fields, *(name for names in aliases for name in names)}
+        options = checked_options(given, cls.__name__, (*accepted, *ignored))
+        return {name: value for name, value in options.items() if name not in ignored}
 
     @field_validator("namespaces", mode="before")
     @classmethod
@@ -198,10 +198,10 @@ class ModelSettings(EngineSettings, _Options):
 
     def _asked(self, options: Mapping[str, Any], *also: str) -> dict[str, Any]:
         """Merge the settings with the `options` of one call; `also` are options of this model only."""
-        asked = checked_options(options, type(self).__name__, (*CALL_OPTIONS, *also))
-        if "tool_choice" in asked:
-            asked["tool_choice"] = core_choice(asked["tool_choice"])
-        return {"view": self._view(), **self._set(), **asked}
+        call_options = checked_options(options, type(self).__name__, (*CALL_OPTIONS, *also))
+        if "tool_choice" in call_options:
+            call_options["tool_choice"] = core_choice(call_options["tool_choice"])
+        return {"view": self._view(), **self._set(), **call_options}
 
 
 def core_role(name: str) -> str:
@@ -218,8 +218,8 @@ def core_choice(choice: object) -> str:
         return "any" if choice else "none"
     if isinstance(choice, Mapping):
         function = choice.get("function", choice)
-        named = function.get("name", choice.get("type")) if isinstance(function, Mapping) else None
-        if named in (None, "function"):
+        tool_name = function.get("name", choice.get("type")) if isinstance(function, Mapping) else None
+        if tool_name in (None, "function"):
             raise ToolError(f"Got tool_choice={choice!r}; expected 'auto', 'any', 'none' or the name of a tool.")
-        choice = named
+        choice = tool_name
     return "auto" if choice is None else str(choice)

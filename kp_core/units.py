@@ -41,10 +41,10 @@ class Units:
     def of(self, facts: Iterable[Fact]) -> list[Fact]:
         """Return the units of these facts, each once."""
         facts = list(facts)
-        first: dict[object, Fact] = {}
+        by_key: dict[object, Fact] = {}
         for key, fact in zip(self.keys(facts), facts, strict=True):
-            first.setdefault(key, fact)
-        return [self.around(fact) for fact in first.values()]
+            by_key.setdefault(key, fact)
+        return [self.around(fact) for fact in by_key.values()]
 
     def around(self, fact: Fact) -> Fact:
         """Return the unit of `fact`; its metadata lists the ids of its members."""
@@ -56,11 +56,11 @@ class Units:
             members, source = self.facts.bank_facts(title), ""
         else:
             members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
-        titles = {other.title for other in members}
+        titles = {member.title for member in members}
         return Fact(
-            "\n".join(other.text for other in members),
+            "\n".join(member.text for member in members),
             title=title or (titles.pop() if len(titles) == 1 else ""),
             source=source,
-            metadata={"facts": " ".join(other.id for other in members)},
+            metadata={"facts": " ".join(member.id for member in members)},
             namespace=fact.namespace,
         )

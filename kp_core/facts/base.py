@@ -88,8 +88,8 @@ class Fact:
 
     def __reduce__(self) -> tuple[type[Fact], tuple[object, ...]]:
         # A mapping proxy cannot be pickled, and facts are sent between processes.
-        about = (self.text, self.title, self.source, dict(self.metadata), self.id, self.namespace)
-        return Fact, (*about, self.expires, self.version)
+        fields = (self.text, self.title, self.source, dict(self.metadata), self.id, self.namespace)
+        return Fact, (*fields, self.expires, self.version)
 
 
 def content_id(text: str, namespace: str = _DEFAULT_NAMESPACE) -> str:
@@ -248,9 +248,9 @@ def _check_value(name: str, value: object, depth: int = 0) -> None:
     if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
         return
     if isinstance(value, Mapping | list | tuple) and depth < _DEEPEST:
-        for key, each in value.items() if isinstance(value, Mapping) else zip(itertools.repeat(name), value):
+        for key, item in value.items() if isinstance(value, Mapping) else zip(itertools.repeat(name), value):
             _check_text(f"a key in {name}", key)
-            _check_value(name, each, depth + 1)
+            _check_value(name, item, depth + 1)
         return
     if not isinstance(value, str):
         raise FactError(f"Got {value!r} as {name} of a fact; expected what JSON can say: text, finite numbers, lists.")

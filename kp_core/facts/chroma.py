@@ -92,13 +92,13 @@ class ChromaFactStore(BaseFactStore):
                 check_index(self.path, self._lock)
             with _told(self.where):
                 self._client = client or open_client(path, timeout_s=timeout_s, **server)
-                held = self._listed()
-            made = next(map(_about, held.values()), {})
-            name, self._is_sized = made.get("embedder", _BUNDLED), bank_size is not None
-            own = SentenceTransformerEmbedder(None if name == _BUNDLED else name)
+                collections = self._listed()
+            marker = next(map(_about, collections.values()), {})
+            name, self._is_sized = marker.get("embedder", _BUNDLED), bank_size is not None
+            fallback = SentenceTransformerEmbedder(None if name == _BUNDLED else name)
             super().__init__(
-                own if embedder is None else as_embedder(embedder),
-                bank_size=made.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
+                fallback if embedder is None else as_embedder(embedder),
+                bank_size=marker.get("bank_size", BANK_SIZE) if bank_size is None else bank_size,
                 near_duplicate=near_duplicate,
             )
             self._spaces(None)
@@ -142,14 +142,14 @@ class ChromaFactStore(BaseFactStore):
                 raise FactError(f"There is no Chroma database in {path}.")
             with _told(where):
                 client = client or open_client(path, migrations="validate", **server)
-                names = [each.name for each in client.list_collections()]
+                names = [listed.name for listed in client.list_collections()]
                 if collection is None and len(names) == 1:
                     [collection] = names
                 if collection not in names:
-                    which = (
+                    problem = (
                         "Name a collection of" if collection is None else f"There is no collection {collection!r} in"
                     )
-                    raise FactError(f"{which} {where}; there are {names}.")
+                    raise FactError(f"{problem} {where}; there are {names}.")
                 collection = client.get_collection(collection)
         store = cls.__new__(cls)  # Skip `__init__`, which would create, lock and check files.
         store._read(collection, embedder, check_namespace(namespace), where)  # noqa: SLF001 - one of ours
@@ -161,10 +161,10 @@ class ChromaFactStore(BaseFactStore):
         self.read_only = True
         with _told(self.where):
             settings = collection.configuration_json or {}
-        spaces = [each.get("space") for each in settings.values() if isinstance(each, Mapping)]
-        self._space = next((each for each in spaces if each in {"cosine", "l2", "ip"}), "l2")
-        own = _own_embedder(collection, settings) or SentenceTransformerEmbedder()
-        super().__init__(own if embedder is None else as_embedder(embedder))
+        metrics = [section.get("space") for section in settings.values() if isinstance(section, Mapping)]
+        self._space = next((metric for metric in metrics if metric in {"cosine", "l2", "ip"}), "l2")
+        fallback = _own_embedder(collection, settings) or SentenceTransformerEmbedder()
+        super().__init__(fallback if embedder is None else as_embedder(embedder))
         self._opened, self._centroids = {namespace: collection}, {}
         self._check_embedder(collection)
 
@@ -205,11 +205,11 @@ class ChromaFactStore(BaseFactStore):
         if self.path is None:
             raise FactError(f"{self.where} is no folder; vacuum it where it runs, with `chroma vacuum --path FOLDER`.")
         with self._writing, _told(self.where):
-            for own in self._own_collections():
-                if own.count() and not _is_replaced(own):
-                    own.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
+            for collection in self._own_collections():
+                if collection.count() and not _is_replaced(collection):
+                    collection.modify(configuration={"hnsw": {"sync_threshold": 2, "batch_size": 2}})
                 else:
-                    self._client.delete_collection(own.name)
+                    self._client.delete_collection(collection.name)
             self._client.close()
             try:
                 run_vacuum(self.path)
@@ -217,8 +217,8 @@ class ChromaFactStore(BaseFactStore):
                 self._client = open_client(self.path)
                 self._opened, self._centroids = {}, {}
                 self._spaces(None)
-                for own in self._own_collections():
-                    own.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
+                for collection in self._own_collections():
+                    collection.modify(configuration={"hnsw": {"sync_threshold": 1000, "batch_size": 100}})
 
     def _mend(self, path: Path) -> None:
         """Repair indexes that a killed process was writing."""
@@ -230,29 +230,31 @@ class ChromaFactStore(BaseFactStore):
 
     def _listed(self) -> dict[str, Any]:
         """Return our fact collections, by namespace."""
-        return {name: each for each in self._client.list_collections() if (name := _namespace_of(each))}
+        return {
+            name: collection for collection in self._client.list_collections() if (name := _namespace_of(collection))
+        }
 
     def _own_collections(self) -> list[Any]:
         """Return all collections with our marker; other collections in the database are not ours."""
-        ours = [each.name for each in self._client.list_collections() if "kind" in _about(each)]
-        return [self._client.get_collection(name, embedding_function=None) for name in ours]
+        names = [collection.name for collection in self._client.list_collections() if "kind" in _about(collection)]
+        return [self._client.get_collection(name, embedding_function=None) for name in names]
 
     def _spaces(self, namespace: str | None) -> list[str]:
         self._check_open()
         if namespace not in self._opened and self.collection is None:
             # Another store, or another process on the server, may have added some.
             with _told(self.where):
-                for name, each in self._listed().items():
+                for name, collection in self._listed().items():
                     if name not in self._opened:
-                        self._opened[name] = self._checked_collection(each)
+                        self._opened[name] = self._checked_collection(collection)
         return [space for space in sorted(self._opened) if namespace in (None, space)]
 
     def _open(self, namespace: str) -> None:
         if not self._spaces(namespace):
-            about = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
-            about["bank_size"] = self.bank_size
-            made = self._own_collection(f"kp-{namespace}-{FACTS}", about, _HNSW)
-            self._opened[namespace] = self._checked_collection(made)
+            marker = {"kind": FACTS, "schema": SCHEMA, "namespace": namespace, "embedder": self.embedder.name}
+            marker["bank_size"] = self.bank_size
+            collection = self._own_collection(f"kp-{namespace}-{FACTS}", marker, _HNSW)
+            self._opened[namespace] = self._checked_collection(collection)
 
     def _count(self, space: str) -> int:
         return int(self._call(self._opened[space], "count"))
@@ -271,30 +273,33 @@ class ChromaFactStore(BaseFactStore):
         unique = None if ids is None else list(dict.fromkeys(ids))  # Chroma refuses repeated ids.
         for at in itertools.count(0, _PAGE) if unique is None else range(0, len(unique), _PAGE):
             page = {"limit": _PAGE, "offset": at, "where": test} if unique is None else {"ids": unique[at : at + _PAGE]}
-            found = self._call(self._opened[space], "get", include=include, **page)
-            held = found["embeddings"] if vectors else [_NO_VECTOR] * len(found["ids"])
-            parts = zip(found["ids"], found["documents"], found["metadatas"], held, strict=True)
-            for fact_id, text, about, vector in parts:
+            answer = self._call(self._opened[space], "get", include=include, **page)
+            embeddings = answer["embeddings"] if vectors else [_NO_VECTOR] * len(answer["ids"])
+            records = zip(answer["ids"], answer["documents"], answer["metadatas"], embeddings, strict=True)
+            for fact_id, text, metadata, vector in records:
                 if text and text.strip():
-                    fact = self._fact(fact_id, text, about, space)
-                    yield Row(fact, np.asarray(vector, np.float32), (about or {}).get(_BANK))
-            if unique is None and len(found["ids"]) < _PAGE:
+                    fact = self._fact(fact_id, text, metadata, space)
+                    yield Row(fact, np.asarray(vector, np.float32), (metadata or {}).get(_BANK))
+            if unique is None and len(answer["ids"]) < _PAGE:
                 return
 
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
-        test, asked = predicate(where or {}), count
-        which = {
+        test, limit = predicate(where or {}), count
+        arguments = {
             "query_embeddings": vectors,
             "where": pushed_down(where),
             "include": ["documents", "metadatas", "distances"],
         }
         while True:
-            found = self._call(self._opened[space], "query", n_results=asked, **which)
-            parts = zip(found["ids"], found["documents"], found["metadatas"], found["distances"], strict=True)
-            hits = [[hit for hit in self._hits(space, *part) if alive(hit.fact) and test(hit.fact)] for part in parts]
-            if all(len(each) >= count for each in hits) or all(len(ids) < asked for ids in found["ids"]):
-                return [each[:count] for each in hits]
-            asked *= _GROWTH
+            answer = self._call(self._opened[space], "query", n_results=limit, **arguments)
+            results = zip(answer["ids"], answer["documents"], answer["metadatas"], answer["distances"], strict=True)
+            hits = [
+                [hit for hit in self._hits(space, *columns) if alive(hit.fact) and test(hit.fact)]
+                for columns in results
+            ]
+            if all(len(nearest) >= count for nearest in hits) or all(len(ids) < limit for ids in answer["ids"]):
+                return [nearest[:count] for nearest in hits]
+            limit *= _GROWTH
 
     def _hits(
         self, space: str, ids: list[str], texts: list[str], about: list[Any], distances: list[float]
@@ -305,19 +310,21 @@ class ChromaFactStore(BaseFactStore):
                 yield Hit(self._fact(fact_id, text, metadata, space), 1 - distance / scale)
 
     def _fact(self, fact_id: str, text: str, metadata: Mapping[str, Any] | None, space: str) -> Fact:
-        made = from_record if self.collection is None else from_others_record
-        return made(fact_id, text, metadata, space)
+        convert = from_record if self.collection is None else from_others_record
+        return convert(fact_id, text, metadata, space)
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         collection, ids = self._opened[space], [fact.id for fact in facts]
-        held = self._call(collection, "get", ids=ids, include=["metadatas"])
+        stored = self._call(collection, "get", ids=ids, include=["metadatas"])
         # Chroma merges metadata, so removed fields must be set to `None`.
-        old = {i: dict.fromkeys(about or {}) for i, about in zip(held["ids"], held["metadatas"], strict=True)}
-        about = [old.get(fact.id, {}) | to_record(fact) for fact in facts]
+        cleared = {
+            i: dict.fromkeys(metadata or {}) for i, metadata in zip(stored["ids"], stored["metadatas"], strict=True)
+        }
+        metadatas = [cleared.get(fact.id, {}) | to_record(fact) for fact in facts]
         if banks is not None:
-            about = [record | {_BANK: number} for record, number in zip(about, banks, strict=True)]
+            metadatas = [record | {_BANK: number} for record, number in zip(metadatas, banks, strict=True)]
         texts = [fact.text for fact in facts]
-        self._call(collection, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=about)
+        self._call(collection, "upsert", ids=ids, embeddings=vectors, documents=texts, metadatas=metadatas)
 
     def _remove(self, space: str, ids: Sequence[str]) -> None:
         for at in range(0, len(ids), _PAGE):
@@ -332,10 +339,10 @@ class ChromaFactStore(BaseFactStore):
         banks = self._bank_count(space)
         if banks is None:
             return [[] for _ in vectors]
-        which = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
-        found = self._call(self._bank_collection(space), "query", **which)
-        parts = zip(found["ids"], found["distances"], strict=True)
-        return [[(int(i), 1 - distance) for i, distance in zip(*part, strict=True)] for part in parts]
+        arguments = {"query_embeddings": vectors, "n_results": min(count, banks), "include": ["distances"]}
+        answer = self._call(self._bank_collection(space), "query", **arguments)
+        results = zip(answer["ids"], answer["distances"], strict=True)
+        return [[(int(i), 1 - distance) for i, distance in zip(*columns, strict=True)] for columns in results]
 
     def _set_banks(self, space: str, numbers: Mapping[str, int], centroids: Vectors) -> None:
         self._count_banks(space, 0)
@@ -344,14 +351,14 @@ class ChromaFactStore(BaseFactStore):
         ids, banks = list(numbers), self._bank_collection(space)
         for at in range(0, len(ids), _PAGE):
             page = ids[at : at + _PAGE]
-            about = [{_BANK: numbers[fact_id]} for fact_id in page]
-            self._call(self._opened[space], "update", ids=page, metadatas=about)
+            metadatas = [{_BANK: numbers[fact_id]} for fact_id in page]
+            self._call(self._opened[space], "update", ids=page, metadatas=metadatas)
         for at in range(0, len(centroids), _PAGE):
             rows = centroids[at : at + _PAGE]
             self._call(banks, "upsert", ids=[str(at + row) for row in range(len(rows))], embeddings=rows)
-        held = self._call(banks, "get", include=[])["ids"]
-        if others := [number for number in held if int(number) >= len(centroids)]:
-            self._call(banks, "delete", ids=others)
+        stored = self._call(banks, "get", include=[])["ids"]
+        if surplus := [number for number in stored if int(number) >= len(centroids)]:
+            self._call(banks, "delete", ids=surplus)
         self._count_banks(space, len(centroids))
 
     def _with_banks(self, spaces: list[str]) -> list[str]:
@@ -367,15 +374,19 @@ class ChromaFactStore(BaseFactStore):
 
     def _bank_collection(self, space: str) -> Any:  # noqa: ANN401
         if space not in self._centroids:
-            about = {"kind": "banks", "namespace": space}
-            self._centroids[space] = self._own_collection(f"kp-{space}-banks", about, {"space": "cosine"})
+            marker = {"kind": "banks", "namespace": space}
+            self._centroids[space] = self._own_collection(f"kp-{space}-banks", marker, {"space": "cosine"})
         return self._centroids[space]
 
     def _metadata(self, space: str) -> dict[str, Any]:
-        held = self._opened[space]
+        collection = self._opened[space]
         with _told(self.where):
-            now = held if self._client is None else self._client.get_collection(held.name, embedding_function=None)
-        return dict(now.metadata or {})
+            current = (
+                collection
+                if self._client is None
+                else self._client.get_collection(collection.name, embedding_function=None)
+            )
+        return dict(current.metadata or {})
 
     def _call(self, collection: Any, name: str, **arguments: Any) -> Any:  # noqa: ANN401
         """Call a method of a collection; raises `FactError` if it fails."""
@@ -388,12 +399,12 @@ class ChromaFactStore(BaseFactStore):
         Raises `FactError` for a collection that is not ours.
         """
         with _told(self.where):
-            held = {each.name: each.metadata or {} for each in self._client.list_collections()}
-            if name not in held:
+            existing = {collection.name: collection.metadata or {} for collection in self._client.list_collections()}
+            if name not in existing:
                 metadata = {OURS + key: value for key, value in about.items()}
-                made = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
-                return self._client.get_or_create_collection(name, **made)
-            if OURS + "kind" not in held[name]:
+                settings = {"metadata": metadata, "configuration": {"hnsw": hnsw}, "embedding_function": None}
+                return self._client.get_or_create_collection(name, **settings)
+            if OURS + "kind" not in existing[name]:
                 raise FactError(
                     f"{self.where}: the collection {name!r} is not ours (it lacks our marker), and stays as it is. Use "
                     "another namespace or database, or read it with `ChromaFactStore.from_collection`."
@@ -401,40 +412,42 @@ class ChromaFactStore(BaseFactStore):
             return self._client.get_collection(name, embedding_function=None)
 
     def _checked_collection(self, collection: Any) -> Any:  # noqa: ANN401
-        about = _about(collection)
-        if about["schema"] != SCHEMA:
+        marker = _about(collection)
+        if marker["schema"] != SCHEMA:
             raise FactError(
-                f"{self.where}: {collection.name} has schema {about['schema']}; this release knows {SCHEMA}."
+                f"{self.where}: {collection.name} has schema {marker['schema']}; this release knows {SCHEMA}."
             )
-        if about["embedder"] != self.embedder.name:
-            one = collection.get(limit=1, include=["embeddings"])["embeddings"]
-            held = f"{len(one[0])} dimensions" if len(one) else "no vectors yet"
+        if marker["embedder"] != self.embedder.name:
+            sample = collection.get(limit=1, include=["embeddings"])["embeddings"]
+            dimensions = f"{len(sample[0])} dimensions" if len(sample) else "no vectors yet"
             raise FactError(
-                f"{self.where} was built with the embedder {about['embedder']!r} ({held}), got {self.embedder.name!r} "
-                f"({self.embedder.dimensions} dimensions); their vectors cannot be compared. Open it with the former, "
-                "or build another store."
+                f"{self.where} was built with the embedder {marker['embedder']!r} ({dimensions}), got "
+                f"{self.embedder.name!r} ({self.embedder.dimensions} dimensions); their vectors cannot be compared. "
+                "Open it with the former, or build another store."
             )
-        own = self._client.get_collection(collection.name, embedding_function=None)
-        if self._is_sized and not self.read_only and about.get("bank_size") != self.bank_size:
-            own.modify(metadata={**own.metadata, "kp:bank_size": self.bank_size})
-        return own
+        unembedded = self._client.get_collection(collection.name, embedding_function=None)
+        if self._is_sized and not self.read_only and marker.get("bank_size") != self.bank_size:
+            unembedded.modify(metadata={**unembedded.metadata, "kp:bank_size": self.bank_size})
+        return unembedded
 
     def _check_embedder(self, collection: Any) -> None:  # noqa: ANN401
-        some = self._call(collection, "get", limit=_SAMPLE, include=["documents", "embeddings"])
+        sample = self._call(collection, "get", limit=_SAMPLE, include=["documents", "embeddings"])
         pairs = [
-            pair for pair in zip(some["documents"], some["embeddings"], strict=True) if pair[0] and pair[0].strip()
+            pair for pair in zip(sample["documents"], sample["embeddings"], strict=True) if pair[0] and pair[0].strip()
         ]
         if not pairs:
             return
-        held, made = np.stack([vector for _, vector in pairs]), self.embedder.embed([text for text, _ in pairs])
-        about = f"vectors of {held.shape[1]} dimensions; the embedder {self.embedder.name!r} makes"
-        if made.shape != held.shape:
-            raise FactError(f"{self.where} holds {about} {made.shape[1]}. Give the embedder that it was made with.")
-        cosine = float(np.median((normalised(held) * made).sum(axis=1)))
+        stored, computed = np.stack([vector for _, vector in pairs]), self.embedder.embed([text for text, _ in pairs])
+        description = f"vectors of {stored.shape[1]} dimensions; the embedder {self.embedder.name!r} makes"
+        if computed.shape != stored.shape:
+            raise FactError(
+                f"{self.where} holds {description} {computed.shape[1]}. Give the embedder that it was made with."
+            )
+        cosine = float(np.median((normalised(stored) * computed).sum(axis=1)))
         if cosine < _SAME:
             raise FactError(
-                f"{self.where} holds {about} others (cosine {cosine:.2f} on the same texts). Give the embedder that it "
-                "was made with."
+                f"{self.where} holds {description} others (cosine {cosine:.2f} on the same texts). Give the embedder "
+                "that it was made with."
             )
 
     def _check_open(self) -> None:
@@ -472,30 +485,30 @@ def _told(where: str) -> Iterator[None]:
 
 
 def _about(collection: Any) -> dict[str, Any]:  # noqa: ANN401
-    held = (collection.metadata or {}).items()
-    return {key.removeprefix("kp:"): value for key, value in held if key.startswith("kp:")}
+    items = (collection.metadata or {}).items()
+    return {key.removeprefix("kp:"): value for key, value in items if key.startswith("kp:")}
 
 
 def _namespace_of(collection: Any) -> str | None:  # noqa: ANN401
-    about = _about(collection)
-    ours = about.get("kind") == FACTS and collection.name == f"kp-{about.get('namespace')}-{FACTS}"
-    return str(about["namespace"]) if ours else None
+    marker = _about(collection)
+    is_ours = marker.get("kind") == FACTS and collection.name == f"kp-{marker.get('namespace')}-{FACTS}"
+    return str(marker["namespace"]) if is_ours else None
 
 
 def _is_replaced(collection: Any) -> bool:  # noqa: ANN401
     """Whether these are banks of an earlier release, in a form that is no longer used."""
-    about = _about(collection)
-    return bool(about["kind"] == "banks" and collection.name != f"kp-{about.get('namespace')}-banks")
+    marker = _about(collection)
+    return bool(marker["kind"] == "banks" and collection.name != f"kp-{marker.get('namespace')}-banks")
 
 
 def _own_embedder(collection: Any, settings: Mapping[str, Any]) -> OtherEmbedder | None:  # noqa: ANN401
     """Return the embedding function that the collection was made with."""
-    told_of = settings.get("embedding_function") or {}
+    description = settings.get("embedding_function") or {}
     function = getattr(collection, "_embedding_function", None)
     # A collection without a function gets Chroma's default one, which did not make its vectors.
-    if function is None or told_of.get("type") != "known":
+    if function is None or description.get("type") != "known":
         return None
-    name = str(told_of.get("name"))
+    name = str(description.get("name"))
 
     def asked(embed: Any, texts: Any) -> Any:  # noqa: ANN401 - Chroma's
         try:

@@ -116,13 +116,13 @@ def run_vacuum(path: Path) -> None:
     Chroma cuts its change log only up to what its index contains, so every index is written first. While reading the
     log, Chroma writes leftover memory into unused space of new index files, so that space is overwritten last.
     """
-    beside = Path(sys.executable).with_name("chroma")
-    tool = str(beside) if beside.is_file() else shutil.which("chroma") or "chroma"
+    script = Path(sys.executable).with_name("chroma")
+    tool = str(script) if script.is_file() else shutil.which("chroma") or "chroma"
     flush = [sys.executable, "-c", _FLUSH, str(path)]
     for command in (flush, [tool, "vacuum", "--path", str(path), "--force"]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
-        if done.returncode:
-            raise FactError(f"`{command[0]} ... {path}` failed: {(done.stderr or done.stdout).strip()}")
+        result = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own words
+        if result.returncode:
+            raise FactError(f"`{command[0]} ... {path}` failed: {(result.stderr or result.stdout).strip()}")
     blank_room(path)
 
 

@@ -50,8 +50,8 @@ class Embedder(Protocol):
 
 def normalised(vectors: ArrayLike) -> NDArray[np.float32]:
     """Scale one vector or many to length 1."""
-    made = np.asarray(vectors, np.float32)
-    return np.asarray(made / np.maximum(np.linalg.norm(made, axis=-1, keepdims=True), 1e-12), np.float32)
+    array = np.asarray(vectors, np.float32)
+    return np.asarray(array / np.maximum(np.linalg.norm(array, axis=-1, keepdims=True), 1e-12), np.float32)
 
 
 def checked_vectors(vectors: NDArray[np.float32], shape: tuple[int, int], embedder: Embedder) -> NDArray[np.float32]:

@@ -51,7 +51,7 @@ def predicate(where: Filter, depth: int = 0) -> Predicate:
         raise FactError(f"Got a filter nested more than {_DEEPEST} levels deep; expected one that is not.")
     if not isinstance(where, Mapping):
         raise FactError(f'Got the filter {where!r}; expected a dictionary, e.g. {{"source": "a.md"}}.')
-    tests = [_part(name, wanted, depth + 1) for name, wanted in where.items()]
+    tests = [_part(name, condition, depth + 1) for name, condition in where.items()]
     return lambda fact: all(test(fact) for test in tests)
 
 
@@ -62,9 +62,9 @@ def _part(name: object, wanted: object, depth: int) -> Predicate:
     if name in {"$and", "$or"}:
         if isinstance(wanted, str) or not isinstance(wanted, Sequence) or not wanted:
             raise FactError(f"Got {wanted!r} under {name}; expected a list of filters.")
-        parts = [predicate(part, depth) for part in wanted]
+        predicates = [predicate(inner, depth) for inner in wanted]
         together = all if name == "$and" else any
-        return lambda fact: together(part(fact) for part in parts)
+        return lambda fact: together(matches(fact) for matches in predicates)
     if not isinstance(name, str) or name.startswith("$"):
         raise FactError(f"Got {name!r} in a filter; expected the name of a field, $and, $or or $not.")
     test = _tests(name, wanted if isinstance(wanted, Mapping) else {"$eq": wanted})
@@ -72,17 +72,17 @@ def _part(name: object, wanted: object, depth: int) -> Predicate:
 
 
 def _field(fact: Fact, name: str) -> Value | None:
-    own = name.removeprefix("kp:")
-    if own in _OWN_FIELDS and (own != name or name not in fact.metadata):
-        found: Value | None = getattr(fact, own)
-        return found
+    field = name.removeprefix("kp:")
+    if field in _OWN_FIELDS and (field != name or name not in fact.metadata):
+        value: Value | None = getattr(fact, field)
+        return value
     return fact.metadata.get(name)
 
 
 def _tests(name: str, conditions: object) -> _Test:
     if not isinstance(conditions, Mapping) or not conditions:
         raise FactError(f"Got no condition on {name!r}; expected e.g. {{{name!r}: {{'$gt': 3}}}}.")
-    tests = [_test(name, how, value) for how, value in conditions.items()]
+    tests = [_test(name, op, value) for op, value in conditions.items()]
     return lambda held: all(test(held) for test in tests)
 
 
@@ -94,7 +94,7 @@ def _test(name: str, how: object, wanted: object) -> _Test:  # noqa: PLR0911 - o
         if isinstance(wanted, str) or not isinstance(wanted, Sequence | set | frozenset):
             raise FactError(f"Got {wanted!r} under {how} of {name!r}; expected a list of values.")
         # True == 1 in Python, but a boolean is not a number here.
-        values = {(isinstance(each, bool), _value(name, each)) for each in wanted}
+        values = {(isinstance(item, bool), _value(name, item)) for item in wanted}
         return lambda held: (
             (isinstance(held, str | int | float) and (isinstance(held, bool), held) in values) is (how == "$in")
         )
@@ -131,12 +131,12 @@ def _number(held: Value | None) -> Value | None:
 
 def _contains(held: Value | None, value: Value) -> bool:
     if isinstance(held, list | tuple):
-        return any(_equal(each, value) for each in held)
+        return any(_equal(item, value) for item in held)
     if not isinstance(held, str):
         return False
     if held.startswith("["):
         with suppress(ValueError, RecursionError):
-            return any(_equal(each, value) for each in json.loads(held))
+            return any(_equal(item, value) for item in json.loads(held))
     return isinstance(value, str) and value in held
 
 
@@ -146,5 +146,5 @@ def _equal(held: Value | None, value: Value) -> bool:
 
 
 def _comparable(held: Value | None, value: Value) -> bool:
-    numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (held, value))
+    numbers = all(isinstance(side, int | float) and not isinstance(side, bool) for side in (held, value))
     return numbers or (isinstance(held, str) and isinstance(value, str))

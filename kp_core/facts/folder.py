@@ -25,23 +25,23 @@ def is_fact_store(path: Path) -> bool:
 def prepared(path: Path, *, read_only: bool, wait: float) -> FileLock | None:
     """Lock our folder, creating it if it is empty; returns `None` for a reader."""
     if not is_fact_store(path):
-        others = (
-            sorted(each.name for each in path.iterdir() if not each.name.startswith("kp.")) if path.is_dir() else []
+        names = (
+            sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("kp.")) if path.is_dir() else []
         )
-        others = [name for name in others if name != "packs" and not name.endswith(".tmp")]
-        if "facts.jsonl" in others:
+        names = [name for name in names if name != "packs" and not name.endswith(".tmp")]
+        if "facts.jsonl" in names:
             raise FactError(
                 f"{path} holds facts of version 0.1, which kept them in files of its own. Build them again from their "
                 f"sources into another folder, or from it: `kp build NEW {path / 'facts.jsonl'}`."
             )
-        if "chroma.sqlite3" in others:
+        if "chroma.sqlite3" in names:
             raise FactError(
                 f"{path} holds a Chroma database that we did not make; it stays as it is. Read it with "
                 "`ChromaFactStore.from_collection(name, path=...)`, or give another folder."
             )
-        if others:
+        if names:
             raise FactError(
-                f"{path} holds other things ({', '.join(others[:3])}), and stays as it is. Give a new folder."
+                f"{path} holds other things ({', '.join(names[:3])}), and stays as it is. Give a new folder."
             )
         if read_only:
             raise FactError(f"Got {path} to read; there are no facts in it. Add some there first.")

@@ -116,12 +116,12 @@ def _is_sound(index: Path) -> bool:
         if not count:
             return bool(highest < 0)  # Space for the first elements, still empty.
         lengths, links, ids = ((index / name).read_bytes() for name in _OTHERS)
-        found = (index / "data_level0.bin").stat().st_size
+        file_size = (index / "data_level0.bin").stat().st_size
     except (OSError, struct.error):
         return False
     fits = count <= room and entry < count and 4 + 4 * lowest <= vector < label == size - 8
     # There may be unused space behind the elements. A pickle ends with a full stop.
-    is_whole = count * size <= found and found * 4 == len(lengths) * size and ids.endswith(b".")
+    is_whole = count * size <= file_size and file_size * 4 == len(lengths) * size and ids.endswith(b".")
     if not fits or not is_whole:
         return False
     elements = np.memmap(index / "data_level0.bin", np.uint8, mode="r", shape=(count, size))
@@ -138,11 +138,11 @@ def _is_sound(index: Path) -> bool:
 
 def _elements_are_sound(rows: NDArray[np.uint8], count: int, lowest: int, vector: int, label: int) -> bool:
     """Whether links point to existing elements and all vectors have length 1."""
-    of_each, others = rows[:, :2].copy().view(np.uint16), rows[:, 4 : 4 + 4 * lowest].copy().view(np.uint32)
+    link_counts, neighbours = rows[:, :2].copy().view(np.uint16), rows[:, 4 : 4 + 4 * lowest].copy().view(np.uint32)
     vectors = rows[:, vector:label].copy().view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
         lengths_squared = (vectors * vectors).sum(axis=1)
-    is_linked = (of_each <= lowest).all() and (others[np.arange(lowest) < of_each] < count).all()
+    is_linked = (link_counts <= lowest).all() and (neighbours[np.arange(lowest) < link_counts] < count).all()
     return bool(is_linked and np.allclose(lengths_squared, 1, atol=2e-3))
 
 
@@ -150,16 +150,16 @@ def _levels_are_sound(links: bytes, count: int, highest: int, size: int) -> bool
     """Whether the links of every element on upper levels are complete and valid."""
     at = 0
     for _ in range(count):
-        held = int.from_bytes(links[at : at + 4], "little")
+        length = int.from_bytes(links[at : at + 4], "little")
         at += 4
-        if not held:
+        if not length:
             continue
-        if at + held > len(links) or held % size or held > size * max(highest, 0):
+        if at + length > len(links) or length % size or length > size * max(highest, 0):
             return False
-        of_each = np.frombuffer(links[at : at + held], np.uint32).reshape(-1, size // 4)
+        of_each = np.frombuffer(links[at : at + length], np.uint32).reshape(-1, size // 4)
         counts = of_each[:, :1] & 0xFFFF
         linked = np.arange(1, size // 4) <= counts
         if (counts >= size // 4).any() or (of_each[:, 1:][linked] >= count).any():
             return False
-        at += held
+        at += length
     return at == len(links)

@@ -41,9 +41,9 @@ class MemoryFactStore(BaseFactStore):
         where: Filter | None = None,
         vectors: bool = False,  # noqa: ARG002 - they are at hand
     ) -> Iterator[Row]:
-        asked, test = None if ids is None else set(ids), predicate(where or {})
+        id_set, test = None if ids is None else set(ids), predicate(where or {})
         for row in list(self._held[space].values()):
-            if (asked is None or row.fact.id in asked) and bank in (None, row.bank) and test(row.fact):
+            if (id_set is None or row.fact.id in id_set) and bank in (None, row.bank) and test(row.fact):
                 yield row
 
     def _nearest(self, space: str, vectors: Vectors, count: int, where: Filter | None = None) -> list[list[Hit]]:
@@ -51,7 +51,7 @@ class MemoryFactStore(BaseFactStore):
         if not rows:
             return [[] for _ in vectors]
         near = _ranked(vectors, np.stack([row.vector for row in rows]), count)
-        return [[Hit(rows[at].fact, cosine) for at, cosine in best] for best in near]
+        return [[Hit(rows[at].fact, cosine) for at, cosine in ranking] for ranking in near]
 
     def _put(self, space: str, facts: Sequence[Fact], vectors: Vectors, banks: Sequence[int] | None = None) -> None:
         numbers: Sequence[int | None] = [None] * len(facts) if banks is None else banks
@@ -59,8 +59,8 @@ class MemoryFactStore(BaseFactStore):
         self._held[space] = self._held[space] | {fact.id: Row(fact, vector, bank) for fact, vector, bank in rows}
 
     def _remove(self, space: str, ids: Sequence[str]) -> None:
-        gone = set(ids)
-        self._held[space] = {fact_id: row for fact_id, row in self._held[space].items() if fact_id not in gone}
+        removed = set(ids)
+        self._held[space] = {fact_id: row for fact_id, row in self._held[space].items() if fact_id not in removed}
 
     def _bank_count(self, space: str) -> int | None:
         return len(self._centroids[space]) if space in self._centroids else None
@@ -79,4 +79,4 @@ def _ranked(vectors: Vectors, others: Vectors, count: int) -> list[list[tuple[in
     """For each of `vectors`, return the rows of the `count` nearest `others` with their cosines, nearest first."""
     cosines = vectors @ others.T
     order = np.argsort(-cosines, axis=1, kind="stable")[:, :count]
-    return [[(int(at), float(each[at])) for at in best] for each, best in zip(cosines, order, strict=True)]
+    return [[(int(at), float(row[at])) for at in indices] for row, indices in zip(cosines, order, strict=True)]

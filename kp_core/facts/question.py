@@ -49,21 +49,21 @@ class QuestionEncoder:
         heads = (
             self._linear(x, f"{name}.self.{part}").reshape(len(x), _HEADS, -1) for part in ("query", "key", "value")
         )
-        query, key, value = (part.transpose(1, 0, 2) for part in heads)
+        query, key, value = (head.transpose(1, 0, 2) for head in heads)
         scores = query @ key.transpose(0, 2, 1) / np.float32(math.sqrt(query.shape[-1]))
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         mixed = shares / shares.sum(axis=-1, keepdims=True) @ value
         return self._linear(mixed.transpose(1, 0, 2).reshape(x.shape), f"{name}.output.dense")
 
     def _linear(self, x: Array, name: str) -> Array:
-        made: Array = x @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
-        return made
+        output: Array = x @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
+        return output
 
     def _normed(self, x: Array, name: str) -> Array:
         centred = x - x.mean(axis=-1, keepdims=True)
         scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + np.float32(_EPSILON))
-        made: Array = scaled * self._weights[f"{name}.LayerNorm.weight"] + self._weights[f"{name}.LayerNorm.bias"]
-        return made
+        output: Array = scaled * self._weights[f"{name}.LayerNorm.weight"] + self._weights[f"{name}.LayerNorm.bias"]
+        return output
 
 
 def _gelu(x: Array) -> Array:
@@ -71,5 +71,5 @@ def _gelu(x: Array) -> Array:
     z = np.abs(x) / np.float32(math.sqrt(2))
     t = 1 / (1 + np.float32(0.3275911) * z)
     series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
-    made: Array = (x * (0.5 + 0.5 * np.sign(x) * (1 - series * np.exp(-z * z)))).astype(np.float32)
-    return made
+    output: Array = (x * (0.5 + 0.5 * np.sign(x) * (1 - series * np.exp(-z * z)))).astype(np.float32)
+    return output

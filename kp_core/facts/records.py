@@ -25,7 +25,7 @@ def to_record(fact: Fact) -> dict[str, Any]:
     Values that Chroma cannot store, such as `None`, nested lists or large integers, go into `kp:more` as JSON.
     """
     more = {name: value for name, value in fact.metadata.items() if not _holds(name, value)}
-    ours = {
+    fields = {
         "title": fact.title or None,
         "source": fact.source or None,
         "expires": fact.expires,
@@ -34,47 +34,49 @@ def to_record(fact: Fact) -> dict[str, Any]:
         "more": json.dumps(more, ensure_ascii=False, default=dict) if more else None,
         "has_more": bool(more) or None,
     }
-    own = {name: value for name, value in fact.metadata.items() if name not in more}
-    return own | {OURS + name: value for name, value in ours.items() if value is not None}
+    plain = {name: value for name, value in fact.metadata.items() if name not in more}
+    return plain | {OURS + name: value for name, value in fields.items() if value is not None}
 
 
 def from_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
     """Return the fact of a record."""
-    held = dict(metadata or {})
-    ours = {name.removeprefix(OURS): held.pop(name) for name in list(held) if name.startswith(OURS)}
-    more = json.loads(ours.get("more", "{}"))
-    kept = {name: ours[name] for name in ("title", "source", "expires", "version") if name in ours}
-    return Fact(text, metadata=held | more, id=fact_id, namespace=namespace, **kept)
+    extra = dict(metadata or {})
+    own_fields = {name.removeprefix(OURS): extra.pop(name) for name in list(extra) if name.startswith(OURS)}
+    more = json.loads(own_fields.get("more", "{}"))
+    arguments = {name: own_fields[name] for name in ("title", "source", "expires", "version") if name in own_fields}
+    return Fact(text, metadata=extra | more, id=fact_id, namespace=namespace, **arguments)
 
 
 def from_others_record(fact_id: str, text: str, metadata: Mapping[str, Any] | None, namespace: str) -> Fact:
     """Return the fact of a foreign record; `title` and `source` are the metadata of these names."""
-    about = {name: value for name, value in (metadata or {}).items() if name and name != "_node_content"}
-    title, source = (str(about.get(name) or "") for name in ("title", "source"))
-    return Fact(text, title=title, source=source, metadata=about, id=fact_id, namespace=namespace)
+    values = {name: value for name, value in (metadata or {}).items() if name and name != "_node_content"}
+    title, source = (str(values.get(name) or "") for name in ("title", "source"))
+    return Fact(text, title=title, source=source, metadata=values, id=fact_id, namespace=namespace)
 
 
 def pushed_down(where: Filter | None) -> dict[str, Any] | None:
     """Return the part of a filter that Chroma can check; every match of `where` passes it. `None` if there is none."""
-    return _together("$and", [part for name, wanted in (where or {}).items() if (part := _pushed(name, wanted))])
+    return _together(
+        "$and", [pushed for name, condition in (where or {}).items() if (pushed := _pushed(name, condition))]
+    )
 
 
 def _pushed(name: str, wanted: object) -> dict[str, Any] | None:
     if name in {"$and", "$or"} and isinstance(wanted, Sequence):
-        parts = [pushed_down(part) for part in wanted]
-        known = [part for part in parts if part is not None]
-        return None if name == "$or" and len(known) < len(parts) else _together(name, known)
+        pushed = [pushed_down(inner) for inner in wanted]
+        expressible = [entry for entry in pushed if entry is not None]
+        return None if name == "$or" and len(expressible) < len(pushed) else _together(name, expressible)
     if name.startswith("$") or name.removeprefix(OURS) in {"id", "namespace"}:
         return None
     conditions = wanted if isinstance(wanted, Mapping) else {"$eq": wanted}
-    plain = {how: list(v) if isinstance(v, tuple | set | frozenset) else v for how, v in conditions.items()}
-    kept = [(how, value) for how, value in plain.items() if _understood(how, value)]
+    plain = {op: list(v) if isinstance(v, tuple | set | frozenset) else v for op, v in conditions.items()}
+    supported = [(op, value) for op, value in plain.items() if _understood(op, value)]
     # Our records store the fact's own fields under `kp:` names; foreign collections store title and source under plain
     # ones.
-    own = name.removeprefix(OURS)
-    names = [own, OURS + own] if name in _FIELDS or own in {"title", "source"} else [name]
-    tests = [test for each in names if (test := _together("$and", [{each: {how: value}} for how, value in kept]))]
-    if tests and (name == own or own not in _FIELDS):
+    bare = name.removeprefix(OURS)
+    names = [bare, OURS + bare] if name in _FIELDS or bare in {"title", "source"} else [name]
+    tests = [test for key in names if (test := _together("$and", [{key: {op: value}} for op, value in supported]))]
+    if tests and (name == bare or bare not in _FIELDS):
         # The predicate checks values stored as JSON.
         tests.append({OURS + "has_more": True})
     return _together("$or", tests)
@@ -109,4 +111,4 @@ def _holds(name: str, value: object) -> bool:
 
 def _is_uniform(value: object) -> bool:
     """Whether the value is a list of scalars of one type."""
-    return isinstance(value, list) and len({type(each) for each in value}) == 1 and all(map(_scalar, value))
+    return isinstance(value, list) and len({type(item) for item in value}) == 1 and all(map(_scalar, value))

@@ -61,12 +61,14 @@ class LexicalReranker:
         """See `Reranker`."""
         texts = [f"{hit.fact.title}\n{hit.fact.text}" for hit in hits]
         words = self._bm25s.tokenize([question, *texts], stopwords=None, return_ids=False, show_progress=False)
-        asked = [word for word in dict.fromkeys(words[0]) if any(word in held for held in words[1:])]
-        if not asked:
+        question_words = [
+            word for word in dict.fromkeys(words[0]) if any(word in text_words for text_words in words[1:])
+        ]
+        if not question_words:
             return list(hits)
         ranker = self._bm25s.BM25()
         ranker.index(words[1:], show_progress=False)
-        fused = _stretched(ranker.get_scores(asked)) + _stretched(np.array([hit.score for hit in hits]))
+        fused = _stretched(ranker.get_scores(question_words)) + _stretched(np.array([hit.score for hit in hits]))
         # Equal hits keep their order.
         return [hits[place] for place in np.argsort(-fused, kind="stable").tolist()]
 

@@ -137,19 +137,19 @@ class BaseFactStore(ABC):
         rerank: Reranker | None = None,
     ) -> list[Hit]:
         """See `FactStore.search`."""
-        wanted = hits_wanted(k, rerank)
+        shortlist_size = hits_wanted(k, rerank)
         if probes is not None and (not isinstance(probes, int) or probes < 1):
             raise FactError(f"Got probes={probes!r}; expected at least 1.")
         predicate({} if where is None else where)
         query, spaces = self._query(question), self._spaces(namespace)
         if probes is None:
-            found = [hit for space in spaces for hit in self._nearest(space, query[None], wanted, where)[0]]
+            hits = [hit for space in spaces for hit in self._nearest(space, query[None], shortlist_size, where)[0]]
         else:
-            found = self._probed(spaces, query, wanted, probes, where)
-        if not found:
+            hits = self._probed(spaces, query, shortlist_size, probes, where)
+        if not hits:
             self._check_filled()
-        best = sorted(found, key=lambda hit: (-hit.score, hit.fact.id))[:wanted]
-        return reranked(question, best, rerank)[:k]
+        nearest = sorted(hits, key=lambda hit: (-hit.score, hit.fact.id))[:shortlist_size]
+        return reranked(question, nearest, rerank)[:k]
 
     def namespaces(self) -> tuple[str, ...]:
         """See `FactStore.namespaces`."""
@@ -166,8 +166,8 @@ class BaseFactStore(ABC):
         """See `FactStore.bank_facts`."""
         space, _, number = bank.rpartition("/")
         with self._writing:
-            for each in self._with_banks(self._spaces(space)) if space and number.isdecimal() else ():
-                if living := self._living(each, int(number)):
+            for namespace in self._with_banks(self._spaces(space)) if space and number.isdecimal() else ():
+                if living := self._living(namespace, int(number)):
                     return tuple(row.fact for row in living)
         raise FactError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
 
@@ -177,8 +177,8 @@ class BaseFactStore(ABC):
         for space in dict.fromkeys(fact.namespace for fact in facts):
             ids = [fact.id for fact in facts if fact.namespace == space]
             with self._writing:
-                for each in self._with_banks(self._spaces(space)):
-                    rows = self._rows(each, ids=ids)
+                for namespace in self._with_banks(self._spaces(space)):
+                    rows = self._rows(namespace, ids=ids)
                     names |= {(space, row.fact.id): _name(space, row.bank) for row in rows if row.bank is not None}
         if missing := [fact.id for fact in facts if (fact.namespace, fact.id) not in names]:
             raise FactError(
@@ -199,26 +199,26 @@ class BaseFactStore(ABC):
 
     def _probed(self, spaces: list[str], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Return hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
-        test, found, looked = predicate({} if where is None else where), list[Hit](), 0
+        test, hits, probed = predicate({} if where is None else where), list[Hit](), 0
         with self._writing:
             for space, number in self._ranked(spaces, query):
-                if looked >= probes and len(found) >= wanted:
+                if probed >= probes and len(hits) >= wanted:
                     break
                 rows = self._living(space, number, vectors=True)
-                bank, looked = _name(space, number), looked + bool(rows)
-                found += [Hit(row.fact, float(np.dot(row.vector, query)), bank) for row in rows if test(row.fact)]
-        return found
+                bank, probed = _name(space, number), probed + bool(rows)
+                hits += [Hit(row.fact, float(np.dot(row.vector, query)), bank) for row in rows if test(row.fact)]
+        return hits
 
     def _ranked(self, spaces: list[str], query: Vectors) -> Iterator[tuple[str, int]]:
         """Yield the banks of all these namespaces, nearest centroid first."""
-        spaces, count, given = self._with_banks(spaces), _FIRST, 0
+        spaces, count, yielded = self._with_banks(spaces), _FIRST, 0
         while True:
             near = [(cosine, s, n) for s in spaces for n, cosine in self._nearest_banks(s, query[None], count)[0]]
             ranked = sorted(near, key=lambda bank: -bank[0])[:count]
-            yield from ((space, number) for _, space, number in ranked[given:])
+            yield from ((space, number) for _, space, number in ranked[yielded:])
             if len(ranked) < count:
                 return
-            count, given = _GROWTH * count, count
+            count, yielded = _GROWTH * count, count
 
     def _living(self, space: str, number: int, *, vectors: bool = False) -> list[Row]:
         return [row for row in self._rows(space, bank=number, vectors=vectors) if alive(row.fact)]
@@ -238,8 +238,8 @@ class BaseFactStore(ABC):
         if any("\ud800" <= letter <= "\udfff" for letter in question):
             raise FactError(f"Got the question {question!r}, which is not Unicode. Decode it with errors='replace'.")
         vector = np.asarray(self.embedder.embed_query(question))[None]
-        found: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
-        return found
+        checked: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
+        return checked
 
     def build(self, facts: Iterable[Fact]) -> Added:
         """Add `facts`, then make all banks anew."""
@@ -262,34 +262,34 @@ class BaseFactStore(ABC):
         self._check_writes()
         report, source, start = Added(), iter(facts), 0
         while batch := list(itertools.islice(source, _BATCH)):
-            given = None if vectors is None else np.asarray(vectors)[start : start + len(batch)]
+            batch_vectors = None if vectors is None else np.asarray(vectors)[start : start + len(batch)]
             start += len(batch)
             if ttl is not None:
                 batch = [replace(fact, expires=time.time() + ttl) if fact.expires is None else fact for fact in batch]
             with self._writing:
-                report += self._add(batch, given, overwrite)
+                report += self._add(batch, batch_vectors, overwrite)
         return report
 
     def update(self, fact: Fact) -> Fact:
         """See `FactStore.update`."""
         self._check_writes()
         with self._writing:
-            held = self.get(fact.id, namespace=fact.namespace)
+            stored = self.get(fact.id, namespace=fact.namespace)
             if self._holding(fact.namespace, [fact]).get(fact.text, fact.id) != fact.id:
                 raise FactError(f"Got the text of another fact for {fact.id!r}: {fact.text!r}. Delete one of the two.")
-            fact = replace(fact, version=held.version + 1)
+            fact = replace(fact, version=stored.version + 1)
             self._put_near(fact.namespace, [fact], self._embed([fact], None))
             return fact
 
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
         """See `FactStore.delete`."""
         self._check_writes()
-        asked, count = list(dict.fromkeys(ids)), 0
+        unique, count = list(dict.fromkeys(ids)), 0
         with self._writing:
-            for space in self._spaces(namespace) if asked else ():
-                if gone := [row.fact.id for row in self._rows(space, ids=asked)]:
-                    self._remove(space, gone)
-                count += len(gone)
+            for space in self._spaces(namespace) if unique else ():
+                if present := [row.fact.id for row in self._rows(space, ids=unique)]:
+                    self._remove(space, present)
+                count += len(present)
         return count
 
     def rebuild(self) -> None:
@@ -305,18 +305,18 @@ class BaseFactStore(ABC):
         Compares counts, the vectors of a sample of facts with newly embedded ones, and banks with facts. `repair`
         embeds all facts of a damaged namespace anew; the next use of its banks makes them anew.
         """
-        found = []
+        problems = []
         with self._writing:
             for space in self._spaces(None):
                 wrong = list(self._problems(space))
-                found += [f"Namespace {space!r}: {each}" for each in wrong]
+                problems += [f"Namespace {space!r}: {problem}" for problem in wrong]
                 if wrong and repair:
                     self._check_writes()
                     self._renew(space)
-        return found
+        return problems
 
     def _add(self, batch: Sequence[Fact], vectors: Vectors | None, overwrite: bool) -> Added:  # noqa: FBT001
-        if wrong := next((each for each in batch if not isinstance(each, Fact)), None):
+        if wrong := next((item for item in batch if not isinstance(item, Fact)), None):
             raise FactError(f"Got {wrong!r} ({type(wrong).__name__}); expected a Fact, e.g. `Fact(text)`.")
         report, todo = Added(), list[tuple[str, list[Fact], Vectors]]()
         vectors = None if vectors is None else self._checked(vectors, len(batch))
@@ -324,16 +324,16 @@ class BaseFactStore(ABC):
             self._open(space)
             if expired := self._expired(space):
                 self._remove(space, expired)
-            given = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
-            new, superseded = (self._next_versions(space, given), ()) if overwrite else self._new(space, given)
-            report += Added(len(new), len(given) - len(new) - len(superseded), superseded=superseded)
+            numbered = [(at, fact) for at, fact in enumerate(batch) if fact.namespace == space]
+            new, superseded = (self._next_versions(space, numbered), ()) if overwrite else self._new(space, numbered)
+            report += Added(len(new), len(numbered) - len(new) - len(superseded), superseded=superseded)
             facts, rows = [fact for _, fact in new], [at for at, _ in new]
             todo.append((space, facts, self._embed(facts, None if vectors is None else vectors[rows])))
-        for space, facts, made in todo:
+        for space, facts, embedded in todo:
             if not facts:
                 continue
-            self._put_near(space, facts, made)
-            report += Added(near_duplicates=tuple(self._near(space, facts, made)))
+            self._put_near(space, facts, embedded)
+            report += Added(near_duplicates=tuple(self._near(space, facts, embedded)))
             # Banks with twice their size on average are best made anew.
             if (banks := self._bank_count(space)) and self._count(space) > LARGEST * self.bank_size * banks:
                 self._set_banks(space, {}, _NO_CENTROIDS)
@@ -341,12 +341,12 @@ class BaseFactStore(ABC):
 
     def _new(self, space: str, given: Sequence[tuple[int, Fact]]) -> tuple[list[tuple[int, Fact]], tuple[str, ...]]:
         """Return the facts that the namespace does not have, and the ids for which it has a later version."""
-        seen = self._holding(space, [fact for _, fact in given])
+        stored = self._holding(space, [fact for _, fact in given])
         new: dict[str, tuple[int, Fact]] = {}
         for at, fact in given:
-            if fact.text in seen:
+            if fact.text in stored:
                 continue
-            seen[fact.text] = fact.id
+            stored[fact.text] = fact.id
             if fact.id in new:
                 raise _conflict(fact, new[fact.id][1])
             new[fact.id] = (at, fact)
@@ -372,8 +372,8 @@ class BaseFactStore(ABC):
     def _holding(self, space: str, facts: Sequence[Fact]) -> dict[str, str]:
         """Return the texts of `facts` that the namespace already has, with the ids of the stored facts."""
         digests = {fact.text: fact.digest for fact in facts}
-        held = self._rows(space, where={"kp:digest": {"$in": list(digests.values())}})
-        return {row.fact.text: row.fact.id for row in held if row.fact.text in digests}
+        rows = self._rows(space, where={"kp:digest": {"$in": list(digests.values())}})
+        return {row.fact.text: row.fact.id for row in rows if row.fact.text in digests}
 
     def _put_near(self, space: str, facts: Sequence[Fact], vectors: Vectors) -> None:
         """Store facts, each in the bank with the nearest centroid if there are banks."""
@@ -417,9 +417,9 @@ class BaseFactStore(ABC):
         labels, centroids = cluster(_stacked(rows), self.bank_size)
         self._set_banks(space, {row.fact.id: int(label) for row, label in zip(rows, labels, strict=True)}, centroids)
         # Another process may have added facts while there were no banks.
-        if others := [row.fact.id for row in self._rows(space) if row.bank is None]:
-            late = list(self._rows(space, ids=others, vectors=True))
-            self._put_near(space, [row.fact for row in late], _stacked(late))
+        if unassigned := [row.fact.id for row in self._rows(space) if row.bank is None]:
+            late_rows = list(self._rows(space, ids=unassigned, vectors=True))
+            self._put_near(space, [row.fact for row in late_rows], _stacked(late_rows))
         logger.info("Made %d banks of %d facts of %r.", len(centroids), len(rows), space)
 
     def _renew(self, space: str) -> None:
@@ -430,18 +430,18 @@ class BaseFactStore(ABC):
         self._set_banks(space, {}, _NO_CENTROIDS)
 
     def _problems(self, space: str) -> Iterator[str]:
-        stands = {row.fact.id: row.bank for row in self._rows(space)}
-        if len(stands) != self._count(space):
-            yield f"it counts {self._count(space)} facts and lists {len(stands)}."
-        chosen = np.random.default_rng(0).permutation(len(stands))[:_SAMPLE]
-        rows = list(self._rows(space, ids=[list(stands)[at] for at in chosen.tolist()], vectors=True))
-        facts, made = [row.fact for row in rows], self._embed([row.fact for row in rows], None)
-        wrong = [f.id for f, row, own in zip(facts, rows, made, strict=True) if not _alike(row.vector, own)]
+        numbers = {row.fact.id: row.bank for row in self._rows(space)}
+        if len(numbers) != self._count(space):
+            yield f"it counts {self._count(space)} facts and lists {len(numbers)}."
+        chosen = np.random.default_rng(0).permutation(len(numbers))[:_SAMPLE]
+        rows = list(self._rows(space, ids=[list(numbers)[at] for at in chosen.tolist()], vectors=True))
+        facts, computed = [row.fact for row in rows], self._embed([row.fact for row in rows], None)
+        wrong = [f.id for f, row, vector in zip(facts, rows, computed, strict=True) if not _alike(row.vector, vector)]
         if wrong:
             yield f"of {len(facts)} facts looked at, {len(wrong)} have the vector of another text, e.g. {wrong[0]}."
         if (banks := self._bank_count(space)) is None:
             return
-        lost = [fact_id for fact_id, bank in stands.items() if bank is None or bank >= banks]
+        lost = [fact_id for fact_id, bank in numbers.items() if bank is None or bank >= banks]
         if lost:
             yield f"{len(lost)} facts stand in none of its {banks} banks, e.g. {lost[0]}."
 

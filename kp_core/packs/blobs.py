@@ -84,11 +84,11 @@ class FolderBlobs:
             size = os.fstat(file.fileno()).st_size
             data = np.empty(max(0, min(size if stop is None else stop, size) - start), np.uint8).data
             file.seek(start)
-            done = 0
+            filled = 0
             # One read(2) delivers at most 2 GiB.
-            while done < len(data) and (count := file.readinto(data[done:])):
-                done += count
-            return data[:done]
+            while filled < len(data) and (count := file.readinto(data[filled:])):
+                filled += count
+            return data[:filled]
 
     def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
         """As `Blobs.write`."""

@@ -81,12 +81,12 @@ def decode(data: Buffer, compression: Compression, dtype: torch.dtype, shape: Se
     cut = count * (width - 1)
     _need(data, cut, name)
     planes = np.frombuffer(data[:cut], np.uint8).reshape(width - 1, count)
-    found = np.frombuffer(_decompressed(data[cut:], count, name), np.uint8).astype(f"<u{width}")
+    words = np.frombuffer(_decompressed(data[cut:], count, name), np.uint8).astype(f"<u{width}")
     # Shifting is twice as fast as writing every other byte.
     for plane in planes[::-1]:
-        found <<= 8
-        found |= plane
-    return torch.from_numpy(found.view(np.uint8)).view(dtype).view(tuple(shape))
+        words <<= 8
+        words |= plane
+    return torch.from_numpy(words.view(np.uint8)).view(dtype).view(tuple(shape))
 
 
 def rounded(kv: KVTensors) -> KVTensors:
@@ -116,12 +116,12 @@ def in_threads(act: Callable[[_In], _Out], items: Sequence[_In], nbytes: int) ->
     # A thread of the pool starts no more threads.
     if nbytes < _POOL_FROM or count < 2 or getattr(_own, "is_of_pool", False):
         return list(map(act, items))
-    found: list[_Out] = list(items)  # type: ignore[arg-type]  # Each is replaced below.
+    results: list[_Out] = list(items)  # type: ignore[arg-type]  # Each is replaced below.
     with ThreadPoolExecutor(count, initializer=setattr, initargs=(_own, "is_of_pool", True)) as pool:
         # One task per thread: a task per item would cost as much as hashing the item.
-        for at, part in enumerate(pool.map(lambda at: list(map(act, items[at::count])), range(count))):
-            found[at::count] = part
-    return found
+        for at, share in enumerate(pool.map(lambda at: list(map(act, items[at::count])), range(count))):
+            results[at::count] = share
+    return results
 
 
 def _quantised(tensor: Tensor, name: str) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ class Edits:
     @cached_property
     def errata(self) -> tuple[str, ...]:
         """All errata since the first text that still apply."""
-        return (*self.said, *(each.line for each in self.corrections))
+        return (*self.said, *(correction.line for correction in self.corrections))
 
     @classmethod
     def of(cls, provenance: Mapping[str, str]) -> Edits:
@@ -63,24 +63,33 @@ class Edits:
             return _NONE
         try:
             root, said, base, corrections, starts, history = json.loads(text)
-            found = cls(
+            edits = cls(
                 root,
                 tuple(said),
                 base,
-                tuple(Correction(*each) for each in corrections),
+                tuple(Correction(*row) for row in corrections),
                 tuple(starts),
-                tuple(Edit(*each) for each in history),
+                tuple(Edit(*row) for row in history),
             )
         except (ValueError, TypeError) as error:
             raise PackError(f"Got {text[:60]!r} as the edits of a pack; expected what an edit wrote.") from error
-        strings = [root, *said, *(text for each in found.corrections for text in (each.new, each.line))]
-        strings += [text for each in found.history for text in astuple(each)]
-        numbers = [0, base, *starts, *(at for each in found.corrections for at in (each.start, each.stop))]
-        wrong = [each for each in strings if not isinstance(each, str)]
-        wrong += [each for each in numbers if type(each) is not int or each < 0]
+        strings = [
+            root,
+            *said,
+            *(text for correction in edits.corrections for text in (correction.new, correction.line)),
+        ]
+        strings += [text for edit in edits.history for text in astuple(edit)]
+        numbers = [
+            0,
+            base,
+            *starts,
+            *(at for correction in edits.corrections for at in (correction.start, correction.stop)),
+        ]
+        wrong = [value for value in strings if not isinstance(value, str)]
+        wrong += [value for value in numbers if type(value) is not int or value < 0]
         if wrong or list(starts) != sorted(set(starts)):
             raise PackError(f"Got {wrong or starts} in the edits of a pack; expected strings, and positions in order.")
-        return found
+        return edits
 
     def written(self, provenance: Mapping[str, str]) -> dict[str, str]:
         """Return `provenance` with these edits added."""

@@ -194,7 +194,7 @@ def from_json(data: bytes) -> object:
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise PackCorruptError("A name occurs twice in one JSON object.")
-    return found
+    return unique

@@ -78,8 +78,8 @@ class PackFile:
         """The bytes of each tensor in the file."""
         if self.stored:
             return self.stored
-        pairs = zip(self.shapes, self.dtypes, strict=True)
-        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in pairs)
+        layouts = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(prod(shape) * _dtype(dtype).itemsize for shape, dtype in layouts)
 
     @property
     def nbytes(self) -> int:
@@ -99,14 +99,14 @@ class PackFile:
         name, shape, data = self.names[index], self.shapes[index], self.tensors[index]
         dtype = _dtype(self.dtypes[index])
         if self.stored:
-            found = decode(data, self.pack.compression, dtype, shape, name)
+            values = decode(data, self.pack.compression, dtype, shape, name)
         elif len(data):
-            found = torch.frombuffer(data, dtype=dtype).view(shape)
+            values = torch.frombuffer(data, dtype=dtype).view(shape)
         else:
-            found = torch.empty(shape, dtype=dtype)
-        if (seen := digest(found if self.stored else data)) != self.digests[index]:
-            raise PackCorruptError(f"The bytes of {name} have the digest {seen}; expected {self.digests[index]}.")
-        return found
+            values = torch.empty(shape, dtype=dtype)
+        if (actual := digest(values if self.stored else data)) != self.digests[index]:
+            raise PackCorruptError(f"The bytes of {name} have the digest {actual}; expected {self.digests[index]}.")
+        return values
 
     def read(self) -> KnowledgePack:
         """Return the pack with its KV, after checking every digest; raises `PackCorruptError` for damaged tensors."""
@@ -142,18 +142,18 @@ def encode_pack(pack: KnowledgePack) -> PackFile:
     states = () if pack.kv is None else pack.kv.states
     tensors = [tensor.detach().cpu().contiguous() for tensor in (*kv, *states)]
     names, nbytes = _names(len(tensors), len(states)), pack.nbytes
-    parts = list(map(raw, tensors))
+    buffers = list(map(raw, tensors))
     stored: tuple[int, ...] = ()
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     # `_check` refuses other dtypes below.
     if pack.compression != "none" and tensors and set(dtypes) <= set(DTYPES):
         pairs = list(zip(tensors, names, strict=True))
-        parts = in_threads(lambda each: encode(each[0], pack.compression, each[1]), pairs, nbytes)
-        stored = tuple(map(len, parts))
+        buffers = in_threads(lambda each: encode(each[0], pack.compression, each[1]), pairs, nbytes)
+        stored = tuple(map(len, buffers))
     shapes = tuple(tuple(tensor.shape) for tensor in tensors)
     digests = tuple(in_threads(digest, tensors, nbytes))
     dtype, of_states = next(iter(dtypes), None), tuple(dtypes[len(dtypes) - len(states) :])
-    file = PackFile(replace(pack, kv=None), dtype, shapes, digests, stored, of_states, tensors=tuple(parts))
+    file = PackFile(replace(pack, kv=None), dtype, shapes, digests, stored, of_states, tensors=tuple(buffers))
     try:
         metadata = _to_json(file)
     except (TypeError, ValueError, PackCorruptError) as error:
@@ -195,9 +195,9 @@ def open_pack(data: Buffer) -> PackFile:
     file = read_header(data)
     if file.damage is not None:
         raise PackCorruptError(file.damage)
-    own = memoryview(bytearray(data) if memoryview(data).readonly and not file.stored else data)
+    buffer = memoryview(bytearray(data) if memoryview(data).readonly and not file.stored else data)
     edges = pairwise(accumulate(file.sizes, initial=len(file.head)))
-    return replace(file, tensors=tuple(own[start:stop] for start, stop in edges))
+    return replace(file, tensors=tuple(buffer[start:stop] for start, stop in edges))
 
 
 def read_pack(data: Buffer) -> KnowledgePack:
@@ -281,8 +281,8 @@ def _from_json(text: str, version: str) -> PackFile:
 def _check(file: PackFile, cuts: Sequence[int]) -> None:
     pack, tokens = file.pack, len(file.pack.token_ids)
     shapes = file.shapes[: len(file.shapes) - len(file.states)]
-    about = chain(pack.fingerprint.to_dict().values(), *pack.provenance.items())
-    for text in (pack.text, *about, *file.digests):
+    texts = chain(pack.fingerprint.to_dict().values(), *pack.provenance.items())
+    for text in (pack.text, *texts, *file.digests):
         string(text, "pack")
     # `type(...) is int`, because `isinstance` accepts JSON's true as an integer.
     for number in chain(pack.token_ids, pack.prefix.token_ids, cuts, *file.shapes, file.stored):
@@ -312,5 +312,5 @@ def _names(count: int, states: int = 0) -> list[str]:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

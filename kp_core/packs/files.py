@@ -76,24 +76,24 @@ class PackFiles:
     def look(self, handle: Handle, slot: str = "", root: str = "packs") -> KnowledgePack | None:
         """Return the entry without its KV, cached by version; `None` if it is absent or its header shows damage."""
         with suppress(FileNotFoundError, PackCorruptError):
-            if found := self.blobs.stat(pack_key(handle, slot, root), recent=True):
-                return self._peeked(handle, slot, root, found.version)
+            if stat := self.blobs.stat(pack_key(handle, slot, root), recent=True):
+                return self._peeked(handle, slot, root, stat.version)
         return None
 
     def header(self, handle: Handle, slot: str = "", root: str = "packs") -> PackFile:
         """Return the header of the stored file; raises `FileNotFoundError`, or `PackCorruptError` for damage."""
         key = pack_key(handle, slot, root)
         while True:
-            found = self.blobs.stat(key)
-            if found is None:
+            stat = self.blobs.stat(key)
+            if stat is None:
                 raise FileNotFoundError(key)
             try:
                 data = self.blobs.read(key, 0, _HEAD_BYTES)
-                stop = header_stop(data, found.size)
-                header = read_header(data if stop <= len(data) else self.blobs.read(key, 0, stop), found.size)
+                stop = header_stop(data, stat.size)
+                header = read_header(data if stop <= len(data) else self.blobs.read(key, 0, stop), stat.size)
                 self.own(handle, header.pack, header.damage)
             except PackCorruptError:
-                if self.blobs.stat(key) == found:  # Otherwise another writer replaced it in between.
+                if self.blobs.stat(key) == stat:  # Otherwise another writer replaced it in between.
                     raise
             else:
                 return header
@@ -120,7 +120,7 @@ class PackFiles:
 
     def _is_of(self, handle: Handle, text: str, namespace: str) -> bool:
         """Whether `handle` is the handle of `text`, under the current secret or an earlier one."""
-        return any(mint(each, namespace, text) == handle for each in self.secrets)
+        return any(mint(secret, namespace, text) == handle for secret in self.secrets)
 
     def write_text(self, handle: Handle, text: str) -> bool:
         """Write the text if it is absent or damaged; returns whether it was absent."""
@@ -165,7 +165,7 @@ class PackFiles:
 
     def read(self, handle: Handle) -> KnowledgePack | None:
         """Return the pack with its KV, from a single read, so that versions never mix; a damaged pack is repaired."""
-        data, seen = None, self.blobs.stat(pack_key(handle))
+        data, stat = None, self.blobs.stat(pack_key(handle))
         try:
             data = self.blobs.read(pack_key(handle))
             return self.own(handle, read_pack(data))
@@ -177,7 +177,7 @@ class PackFiles:
             damage = str(error)
         pack = self._salvage(handle, data)
         try:
-            return self._mended(handle, pack, data, seen, damage)
+            return self._mended(handle, pack, data, stat, damage)
         except OSError as error:  # The store is read-only; return what is intact.
             if pack is None:
                 raise PackCorruptError(f"The pack {handle} is damaged, and so is its text: {damage}") from error
@@ -209,9 +209,9 @@ class PackFiles:
         self.write_text(handle, pack.text)
         if not self.replace(handle, encode_pack(pack), seen):
             return self.read(handle)  # Another writer was faster.
-        known = "text and token ids" if pack.fingerprint != ModelFingerprint.unknown() else "text"
+        intact = "text and token ids" if pack.fingerprint != ModelFingerprint.unknown() else "text"
         message = (
-            f"The pack {handle} is damaged: {damage} Its {known} are intact; its KV is lost. "
+            f"The pack {handle} is damaged: {damage} Its {intact} are intact; its KV is lost. "
             f"Set aside: {', '.join(aside) or 'nothing'}."
         )
         _warn(message)
@@ -224,7 +224,7 @@ class PackFiles:
                 return self.own(handle, read_header(data).pack)
         text = self.text(handle)
         if text is None and data is not None:  # If the file is missing too, another process is removing the pack.
-            text = next((found.text for slot in self.beside(handle) if (found := self.look(handle, slot))), None)
+            text = next((entry.text for slot in self.beside(handle) if (entry := self.look(handle, slot))), None)
         if text is None:
             return None
         return KnowledgePack(text, handle.namespace, (), Prefix(), ModelFingerprint.unknown())
@@ -238,10 +238,10 @@ class PackFiles:
         """Write `lazy` if the file is still the version `seen`; a pack that is removed meanwhile stays removed."""
         if self.blobs.stat(pack_key(handle)) != seen:
             return False
-        done = self.blobs.write(pack_key(handle), lazy.chunks(), if_absent=seen is None)
+        is_written = self.blobs.write(pack_key(handle), lazy.chunks(), if_absent=seen is None)
         if self.blobs.stat(text_key(handle)) is None:  # `remove` deletes the text first.
             self.blobs.delete(pack_key(handle))
-        return done
+        return is_written
 
     def _peek(self, handle: Handle, slot: str, root: str, _version: str) -> KnowledgePack:
         file = self.header(handle, slot, root)
@@ -296,8 +296,8 @@ def is_spare(stored: KnowledgePack, model: ModelFingerprint) -> bool:
     An entry that an earlier release made for another model stays, because it records that the text is for that model
     too.
     """
-    made = stored.fingerprint
-    return made == ModelFingerprint.unknown() or (made.is_earlier and made.same_model(model))
+    fingerprint = stored.fingerprint
+    return fingerprint == ModelFingerprint.unknown() or (fingerprint.is_earlier and fingerprint.same_model(model))
 
 
 def is_text_alone(pack: KnowledgePack) -> bool:

@@ -83,11 +83,11 @@ class ModelFingerprint:
 
     def to_dict(self, version: str = "5") -> dict[str, str]:
         """Return the fields by name, as files of that format version store them."""
-        found = {name: str(value) for name, value in vars(self).items()}
+        values = {name: str(value) for name, value in vars(self).items()}
         if version != "5":
-            match = _EARLIER.fullmatch(found.pop("passes"))
-            found["cuts"], found["chunk_tokens"] = match.groups() if match else ("unknown", "unknown")
-        return found
+            match = _EARLIER.fullmatch(values.pop("passes"))
+            values["cuts"], values["chunk_tokens"] = match.groups() if match else ("unknown", "unknown")
+        return values
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> ModelFingerprint:
@@ -96,12 +96,12 @@ class ModelFingerprint:
         earlier = names - {"passes"} | {*_UNTIL_4}
         if set(data) not in (names, earlier) or not all(isinstance(value, str) for value in data.values()):
             raise PackCorruptError(f"Got the fingerprint fields {sorted(data)}; expected strings for {sorted(names)}.")
-        found = {name: str(value) for name, value in data.items()}
-        if set(found.values()) == {"unknown"}:
+        values = {name: str(value) for name, value in data.items()}
+        if set(values.values()) == {"unknown"}:
             return cls.unknown()
-        if "passes" not in found:
-            found["passes"] = f"cut by rule {found.pop('cuts')} every {found.pop('chunk_tokens')}"
-        return cls(**found)
+        if "passes" not in values:
+            values["passes"] = f"cut by rule {values.pop('cuts')} every {values.pop('chunk_tokens')}"
+        return cls(**values)
 
 
 def _digest(values: Iterable[str]) -> str:

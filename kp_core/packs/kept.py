@@ -65,16 +65,16 @@ class KeptEntry:
     @classmethod
     def of(cls, pack: KnowledgePack) -> KeptEntry:
         """Read the entry from a pack that `KeptEntries.write` stored; raises `ValueError` or `KeyError` for others."""
-        about = json.loads(pack.text)
-        packs, first = tuple(about["packs"]), len(about["token_ids"])
-        begins = None if first == len(pack.token_ids) else first
-        return cls(pack.fingerprint, about["at"], about["before"], pack.token_ids, packs, about["words"], begins)
+        fields = json.loads(pack.text)
+        packs, count = tuple(fields["packs"]), len(fields["token_ids"])
+        begins = None if count == len(pack.token_ids) else count
+        return cls(pack.fingerprint, fields["at"], fields["before"], pack.token_ids, packs, fields["words"], begins)
 
     @cached_property
     def namespaces(self) -> frozenset[str]:
         """All namespaces that a view must be allowed to read."""
-        found = {Handle.parse(handle).namespace for handle in self.packs}
-        return frozenset(found if self.words is None else {*found, self.words})
+        names = {Handle.parse(handle).namespace for handle in self.packs}
+        return frozenset(names if self.words is None else {*names, self.words})
 
     @cached_property
     def home(self) -> str:
@@ -85,8 +85,8 @@ class KeptEntry:
     def text(self) -> str:
         """The key as canonical JSON; its keyed digest is the id of the entry, like a handle of a text."""
         model, packs = self.model.id, sorted(set(self.packs))
-        about = {"at": self.at, "before": self.before, "model": model, "packs": packs, "words": self.words}
-        return to_json({**about, "token_ids": self.token_ids[: self.begins]}, sort_keys=True)
+        fields = {"at": self.at, "before": self.before, "model": model, "packs": packs, "words": self.words}
+        return to_json({**fields, "token_ids": self.token_ids[: self.begins]}, sort_keys=True)
 
 
 class KeptEntries:
@@ -105,23 +105,23 @@ class KeptEntries:
 
     def __iter__(self) -> Iterator[KeptEntry]:
         times = self._uses.times()
-        for handle, found in sorted(self._listed().items()):
+        for handle, stat in sorted(self._listed().items()):
             with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-                last = max(times.get(_name(handle), 0), found.modified)
-                yield replace(self._read_entry(handle), nbytes=found.size, last_use=last)
+                last_use = max(times.get(_name(handle), 0), stat.modified)
+                yield replace(self._read_entry(handle), nbytes=stat.size, last_use=last_use)
 
     @property
     def nbytes(self) -> int:
         """Size of all entries in bytes."""
-        return sum(found.size for found in self._listed().values())
+        return sum(stat.size for stat in self._listed().values())
 
     def has(self, entry: KeptEntry, namespaces: Collection[str]) -> bool:
         """Whether there is KV for `entry` that a view of these `namespaces` may read."""
         if not entry.namespaces <= set(namespaces):
             return False
         handle = self._files.handle(entry.text, entry.home)
-        found = self._blobs.stat(_path(handle), recent=True)
-        return found is not None and not self._is_old(handle, found) and self._is_sealed(handle)
+        stat = self._blobs.stat(_path(handle), recent=True)
+        return stat is not None and not self._is_old(handle, stat) and self._is_sealed(handle)
 
     def _is_sealed(self, handle: Handle) -> bool:
         if self._seal is None:
@@ -152,8 +152,8 @@ class KeptEntries:
         if self._seal is not None and not self._seal.holds(file):  # Another writer replaced it after `has` checked it.
             return None
         self._uses.note(_name(handle))
-        same = common_length(pack.token_ids, entry.token_ids)
-        return pack.kv.slice(0, same) if pack.kv and same else None
+        shared = common_length(pack.token_ids, entry.token_ids)
+        return pack.kv.slice(0, shared) if pack.kv and shared else None
 
     def write(self, entry: KeptEntry, kv: KVTensors) -> bool:
         """Store `kv` for `entry`; `False` if the budget has no room, or if one of its packs is not stored."""
@@ -176,10 +176,10 @@ class KeptEntries:
         Returns the number of deleted entries. Also deletes unreadable entries.
         """
         count = 0
-        for handle, found in self._listed().items():
+        for handle, stat in self._listed().items():
             owners = frozenset({owner})
             with suppress(FileNotFoundError, PackCorruptError, ValueError, KeyError):
-                owners = self._owners(handle, found.version)
+                owners = self._owners(handle, stat.version)
             if owner in owners:
                 count += self._blobs.delete(_path(handle))
         return count
@@ -189,7 +189,7 @@ class KeptEntries:
         listed = self._listed()
         listed.pop(own, None)
         times = self._uses.times()
-        used = size + sum(found.size for found in listed.values())
+        used = size + sum(stat.size for stat in listed.values())
         for handle in sorted(listed, key=lambda each: max(times.get(_name(each), 0), listed[each].modified)):
             if used <= self.max_bytes and not self._is_old(handle, listed[handle]):
                 break
@@ -199,15 +199,15 @@ class KeptEntries:
     def _is_old(self, handle: Handle, found: BlobStat) -> bool:
         if self.max_age is None or time.time() - found.modified <= self.max_age:
             return False
-        last = max(self._uses.times().get(_name(handle), 0), found.modified)
-        return time.time() - last > self.max_age
+        last_use = max(self._uses.times().get(_name(handle), 0), found.modified)
+        return time.time() - last_use > self.max_age
 
     def _are_stored(self, packs: Collection[str]) -> bool:
-        return all(self._blobs.stat(text_key(Handle.parse(each))) for each in packs)
+        return all(self._blobs.stat(text_key(Handle.parse(pack))) for pack in packs)
 
     def _listed(self) -> dict[Handle, BlobStat]:
-        found = ((handle_of("packs" + key.removeprefix(_ROOT)), stat) for key, stat in self._blobs.list(f"{_ROOT}/"))
-        return {entry[0]: stat for entry, stat in found if entry and not entry[1]}
+        entries = ((handle_of("packs" + key.removeprefix(_ROOT)), stat) for key, stat in self._blobs.list(f"{_ROOT}/"))
+        return {entry[0]: stat for entry, stat in entries if entry and not entry[1]}
 
     def _read_entry(self, handle: Handle) -> KeptEntry:
         return KeptEntry.of(self._files.header(handle, root=_ROOT).pack)

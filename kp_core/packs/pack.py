@@ -146,10 +146,10 @@ class KnowledgePack:
                 f"The pack {self.text[:40]!r} holds states of recurrent layers, which are not rounded to eight bits: "
                 "the error would be carried on by all tokens behind it. Use compress='lossless'."
             )
-        made = self.fingerprint
-        if not made.dtype.endswith(_ROUNDED):
-            made = replace(made, dtype=made.dtype + _ROUNDED)
-        return replace(self, kv=rounded(self.kv), fingerprint=made, compression=compression)
+        fingerprint = self.fingerprint
+        if not fingerprint.dtype.endswith(_ROUNDED):
+            fingerprint = replace(fingerprint, dtype=fingerprint.dtype + _ROUNDED)
+        return replace(self, kv=rounded(self.kv), fingerprint=fingerprint, compression=compression)
 
     def steer(self, steering: PackSteering, alpha: float | None = None) -> KnowledgePack:
         """Return the pack with steering applied: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
@@ -175,8 +175,8 @@ class KnowledgePack:
         """Raise `FingerprintMismatchError`, naming each differing field, unless that model made the pack."""
         differences = self.fingerprint.diff(fingerprint)
         if differences:
-            same = self.fingerprint.same_model(fingerprint)
-            raise FingerprintMismatchError(f"The pack {self.text[:40]!r}", differences, same_model=same)
+            same_model = self.fingerprint.same_model(fingerprint)
+            raise FingerprintMismatchError(f"The pack {self.text[:40]!r}", differences, same_model=same_model)
 
 
 def common_length(left: Sequence[object], right: Sequence[object]) -> int:

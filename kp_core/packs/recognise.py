@@ -97,12 +97,12 @@ class Recogniser:
             return []
         with self._lock:
             # Read `changes` before the texts, so that packs added in between are read next time.
-            changes, wanted = store.changes, self._namespaces.union(namespaces)
-            if changes != self._changes or wanted != self._namespaces:
-                new = store.texts(wanted, self.handles)
-                for handle, known in bar_of("Reading the texts of packs", None, "pack", new):
-                    self.add(handle, known)
-                self._changes, self._namespaces = changes, wanted
+            changes, names = store.changes, self._namespaces.union(namespaces)
+            if changes != self._changes or names != self._namespaces:
+                unread = store.texts(names, self.handles)
+                for handle, pack_text in bar_of("Reading the texts of packs", None, "pack", unread):
+                    self.add(handle, pack_text)
+                self._changes, self._namespaces = changes, names
             return self.find(text, namespaces) if self._handles else []
 
     def find(self, text: str, namespaces: Collection[str] | None = None) -> list[tuple[int, int, Handle]]:
@@ -110,31 +110,31 @@ class Recogniser:
 
         With `namespaces`, finds only their handles. If several handles have the same text, returns the smallest.
         """
-        found: list[tuple[int, int, Handle]] = []
-        done = 0
+        matches: list[tuple[int, int, Handle]] = []
+        end = 0
         effort = _EFFORT * (len(text) + _SPARE)
         for start in np.flatnonzero(self._noted[self._slots(text)]).tolist():
             key = text[start : start + self._min]
-            if start < done or key not in self._sorted or _INSIDE.match(text, start):
+            if start < end or key not in self._sorted or _INSIDE.match(text, start):
                 continue
-            texts, part = self._sorted[key], text[start : start + self._reach[key]]
+            texts, window = self._sorted[key], text[start : start + self._reach[key]]
             # `bisect_right` gives the last text up to `part` in sort order. It begins with every text that `part`
             # begins with.
-            while (at := bisect_right(texts, part)) and len(part) >= self._min:
-                effort -= len(part) + _STEP
+            while (at := bisect_right(texts, window)) and len(window) >= self._min:
+                effort -= len(window) + _STEP
                 if effort < 0:
-                    return found
-                shared = _common(texts[at - 1], part)
+                    return matches
+                shared = _common(texts[at - 1], window)
                 if shared == len(texts[at - 1]):
-                    known = self._handles[texts[at - 1]]
-                    readable = [handle for handle in known if namespaces is None or handle.namespace in namespaces]
+                    handles = self._handles[texts[at - 1]]
+                    readable = [handle for handle in handles if namespaces is None or handle.namespace in namespaces]
                     if readable:
-                        done = start + shared
-                        found.append((start, done, min(readable)))
+                        end = start + shared
+                        matches.append((start, end, min(readable)))
                         break
                     shared -= 1
-                part = part[:shared]
-        return found
+                window = window[:shared]
+        return matches
 
     def _slots(self, text: str) -> NDArray[np.uint32]:
         """Return a hash for each position of `text`, over as many characters as every known text has."""

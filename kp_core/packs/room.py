@@ -50,9 +50,9 @@ class LastUse:
     def times(self) -> dict[str, float]:
         """Return the last use of each name by any process, as far as written, in seconds since 1970."""
         with self._lock:
-            for name, when in self._written().items():
-                if isinstance(when, float):
-                    self._times[name] = max(when, self._times.get(name, when))
+            for name, used_at in self._written().items():
+                if isinstance(used_at, float):
+                    self._times[name] = max(used_at, self._times.get(name, used_at))
             if len(self._times) > _MOST_NAMES:
                 self._times = dict(sorted(self._times.items(), key=lambda item: item[1])[-_MOST_NAMES:])
             return dict(self._times)
@@ -80,7 +80,7 @@ def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, .
     blobs = files.blobs
     listed, changed = dict(blobs.list("packs/")), time.monotonic()
     while True:
-        used = size + sum(found.size for key, found in listed.items() if key not in own)
+        used = size + sum(stat.size for key, stat in listed.items() if key not in own)
         plan, freed, is_settled = _plan(files, uses, listed, own, used - max_bytes)
         if used - freed <= max_bytes:
             break
@@ -95,11 +95,11 @@ def make_room(files: PackFiles, uses: LastUse, max_bytes: int, own: tuple[str, .
                 f"{used - freed} bytes; max_bytes is {max_bytes}. "
                 "Raise max_bytes, remove packs, or put `pack.without_kv()`."
             )
-    for handle, slot, lazy, seen in bar_of("Dropping KV", None, "pack", plan):
+    for handle, slot, lazy, expected in bar_of("Dropping KV", None, "pack", plan):
         logger.info("Dropping the KV of %s%s to make room.", handle, slot)
         if not slot:
-            files.replace(handle, lazy, seen)
-        elif blobs.stat(pack_key(handle, slot)) == seen:
+            files.replace(handle, lazy, expected)
+        elif blobs.stat(pack_key(handle, slot)) == expected:
             blobs.delete(pack_key(handle, slot))
 
 
@@ -113,8 +113,8 @@ def _plan(
     """
     times = uses.times() if needed > 0 else {}
     entries = {
-        entry: found
-        for key, found in listed.items()
+        entry: stat
+        for key, stat in listed.items()
         if key not in own and (entry := handle_of(key)) and key == pack_key(*entry)
     }
     plan: list[tuple[Handle, str, PackFile, BlobStat]] = []
@@ -127,10 +127,10 @@ def _plan(
         if freed >= needed:
             break
         with suppress(PackError, FileNotFoundError):  # Leave files of a later release alone.
-            pack, seen = files.look(handle, slot), entries[handle, slot]
+            pack, blob = files.look(handle, slot), entries[handle, slot]
             if pack is None or (pack.stored_bytes and text_key(handle) not in listed):
                 is_settled = False
             elif pack.stored_bytes:
-                plan.append((handle, slot, encode_pack(pack), seen))
-                freed += seen.size if slot else seen.size - plan[-1][2].nbytes
+                plan.append((handle, slot, encode_pack(pack), blob))
+                freed += blob.size if slot else blob.size - plan[-1][2].nbytes
     return plan, freed, is_settled

@@ -37,13 +37,13 @@ class Seal:
         return hmac.compare_digest(mac.encode(), file.pack.provenance.get(_NAME, "").encode())
 
     def _mac(self, pack: KnowledgePack, digests: Sequence[str]) -> str:
-        about = {
+        sealed = {
             "digests": list(digests),
             "fingerprint": pack.fingerprint.to_dict(),
             "namespace": pack.namespace,
             "prefix": pack.prefix.token_ids,
-            "provenance": {name: said for name, said in pack.provenance.items() if name != _NAME},
+            "provenance": {name: value for name, value in pack.provenance.items() if name != _NAME},
             "text": pack.text,
             "token_ids": pack.token_ids,
         }
-        return hmac.new(self.key, b"kp-entry-v1\0" + to_json(about, sort_keys=True).encode(), sha256).hexdigest()
+        return hmac.new(self.key, b"kp-entry-v1\0" + to_json(sealed, sort_keys=True).encode(), sha256).hexdigest()

@@ -27,20 +27,20 @@ def load_secrets(blobs: Blobs, configured: str | None, *, is_far: bool) -> tuple
     always configured, by default in `KP_SECRET`, and the store holds only its name. Raises `PackError` if the place
     holds other things, if the store was made with another secret, or if its secret is missing.
     """
-    given = configured or (os.environ.get(_VARIABLE) if is_far else None)
-    if not given:
+    text = configured or (os.environ.get(_VARIABLE) if is_far else None)
+    if not text:
         if is_far:
             raise PackError(
                 f"The handles of {blobs} need a secret that is not kept there: set {_VARIABLE}, or pass "
                 f"`PackStore(..., secret=...)`: {_HOW}. Keep it: without it the handles mean nothing."
             )
         return (_stored_secret(blobs),)
-    parts = re.split(r"[\s,]+", given.strip())
-    if not all(re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", each) for each in parts):
+    words = re.split(r"[\s,]+", text.strip())
+    if not all(re.fullmatch(f"[0-9a-fA-F]{{{2 * _SECRET_BYTES}}}", word) for word in words):
         raise PackError(f"Got something else as the secret of {blobs}; expected {_HOW}.")
-    found = tuple(map(bytes.fromhex, parts))
-    _check(blobs, found)
-    return found
+    keys = tuple(map(bytes.fromhex, words))
+    _check(blobs, keys)
+    return keys
 
 
 def is_made(blobs: Blobs) -> bool:
@@ -50,14 +50,14 @@ def is_made(blobs: Blobs) -> bool:
 
 def forget_secrets(blobs: Blobs, old: Sequence[bytes]) -> None:
     """Remove the names of `old` secrets, which no handle of the store uses any more."""
-    for each in old:
-        blobs.delete(_name(each))
+    for secret in old:
+        blobs.delete(_name(secret))
 
 
 def _check(blobs: Blobs, given: Sequence[bytes]) -> None:
     """Check the secrets against the names in the store; writes the name of the first one before any pack."""
     names = {key for key, _ in blobs.list(f"{_FOLDER}/") if _NAMED.fullmatch(key)}
-    if unknown := names - {_name(each) for each in given}:
+    if unknown := names - {_name(secret) for secret in given}:
         raise PackError(
             f"{blobs} was made with {'another secret' if len(names) == len(unknown) else 'one secret more'} "
             f"({', '.join(sorted(unknown))}). Give the one it was made with, behind the new one while it is rotated."
@@ -86,13 +86,13 @@ def _stored_secret(blobs: Blobs) -> bytes:
 
 
 def _check_empty(blobs: Blobs) -> None:
-    found = next((key for key, _ in blobs.list() if key != "lock"), None)
-    if found is None or blobs.stat("secret"):
+    first_key = next((key for key, _ in blobs.list() if key != "lock"), None)
+    if first_key is None or blobs.stat("secret"):
         return
     if is_made(blobs):
         raise PackError(f"{blobs} was made with a secret that is not kept there; pass `PackStore(..., secret=...)`.")
     raise PackError(
-        f"{blobs} is not empty (it holds {found}), and is no store of packs: it has no `secret`. Name a new "
+        f"{blobs} is not empty (it holds {first_key}), and is no store of packs: it has no `secret`. Name a new "
         "folder; if this was a store, restore its secret from a backup: without it the handles mean nothing."
     )
 

@@ -111,13 +111,13 @@ class PackStore(Packs):
     @property
     def changes(self) -> str:
         """A token that changes whenever any process adds or removes a pack or an entry; costs one `stat`."""
-        found = self.blobs.stat("changes", recent=True)
-        return "" if found is None else found.version
+        stat = self.blobs.stat("changes", recent=True)
+        return "" if stat is None else stat.version
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files under `packs/`, which `max_bytes` bounds."""
-        return sum(found.size for _, found in self.blobs.list("packs/"))
+        return sum(stat.size for _, stat in self.blobs.list("packs/"))
 
     def handle(self, text: str, namespace: str) -> Handle:
         """Return the handle of `text`, stored or not; raises `HandleError` for bad names and non-Unicode text."""
@@ -164,19 +164,19 @@ class PackStore(Packs):
         Returns the entry that fits `key`, else the first one of that model, else the first one. Repeated calls take
         microseconds. Notices damage to the header and length of a file, not to its tensors.
         """
-        _, found = self._find(handle, key)
-        if found is None:
+        _, peeked = self._find(handle, key)
+        if peeked is None:
             pack = self.files.read(handle)
             return pack and replace(pack, kv=None, stored_bytes=pack.nbytes)
-        return found
+        return peeked
 
     def is_sealed(self, handle: Handle, key: PackKey) -> bool:
         """Whether the entry that `peek` returns has a valid MAC; always true without a `seal`."""
         if self.seal is None:
             return True
         with suppress(FileNotFoundError, PackError):
-            slot, found = self._find(handle, key)
-            return found is not None and self.seal.holds(self.files.header(handle, slot))
+            slot, pack = self._find(handle, key)
+            return pack is not None and self.seal.holds(self.files.header(handle, slot))
         return False
 
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
@@ -185,16 +185,16 @@ class PackStore(Packs):
         Raises `PackNotFoundError` if there is none, `PackCorruptError` if file and text are both damaged (both are then
         in quarantine, and the pack is gone), `PackVersionError` if a later release wrote the file.
         """
-        slot, known = ("", None) if key is None else self._find(handle, key)
+        slot, peeked = ("", None) if key is None else self._find(handle, key)
         try:
             pack = self.files.read_beside(handle, slot) if slot else None
             if pack is None:
                 slot, pack = "", self.files.read(handle)
         except OSError as error:
-            if known is None or isinstance(self.blobs, FolderBlobs):
+            if peeked is None or isinstance(self.blobs, FolderBlobs):
                 raise
             logger.warning("The KV of %s is out of reach, and is computed from its text: %s", handle, error)
-            return known
+            return peeked
         if pack is None:
             raise PackNotFoundError(f"{self.blobs} has no pack {handle}. Build it and `put` it, or check the path.")
         self._uses.note(f"{handle}{slot}")
@@ -229,14 +229,14 @@ class PackStore(Packs):
         moved = 0
         for handle in list(self.handles()):
             pack = self.peek(handle)
-            new = self.handle(pack.text, pack.namespace) if pack else handle
-            if pack and new != handle:
+            new_handle = self.handle(pack.text, pack.namespace) if pack else handle
+            if pack and new_handle != handle:
                 stem = pack_key(handle).removesuffix(".safetensors")
                 for key, _ in list(self.blobs.list(f"{stem}.")):
                     if key != text_key(handle):
-                        target = pack_key(new).removesuffix(".safetensors") + key.removeprefix(stem)
+                        target = pack_key(new_handle).removesuffix(".safetensors") + key.removeprefix(stem)
                         self.blobs.write(target, [self.blobs.read(key)], if_absent=True)
-                self.files.write_text(new, pack.text)
+                self.files.write_text(new_handle, pack.text)
                 self.files.note_change()
                 self.remove(handle)
                 moved += 1
@@ -246,18 +246,18 @@ class PackStore(Packs):
     def entries(self, handle: Handle) -> Iterator[KnowledgePack]:
         """Yield the pack without KV as compiled for each model and prefix, the first entry first."""
         for slot in ("", *sorted(self.files.beside(handle), key=len)):
-            if found := self.files.look(handle, slot):
-                yield found
+            if pack := self.files.look(handle, slot):
+                yield pack
 
     def remove(self, handle: Handle) -> None:
         """Delete the pack, its text, its quarantined files and KV kept behind it; raises `PackNotFoundError`."""
         self.kept.drop(str(handle))
         aside = [key for key, _ in self.blobs.list(f"quarantine/{handle.namespace}.{handle.id}.")]
         # Text first: a text without a pack would count as a damaged pack and be repaired.
-        found = [self.blobs.delete(text_key(handle))]
+        deleted = [self.blobs.delete(text_key(handle))]
         files = [key for key, _ in self.blobs.list(text_key(handle).removesuffix("txt"))]
-        found += map(self.blobs.delete, (*files, *aside))
-        if not any(found):
+        deleted += map(self.blobs.delete, (*files, *aside))
+        if not any(deleted):
             raise PackNotFoundError(f"{self.blobs} has no pack {handle} to remove.")
         self.kept.drop(str(handle))  # Delete what was kept meanwhile.
         self.files.note_change()
@@ -281,11 +281,11 @@ class PackStore(Packs):
     def verify(self) -> Iterator[tuple[Handle, str]]:
         """Yield each damaged pack and its damage; checks every digest and changes nothing."""
         for handle in self:
-            found = dict(self.blobs.list(text_key(handle).removesuffix("txt")))
-            for key in sorted({pack_key(handle), *found} - {text_key(handle)}):
+            listed = dict(self.blobs.list(text_key(handle).removesuffix("txt")))
+            for key in sorted({pack_key(handle), *listed} - {text_key(handle)}):
                 try:
                     # A ranged read bypasses the local cache.
-                    self.files.own(handle, read_pack(self.blobs.read(key, 0, found[key].size if key in found else 0)))
+                    self.files.own(handle, read_pack(self.blobs.read(key, 0, listed[key].size if key in listed else 0)))
                 except FileNotFoundError:
                     yield handle, "The file is missing."
                 except PackError as error:
@@ -301,16 +301,16 @@ class PackStore(Packs):
 
     def _find(self, handle: Handle, key: PackKey | None) -> tuple[str, KnowledgePack | None]:
         """Return the slot and the entry that `peek` returns; `None` for a pack that is damaged or absent."""
-        slot, found = "", self.files.look(handle)
-        if key is None or (found and key.fits(found)):
-            return slot, found
+        slot, pack = "", self.files.look(handle)
+        if key is None or (pack and key.fits(pack)):
+            return slot, pack
         of_model, behind = slots(key)
-        if found is None or found.fingerprint != key.model:
-            if (own := self.files.look(handle, of_model)) is None:
-                return self._earlier(handle, found, key.model)
-            slot, found = of_model, own
-        other = None if key.fits(found) else self.files.look(handle, behind)
-        return (slot, found) if other is None else (behind, other)
+        if pack is None or pack.fingerprint != key.model:
+            if (pack_of_model := self.files.look(handle, of_model)) is None:
+                return self._earlier(handle, pack, key.model)
+            slot, pack = of_model, pack_of_model
+        pack_behind = None if key.fits(pack) else self.files.look(handle, behind)
+        return (slot, pack) if pack_behind is None else (behind, pack_behind)
 
     def _earlier(
         self, handle: Handle, first: KnowledgePack | None, model: ModelFingerprint
@@ -321,12 +321,12 @@ class PackStore(Packs):
         The existence of the entry says that the text is for this model too. Today's fingerprints do not give its slot
         name.
         """
-        made = ModelFingerprint.unknown() if first is None else first.fingerprint
-        if made != ModelFingerprint.unknown() and not made.same_model(model):
+        fingerprint = ModelFingerprint.unknown() if first is None else first.fingerprint
+        if fingerprint != ModelFingerprint.unknown() and not fingerprint.same_model(model):
             for slot in self.files.beside(handle):
-                found = self.files.look(handle, slot)
-                if found is not None and is_spare(found, model):
-                    return slot, found
+                pack = self.files.look(handle, slot)
+                if pack is not None and is_spare(pack, model):
+                    return slot, pack
         return "", first
 
     def _place(self, handle: Handle, pack: KnowledgePack) -> tuple[str, PackFile | None, bool]:
@@ -334,9 +334,9 @@ class PackStore(Packs):
 
         It is the first slot that is the pack's own, is free, or holds an entry that nobody needs.
         """
-        mine, (of_model, behind) = False, slots(pack.key)
+        is_same_model, (of_model, behind) = False, slots(pack.key)
         for slot in ("", of_model, behind):
-            if mine and slot != behind:
+            if is_same_model and slot != behind:
                 continue
             header, absent = None, False
             try:
@@ -349,5 +349,5 @@ class PackStore(Packs):
                 break
             if is_spare(header.pack, pack.fingerprint):
                 break
-            mine = header.pack.fingerprint == pack.fingerprint
+            is_same_model = header.pack.fingerprint == pack.fingerprint
         return slot, header, absent

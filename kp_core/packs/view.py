@@ -165,12 +165,12 @@ class PackView:
         handles = find_handles(text)
         if handles and role in self.trusted_roles:
             self.prefetch({(handle, None) for *_, handle in handles if handle.namespace in self.namespaces})
-        found: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
+        spans: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
         segments: list[Segment] = []
-        done = 0
+        end = 0
         # If two start at the same place, the longer one comes first; a handle then lies inside the text.
-        for start, stop, item in sorted(found, key=lambda part: (part[0], -part[1])):
-            if start < done:
+        for start, stop, item in sorted(spans, key=lambda part: (part[0], -part[1])):
+            if start < end:
                 continue
             if isinstance(item, PackRef):
                 reference = item
@@ -179,9 +179,9 @@ class PackView:
                 if pack is None:
                     continue
                 reference = PackRef(str(item), pack)
-            segments += [text[done:start], reference]
-            done = stop
-        segments.append(text[done:])
+            segments += [text[end:start], reference]
+            end = stop
+        segments.append(text[end:])
         return tuple(segment for segment in segments if segment != "")
 
     def _recognised(self, text: str, role: str) -> Iterator[tuple[int, int, PackRef]]:
@@ -207,15 +207,15 @@ def usable(pack: KnowledgePack, model: ModelFingerprint, mismatch: Mismatch, nam
     are computed anew without an error: one recovered from its text alone, and, unless accepted, one of the same model
     whose passes were computed differently (by another release or another kind of processor).
     """
-    made = pack.fingerprint
-    if made in (model, ModelFingerprint.unknown()):
+    fingerprint = pack.fingerprint
+    if fingerprint in (model, ModelFingerprint.unknown()):
         return pack
-    if model.engine == "vllm" and made.same_model(model):
+    if model.engine == "vllm" and fingerprint.same_model(model):
         # A server decides itself which KV it reads; only the tokens matter here.
         return replace(pack, kv=None, fingerprint=model)
-    if mismatch == "accept" and made.same_model(model):
+    if mismatch == "accept" and fingerprint.same_model(model):
         return pack
-    rounds_differently = made.diff(model).keys() == {"passes"}
+    rounds_differently = fingerprint.diff(model).keys() == {"passes"}
     if mismatch != "rebuild" and not rounds_differently:
         pack.check(model)
     reason = "another release or kind of processor" if rounds_differently else "another model"
@@ -239,10 +239,10 @@ def explicit_packs(
             continue
         handle = Handle.parse(pack)
         # The caller named it, not a message, so trusted roles do not matter.
-        found = None if view is None else replace(view, trusted_roles={"system"}).resolve(handle, "system")
-        if found is None:
+        resolved = None if view is None else replace(view, trusted_roles={"system"}).resolve(handle, "system")
+        if resolved is None:
             raise PackNotFoundError(
                 f"{handle} does not resolve. Pass `view=store.view({handle.namespace!r})` of the store that holds it."
             )
-        references.append(PackRef(pack, found, batch=-number))
+        references.append(PackRef(pack, resolved, batch=-number))
     return tuple(references)

@@ -53,7 +53,7 @@ class Turn:
     @property
     def content(self) -> str:
         """The content, with packs as their text."""
-        return "".join(each.text if isinstance(each, PackRef) else each for each in self.segments)
+        return "".join(segment.text if isinstance(segment, PackRef) else segment for segment in self.segments)
 
     def with_segments(self, segments: Sequence[Segment]) -> Turn:
         """Return the turn with other content."""
@@ -79,10 +79,10 @@ def to_turns(messages: Sequence[Message], view: PackView | None) -> tuple[Turn, 
         segments = view.split(text, str(message["role"])) if view is not None else (text,) if text else ()
         if message["role"] not in _ROLES:
             raise PromptError(f"Got the role {message['role']!r}; expected one of {', '.join(_ROLES)}.")
-        given = message.get("tool_calls") or ()
-        if not isinstance(given, Iterable):
-            raise PromptError(f"Got the tool calls {given!r}; expected a list of them.")
-        calls = tuple(map(_normalised, given))
+        raw_calls = message.get("tool_calls") or ()
+        if not isinstance(raw_calls, Iterable):
+            raise PromptError(f"Got the tool calls {raw_calls!r}; expected a list of them.")
+        calls = tuple(map(_normalised, raw_calls))
         extra = {key: message[key] for key in ("name", "tool_call_id") if message.get(key)}
         turns.append(Turn(message["role"], segments, calls, extra))
     return tuple(turns)
@@ -106,22 +106,22 @@ def placed(
     if placement not in get_args(Placement):
         raise PromptError(f"Got placement {placement!r}; expected 'in_place' or 'system'.")
     turns = to_turns([{"role": "user", "content": messages}] if isinstance(messages, str) else messages, view)
-    lifted, found = _lift_packs(turns) if placement == "system" else (turns, ())
-    memory = (*packs, *found)
+    lifted, brought = _lift_packs(turns) if placement == "system" else (turns, ())
+    memory = (*packs, *brought)
     if compact:
         turns = _compacted(turns, {pack.handle for pack in memory})
-        lifted = _lift_packs(turns)[0] if found else turns
+        lifted = _lift_packs(turns)[0] if brought else turns
     return _with_memory(lifted, memory) if memory else lifted
 
 
 def _lift_packs(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], tuple[PackRef, ...]]:
     """Replace each pack by its handle; returns the turns, and the packs in order of first appearance."""
-    brought = ((at, part) for at, turn in enumerate(turns) for part in turn.segments if _by_handle(part))
-    found: dict[str, PackRef] = {}
+    brought = ((at, segment) for at, turn in enumerate(turns) for segment in turn.segments if _by_handle(segment))
+    packs: dict[str, PackRef] = {}
     for number, pack in brought:
-        found.setdefault(pack.handle, replace(pack, batch=number))
+        packs.setdefault(pack.handle, replace(pack, batch=number))
     lifted = [turn.with_segments([s.handle if _by_handle(s) else s for s in turn.segments]) for turn in turns]
-    return tuple(lifted), tuple(found.values())
+    return tuple(lifted), tuple(packs.values())
 
 
 def _with_memory(turns: Sequence[Turn], packs: Sequence[PackRef]) -> tuple[Turn, ...]:
@@ -138,19 +138,19 @@ def with_errata(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
     Everything before it keeps its tokens, and so its KV.
     """
-    said: dict[tuple[str, str], set[str]] = {}
+    sent: dict[tuple[str, str], set[str]] = {}
 
     def shortened(part: Segment) -> Segment:
         if not _by_handle(part):
             return part
         pack = part.pack
-        first = (pack.namespace, pack.edits.root or root_of(pack.text))
-        new = [line for line in pack.edits.errata if line not in said.get(first, ())]
-        is_later = first in said and bool(new)
-        said.setdefault(first, set()).update(new)
+        root = (pack.namespace, pack.edits.root or root_of(pack.text))
+        unsent = [line for line in pack.edits.errata if line not in sent.get(root, ())]
+        is_later = root in sent and bool(unsent)
+        sent.setdefault(root, set()).update(unsent)
         if not is_later:
             return part
-        lines = replace(pack, text="\n".join(new), token_ids=(), prefix=Prefix(), kv=None, stored_bytes=0)
+        lines = replace(pack, text="\n".join(unsent), token_ids=(), prefix=Prefix(), kv=None, stored_bytes=0)
         return replace(part, pack=lines, is_erratum=True)
 
     return tuple(turn.with_segments([shortened(part) for part in turn.segments]) for turn in turns)
@@ -163,52 +163,60 @@ def _compacted(turns: Sequence[Turn], elsewhere: Collection[str] = ()) -> tuple[
     them. Their packs go to the end of that message, each once, in order of first appearance, except those whose handles
     are `elsewhere` in the prompt. So a further exchange changes nothing before its own pack.
     """
-    held: dict[int, list[range]] = {}
+    by_anchor: dict[int, list[range]] = {}
     for span in _exchanges(turns):
         if all(_brought_packs(turn) for turn in turns[span.start + 1 : span.stop]):
-            asked = [at for at in range(span.start) if turns[at].role in ("system", "user")]
-            held.setdefault(asked[-1] if asked else -1, []).append(span)
-    made: list[Turn | None] = list(turns)
-    seen, orphans = set(elsewhere), []
-    for anchor, spans in held.items():
-        new: dict[str, PackRef] = {}
+            anchors = [at for at in range(span.start) if turns[at].role in ("system", "user")]
+            by_anchor.setdefault(anchors[-1] if anchors else -1, []).append(span)
+    compacted: list[Turn | None] = list(turns)
+    handles, orphans = set(elsewhere), []
+    for anchor, spans in by_anchor.items():
+        gathered: dict[str, PackRef] = {}
         for span in spans:
-            brought = [part for at in span for part in turns[at].segments if _by_handle(part)]
-            fresh = {part.handle: part for part in reversed(brought) if part.handle not in seen | new.keys()}
-            new |= {name: replace(fresh[name], memory=True, batch=span.start) for name in reversed(fresh)}
-        seen |= new.keys()
+            brought = [segment for at in span for segment in turns[at].segments if _by_handle(segment)]
+            fresh = {
+                segment.handle: segment
+                for segment in reversed(brought)
+                if segment.handle not in handles | gathered.keys()
+            }
+            gathered |= {name: replace(fresh[name], memory=True, batch=span.start) for name in reversed(fresh)}
+        handles |= gathered.keys()
         if anchor < 0:
-            orphans = list(new.values())
-        elif new:
+            orphans = list(gathered.values())
+        elif gathered:
             # Some templates trim the content; the closing tag protects the line feed of the last pack.
-            own = turns[anchor].segments
-            gap = (GAP,) if own else ()
-            made[anchor] = turns[anchor].with_segments((*own, *gap, "<found>\n", *new.values(), "</found>"))
+            segments = turns[anchor].segments
+            gap = (GAP,) if segments else ()
+            compacted[anchor] = turns[anchor].with_segments(
+                (*segments, *gap, "<found>\n", *gathered.values(), "</found>")
+            )
         for span in spans[:-1]:
-            made[span.start : span.stop] = [None] * len(span)
+            compacted[span.start : span.stop] = [None] * len(span)
         for at in spans[-1][1:]:
-            made[at] = turns[at].with_segments([_COMPACTED])
-    kept = tuple(turn for turn in made if turn is not None)
-    return _with_memory(kept, orphans) if orphans else kept
+            compacted[at] = turns[at].with_segments([_COMPACTED])
+    remaining = tuple(turn for turn in compacted if turn is not None)
+    return _with_memory(remaining, orphans) if orphans else remaining
 
 
 def _exchanges(turns: Sequence[Turn]) -> list[range]:
     """Return the spans of assistant messages with tool calls and all their results."""
-    found = []
+    exchanges = []
     for start, turn in enumerate(turns):
         if turn.role == "assistant" and turn.tool_calls:
             stop = start + 1
             while stop < len(turns) and turns[stop].role == "tool":
                 stop += 1
             if stop - start - 1 == len(turn.tool_calls):
-                found.append(range(start, stop))
-    return found
+                exchanges.append(range(start, stop))
+    return exchanges
 
 
 def _brought_packs(turn: Turn) -> bool:
     """Whether a tool result consists only of packs."""
-    others = [part for part in turn.segments if not _by_handle(part)]
-    return len(others) < len(turn.segments) and all(isinstance(part, str) and not part.strip() for part in others)
+    texts = [segment for segment in turn.segments if not _by_handle(segment)]
+    return len(texts) < len(turn.segments) and all(
+        isinstance(segment, str) and not segment.strip() for segment in texts
+    )
 
 
 def _by_handle(segment: Segment) -> TypeGuard[PackRef]:
@@ -316,10 +324,10 @@ def slotted(messages: Sequence[Message], variable: str, marks: Mapping[str, str]
     if another variable stands before it, because the text before a pack would then change with every call.
     """
     texts = [text_of(message) for message in messages]
-    before, found, _ = "".join(texts).partition(marks[variable])
-    if not found:
-        others = ", ".join(name for name in marks if name != variable)
-        raise PromptError(f"Got the variable {variable!r}; the variables of the prompt are: {others}.")
+    before, separator, _ = "".join(texts).partition(marks[variable])
+    if not separator:
+        names = ", ".join(name for name in marks if name != variable)
+        raise PromptError(f"Got the variable {variable!r}; the variables of the prompt are: {names}.")
     moving = next((name for name, mark in marks.items() if mark in before), None)
     if moving is not None:
         raise PromptError(

@@ -59,12 +59,12 @@ class _Twin:
 
         nonce = secrets.token_hex(8)
         self.secret = {name: f"<|{nonce}.{number}|>" for number, name in enumerate(names)}
-        added = [dict(token) for token in state["added_tokens"]]
-        self._ids = {token["content"]: token["id"] for token in added}
-        for token in added:
+        added_tokens = [dict(token) for token in state["added_tokens"]]
+        self._ids = {token["content"]: token["id"] for token in added_tokens}
+        for token in added_tokens:
             token["content"] = self.secret.get(token["content"], token["content"])
         model = _without_names(state["model"], self.secret)
-        self.tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": added, "model": model}))
+        self.tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": added_tokens, "model": model}))
         # The new tokenizer numbers added tokens anew, in their order.
         self._original = {self.tokenizer.token_to_id(self.secret.get(name, name)): at for name, at in self._ids.items()}
 
@@ -87,15 +87,15 @@ def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str
         return {**model, "vocab": [[secret.get(piece, piece), score] for piece, score in vocab]}
     if not isinstance(vocab, dict) or secret.keys().isdisjoint(vocab):
         return model
-    made = {**model, "vocab": {secret.get(piece, piece): number for piece, number in vocab.items()}}
+    renamed = {**model, "vocab": {secret.get(piece, piece): number for piece, number in vocab.items()}}
     if model.get("unk_token") in secret:
-        made["unk_token"] = secret[model["unk_token"]]
+        renamed["unk_token"] = secret[model["unk_token"]]
     if "merges" in model:
         pairs = ((pair, pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
-        made["merges"] = [
+        renamed["merges"] = [
             pair for pair, (left, right) in pairs if secret.keys().isdisjoint((left, right, left + right))
         ]
-    return made
+    return renamed
 
 
 class _Begun:
@@ -112,11 +112,13 @@ class _Begun:
         self._longest = max(map(len, names), default=0)
 
     def guards(self, data: str) -> list[int]:
-        found = [match.end() for match in self._begin.finditer(data)]
-        kept = len(data.rstrip())
-        if any(data[start:kept].lower() in self._unfinished for start in range(max(kept - self._longest, 0), kept)):
-            found.append(kept)
-        return found
+        positions = [match.end() for match in self._begin.finditer(data)]
+        length = len(data.rstrip())
+        if any(
+            data[start:length].lower() in self._unfinished for start in range(max(length - self._longest, 0), length)
+        ):
+            positions.append(length)
+        return positions
 
 
 class PromptEncoder:
@@ -182,15 +184,15 @@ class PromptEncoder:
         """Tokenise a rendered prompt; positions count characters of `rendered` with its guards."""
         pieces: list[str] = []
         runs = [(0, 0)]
-        done = length = 0
+        end = length = 0
         for match in self._control.finditer(rendered):
-            plain, replacement = rendered[done : match.start()], self._twin.secret.get(match[0], "")
+            plain, replacement = rendered[end : match.start()], self._twin.secret.get(match[0], "")
             pieces += [plain, replacement]
             length += len(plain)
             runs += [(length, match.start()), (length + len(replacement), match.end())]
             length += len(replacement)
-            done = match.end()
-        text = "".join((*pieces, rendered[done:]))
+            end = match.end()
+        text = "".join((*pieces, rendered[end:]))
         try:
             encoding = self._twin.tokenizer.encode(text, add_special_tokens=False)
         except TypeError as error:  # The tokenizer's error for half a surrogate pair.
@@ -201,8 +203,8 @@ class PromptEncoder:
 
 def insert(text: str, pieces: Iterable[tuple[int, str]]) -> str:
     """Insert each `(position, piece)` into `text`; pieces at one position keep their order."""
-    parts, done = [], 0
+    chunks, end = [], 0
     for at, piece in sorted(pieces, key=lambda item: item[0]):
-        parts += [text[done:at], piece]
-        done = at
-    return "".join((*parts, text[done:]))
+        chunks += [text[end:at], piece]
+        end = at
+    return "".join((*chunks, text[end:]))

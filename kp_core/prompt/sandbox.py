@@ -64,8 +64,8 @@ class _Budget:
         if not isinstance(value, Collection) or isinstance(value, range | Context):
             return 1
         if id(value) not in self._sizes:
-            parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
-            self._sizes[id(value)] = (value, len(value) + sum(map(self.size, parts)))
+            members = [*value.keys(), *value.values()] if isinstance(value, Mapping) else value
+            self._sizes[id(value)] = (value, len(value) + sum(map(self.size, members)))
         return self._sizes[id(value)][1]
 
     def check(self, size: int) -> None:
@@ -139,11 +139,11 @@ class _Meter(NodeTransformer):
             node.body.insert(0, nodes.Output([_filtered(nodes.Const("", lineno=node.lineno), "string")]))
             node.test = node.test and _filtered(node.test, "kp made")
         elif isinstance(node, nodes.Output):
-            node.nodes = [_filtered(each, "string") for each in node.nodes]
+            node.nodes = [_filtered(child, "string") for child in node.nodes]
         elif isinstance(node, nodes.Assign):
             node.node = _filtered(node.node, "kp made")
         elif isinstance(node, nodes.With):
-            node.values = [_filtered(each, "kp made") for each in node.values]
+            node.values = [_filtered(child, "kp made") for child in node.values]
         elif isinstance(node, nodes.Concat):
             return _filtered(nodes.List(node.nodes, lineno=node.lineno), "join")
         return node
@@ -208,14 +208,14 @@ def _within(name: str, values: Sequence[Any], run: Callable[[], Any]) -> Any:  #
 def _most(name: str, values: Sequence[Any], budget: _Budget) -> int:
     """Return an upper bound for the characters of the result."""
     if name in ("**", "round"):
-        bits = [each.bit_length() for each in values if isinstance(each, int)]
+        bits = [value.bit_length() for value in values if isinstance(value, int)]
         return sys.maxsize if max(bits, default=1) * _number(values) > _BITS else 1
     if name in ("%", "format", "format_map"):
         # A field may name an attribute of a value, whose size was measured when it was set.
-        text = next((each for each in values if isinstance(each, str)), "")
+        text = next((value for value in values if isinstance(value, str)), "")
         return _most_formatted(name, text, budget.largest)
     if name == "sum":  # For lists, each step copies the sum so far.
-        lengths = [len(each) for each in values if isinstance(each, Collection)]
+        lengths = [len(value) for value in values if isinstance(value, Collection)]
         return max(lengths, default=1) * sum(map(budget.size, values))
     if name in _PRODUCTS:
         *_, second, first = 1, *sorted(map(budget.size, values))
@@ -225,7 +225,7 @@ def _most(name: str, values: Sequence[Any], budget: _Budget) -> int:
 
 def _number(values: Sequence[Any]) -> int:
     """Return the largest integer argument (a width, a count or an exponent), not counting the main operand."""
-    return max((each for each in values[1:] if isinstance(each, int) and each > 0), default=0)
+    return max((value for value in values[1:] if isinstance(value, int) and value > 0), default=0)
 
 
 def _most_formatted(name: str, text: str, size: int) -> int:
@@ -234,9 +234,9 @@ def _most_formatted(name: str, text: str, size: int) -> int:
         fields, borrowed = re.findall(r"%(?:\([^)]*\))?([^a-zA-Z%]*)", text), "*"
     else:
         fields, borrowed = [form or "" for _, _, form, _ in string.Formatter().parse(text)], "{"
-    if any(borrowed in each for each in fields):  # A width that is one of the values.
+    if any(borrowed in field for field in fields):  # A width that is one of the values.
         return sys.maxsize
-    width = max((int(each) for each in re.findall(r"\d+", " ".join(fields))), default=0)
+    width = max((int(digits) for digits in re.findall(r"\d+", " ".join(fields))), default=0)
     return len(text) + len(fields) * (width + size)
 
 
@@ -251,11 +251,11 @@ def _now(form: str) -> str:
 def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:  # noqa: ANN401, FBT001, FBT002
     if layout.get("indent") is None:
         return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-    budget, parts = _BUDGET.get(), []
-    for part in json.JSONEncoder(ensure_ascii=ensure_ascii, **layout).iterencode(value):
-        budget.charge(part)  # Nesting makes the indentation of a line long.
-        parts.append(part)
-    return "".join(parts)
+    budget, chunks = _BUDGET.get(), []
+    for chunk in json.JSONEncoder(ensure_ascii=ensure_ascii, **layout).iterencode(value):
+        budget.charge(chunk)  # Nesting makes the indentation of a line long.
+        chunks.append(chunk)
+    return "".join(chunks)
 
 
 class _Dict:

@@ -42,8 +42,8 @@ class TurnShaper:
 
         def calling(*names: str) -> dict[str, Any]:
             arguments = '{"x": 1}' if self._as_text else {"x": 1}
-            made = [tool_call(name, arguments, f"call0000{at}") for at, name in enumerate(names, 1)]
-            return {"role": "assistant", "content": "", "tool_calls": made}
+            calls = [tool_call(name, arguments, f"call0000{at}") for at, name in enumerate(names, 1)]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
 
         result = {"role": "tool", "content": token, "name": f"n{token}", "tool_call_id": "call00001"}
 
@@ -99,31 +99,34 @@ class TurnShaper:
             return replace(turn, segments=(*turn.segments, *gap, calls), tool_calls=())
         if turn.tool_calls and self._as_text:
             functions = [call["function"] for call in turn.tool_calls]
-            said = [{**each, "arguments": json.dumps(each["arguments"], ensure_ascii=False)} for each in functions]
-            pairs = zip(turn.tool_calls, said, strict=True)
-            return replace(turn, tool_calls=tuple({**call, "function": each} for call, each in pairs))
+            as_text = [
+                {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+                for function in functions
+            ]
+            pairs = zip(turn.tool_calls, as_text, strict=True)
+            return replace(turn, tool_calls=tuple({**call, "function": function} for call, function in pairs))
         return turn
 
 
 def _one_by_one(turns: Sequence[Turn]) -> list[Turn]:
     """Split several calls of one message into messages of their own, each followed by its result."""
-    made: list[Turn] = []
-    left = list(turns)
-    while left:
-        turn = left.pop(0)
+    separate: list[Turn] = []
+    remaining = list(turns)
+    while remaining:
+        turn = remaining.pop(0)
         results: list[Turn] = []
-        while len(turn.tool_calls) > 1 and left and left[0].role == "tool":
-            results.append(left.pop(0))
+        while len(turn.tool_calls) > 1 and remaining and remaining[0].role == "tool":
+            results.append(remaining.pop(0))
         ids = [call.get("id") for call in turn.tool_calls]
         for at, call in enumerate(turn.tool_calls[:-1]):
-            made.append(replace(turn, segments=() if at else turn.segments, tool_calls=(call,)))
+            separate.append(replace(turn, segments=() if at else turn.segments, tool_calls=(call,)))
             # Results without an id are in the order of their calls.
-            mine = [each for each in results if each.extra.get("tool_call_id", ids[at]) == ids[at]][:1]
-            results = [each for each in results if each not in mine]
-            made += mine
-        made.append(replace(turn, segments=(), tool_calls=turn.tool_calls[-1:]) if len(ids) > 1 else turn)
-        made += results
-    return made
+            matching = [result for result in results if result.extra.get("tool_call_id", ids[at]) == ids[at]][:1]
+            results = [result for result in results if result not in matching]
+            separate += matching
+        separate.append(replace(turn, segments=(), tool_calls=turn.tool_calls[-1:]) if len(ids) > 1 else turn)
+        separate += results
+    return separate
 
 
 def _joined(first: Turn, second: Turn) -> Turn:

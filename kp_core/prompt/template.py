@@ -197,13 +197,13 @@ class ChatTemplate:
 
     def ends(self, prompt: Prompt) -> tuple[int, ...]:
         """For each pack, return the end of its text and the blanks behind it, in tokens, within its message."""
-        encoded, found = self._encoder.encode(prompt.rendered), []
+        encoded, stops = self._encoder.encode(prompt.rendered), []
         edges = sorted({*prompt.breaks, *(span.start for span in prompt.spans), len(prompt)})
         for span in prompt.spans:
             behind = prompt.rendered[span.chars[1] :]
             until = encoded.token_until(span.chars[1] + len(behind) - len(behind.lstrip()))
-            found.append(max(span.stop, min(until, next(at for at in edges if at >= span.stop))))
-        return tuple(found)
+            stops.append(max(span.stop, min(until, next(at for at in edges if at >= span.stop))))
+        return tuple(stops)
 
     def text(self, prompt: Prompt) -> str:
         """Return the rendered conversation of `prompt`, readable."""
@@ -234,21 +234,21 @@ class ChatTemplate:
     def _prompt(self, turns: Sequence[Turn], switches: Mapping[str, Any], *, add_generation_prompt: bool) -> Prompt:
         options = {**switches, "add_generation_prompt": add_generation_prompt}
         text, change = self._guarded([self._message(turn) for turn in turns], options)
-        references = [each for turn in turns for each in turn.segments if isinstance(each, PackRef)]
+        references = [segment for turn in turns for segment in turn.segments if isinstance(segment, PackRef)]
         # Letters of both cases reveal a template that changes case.
         sign = f"<{secrets.token_hex(8)}Mm:"
         signs = [[(at, f"{sign}{mark}>") for at, mark in marks] for marks in _marks(turns)]
         marked = [self._message(turn, inside) for turn, inside in zip(turns, signs, strict=True)]
-        stripped, found = _unmarked(self._render(*change((marked, options))), sign)
+        stripped, places = _unmarked(self._render(*change((marked, options))), sign)
         # A template that treats marked text differently hides where packs are; they then go as text.
-        packs, break_chars = _places(references, text, found) if stripped == text else ([], [])
+        packs, break_chars = _places(references, text, places) if stripped == text else ([], [])
         if references and stripped != text:
             self._doubt("packs cannot be found in its prompts, and go as text")
         encoded = self._encoder.encode(text)
         spans = []
         # A pack that goes as text still belongs to its namespace. If packs cannot be found, their namespaces own the
         # first tokens and so the whole prompt, because the prefix tree is searched from the first token on.
-        texts = [] if stripped == text else [Span(at, at + 1, each) for at, each in enumerate(references)]
+        texts = [] if stripped == text else [Span(at, at + 1, ref) for at, ref in enumerate(references)]
         for start, stop, reference in packs:
             begin, first, last = encoded.token_until(start), encoded.token_at(start), encoded.token_until(stop)
             if begin < first:  # It shares a token with the text before it.
@@ -257,11 +257,11 @@ class ChatTemplate:
                 self._doubt("packs that it changes go as text")  # E.g. tool results, which it may write as JSON.
                 texts.append(Span(first, max(first, last), reference))
                 continue
-            own = reference.pack.token_ids
+            ids = reference.pack.token_ids
             # At the start of the system message some templates trim the end of the pack.
             is_its_place = not reference.memory or reference.pack.prefix.token_ids == encoded.ids[:first]
-            if is_its_place and own and encoded.ids[first : min(last, first + len(own))] == own:
-                last = first + len(own)
+            if is_its_place and ids and encoded.ids[first : min(last, first + len(ids))] == ids:
+                last = first + len(ids)
             if last > first:
                 spans.append(Span(first, last, reference, (start, stop), reference.recognised))
         breaks = tuple(sorted({encoded.token_at(char) for char in break_chars}))
@@ -273,8 +273,8 @@ class ChatTemplate:
         The joined content is escaped as a whole, because a special token may cross two segments.
         """
         # Guards are inserted before signs, so that a pack's trailing blanks are found directly behind its last sign.
-        own = turn.role == "assistant"
-        guards = [(at, self._encoder.guard) for at in self._encoder.guards(turn.content, own=own)]
+        is_answer = turn.role == "assistant"
+        guards = [(at, self._encoder.guard) for at in self._encoder.guards(turn.content, own=is_answer)]
         return turn.to_message(insert(turn.content, (*guards, *signs)), self._encoder.escape)
 
     def _guarded(
@@ -286,9 +286,9 @@ class ChatTemplate:
         with guards of another length reveals. Then blanks replace the guards.
         """
         text, inputs = self._render(messages, options), (messages, options)
-        guard, other = self._encoder.guard, self._encoder.other_guard
-        changed = _replaced(inputs, guard, other)
-        if changed == inputs or self._render(*changed).replace(other, guard) == text:
+        guard, other_guard = self._encoder.guard, self._encoder.other_guard
+        changed = _replaced(inputs, guard, other_guard)
+        if changed == inputs or self._render(*changed).replace(other_guard, guard) == text:
             return text, lambda given: given
         self._doubt("control tokens in data are kept apart from its own by blanks")
         return self._render(*_replaced(inputs, guard, " ")), lambda given: _replaced(given, guard, " ")
@@ -321,11 +321,11 @@ class ChatTemplate:
         # Loads Jinja only when something is rendered.
         from kp_core.prompt.sandbox import render
 
-        given = {"tools": None, "documents": None, **self._options, **options}
+        variables = {"tools": None, "documents": None, **self._options, **options}
         tokens = getattr(self._tokenizer, "special_tokens_map", {})
         try:
-            source = self._tokenizer.get_chat_template(tools=given["tools"])
-            return render(source, {**tokens, "messages": messages, **given})
+            source = self._tokenizer.get_chat_template(tools=variables["tools"])
+            return render(source, {**tokens, "messages": messages, **variables})
         except Exception as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TemplateError(f"The chat template refused a conversation of [{roles}]: {error}") from error
@@ -348,8 +348,8 @@ def _replaced(inputs: _Inputs, old: str, new: str) -> _Inputs:
 
 def _checked(span: Span, encoded: Encoded) -> SpanCheck:
     delivered = encoded.text_of(span.start, span.stop)
-    before, found, after = span.reference.text.partition(delivered)
-    if not found:
+    before, middle, after = span.reference.text.partition(delivered)
+    if not middle:
         raise TemplateError(f"The span of {span.handle} holds {delivered[:40]!r}, which is not in the pack's text.")
     return SpanCheck(span.handle, len(span), delivered, before + after)
 
@@ -359,7 +359,7 @@ def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
 
     A mark stands inside the outer blanks of its text, so that templates which trim see the same blanks.
     """
-    found: list[list[tuple[int, str]]] = []
+    by_turn: list[list[tuple[int, str]]] = []
     number = 0
     for index, turn in enumerate(turns):
         marks, at = [], 0
@@ -371,19 +371,19 @@ def _marks(turns: Sequence[Turn]) -> list[list[tuple[int, str]]]:
                 marks += [(at + _leading(text), f"b{number}"), (at + len(text.rstrip()), f"e{number}")]
                 number += 1
             at += len(segment.text if isinstance(segment, PackRef) else segment)
-        found.append(marks)
-    return found
+        by_turn.append(marks)
+    return by_turn
 
 
 def _unmarked(marked: str, sign: str) -> tuple[str, dict[str, list[int]]]:
     """Return the text without marks, and the positions of each mark in it."""
     text, *pieces = marked.split(sign)
-    found = defaultdict[str, list[int]](list)
+    positions = defaultdict[str, list[int]](list)
     for piece in pieces:
         mark, _, plain = piece.partition(">")
-        found[mark].append(len(text))
+        positions[mark].append(len(text))
         text += plain
-    return text, found
+    return text, positions
 
 
 def _places(
@@ -394,8 +394,8 @@ def _places(
     for number, reference in enumerate(references):
         begins, ends = found.get(f"b{number}"), found.get(f"e{number}")
         if begins and ends:
-            own, start, stop = reference.text, begins[-1], ends[-1]
-            lead, trail = own[: _leading(own)], own[len(own.rstrip()) :]
+            pack_text, start, stop = reference.text, begins[-1], ends[-1]
+            lead, trail = pack_text[: _leading(pack_text)], pack_text[len(pack_text.rstrip()) :]
             # The pack's own outer blanks count if the template kept them.
             start -= len(lead) if text[:start].endswith(lead) else 0
             stop += len(trail) if text.startswith(trail, stop) else 0

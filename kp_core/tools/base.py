@@ -34,11 +34,11 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
 
     def __post_init__(self) -> None:
-        given = self.parameters
-        if not isinstance(given, Mapping) or given.get("type", "object") != "object":
-            raise ToolError(f"Got parameters {given!r} of {self.name!r}; expected a JSON Schema of an object.")
+        parameters = self.parameters
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            raise ToolError(f"Got parameters {parameters!r} of {self.name!r}; expected a JSON Schema of an object.")
         # Without a type, the schema would also accept a string.
-        object.__setattr__(self, "parameters", {"type": "object", **given})
+        object.__setattr__(self, "parameters", {"type": "object", **parameters})
 
     @classmethod
     def of(cls, tool: Mapping[str, Any] | Tool) -> Tool:
@@ -58,8 +58,8 @@ class Tool:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the form that chat templates take."""
-        about = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
-        return {"type": "function", "function": about}
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def new_call_id() -> str:
 
 def is_deep(schema: object) -> bool:
     """Whether lists and mappings are nested more than `DEEPEST` levels deep."""
-    left = [(schema, 0)]
-    while left:
-        each, depth = left.pop()
+    pending = [(schema, 0)]
+    while pending:
+        node, depth = pending.pop()
         if depth > DEEPEST:
             return True
-        if isinstance(each, Mapping | list | tuple):
-            left += [(inner, depth + 1) for inner in (each.values() if isinstance(each, Mapping) else each)]
+        if isinstance(node, Mapping | list | tuple):
+            pending += [(inner, depth + 1) for inner in (node.values() if isinstance(node, Mapping) else node)]
     return False

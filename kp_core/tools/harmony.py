@@ -57,8 +57,8 @@ class HarmonyReader(AnswerReader):
         if self._is_first and lead and not any(sign.startswith(lead) or lead.startswith(sign) for sign in _BEGINNINGS):
             self._step = self._text
             return
-        head, found, rest = self._buffer.partition(_MESSAGE)
-        if not found:
+        head, separator, rest = self._buffer.partition(_MESSAGE)
+        if not separator:
             return
         self._buffer = rest
         recipient, channel = _RECIPIENT.search(head), _CHANNEL.search(head)

@@ -17,11 +17,11 @@ def braced(quote: str) -> Callable[[str, Mapping[str, Any]], Mapping[str, Any]]:
     """Return a parser of `{key:value}`, where `quote` marks strings instead of JSON's quotes; it also takes JSON."""
 
     def read(text: str, _: Mapping[str, Any]) -> Mapping[str, Any]:
-        parts = text.split(quote) if quote else [text]
-        if len(parts) > 1 or not _is_json(text):
-            parts[::2] = [_BARE_KEY.sub(r'\1"\2"\3', part) for part in parts[::2]]
-            parts[1::2] = [json.dumps(part) for part in parts[1::2]]
-        return _object("".join(parts))
+        pieces = text.split(quote) if quote else [text]
+        if len(pieces) > 1 or not _is_json(text):
+            pieces[::2] = [_BARE_KEY.sub(r'\1"\2"\3', piece) for piece in pieces[::2]]
+            pieces[1::2] = [json.dumps(piece) for piece in pieces[1::2]]
+        return _object("".join(pieces))
 
     return read
 
@@ -51,7 +51,7 @@ def _is_json(text: str) -> bool:
 
 
 def _object(text: str) -> Mapping[str, Any]:
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    value = json.loads(text)
+    if not isinstance(value, dict):
         raise ValueError(f"Got {text!r}; expected an object.")  # noqa: TRY004 - it is text that cannot be read
-    return found
+    return value

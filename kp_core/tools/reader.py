@@ -97,11 +97,11 @@ class AnswerReader:
 
     def _reasoning(self) -> Iterator[Delta]:
         self._buffer = self._buffer if self.reasoning else self._buffer.lstrip("\n")
-        said, is_over = self._until(self._close)
+        thought, is_over = self._until(self._close)
         if is_over:
-            said = said.rstrip("\n")
+            thought = thought.rstrip("\n")
             self._step, self._thinks = self._after_thought, False
-        yield from self._think(said)
+        yield from self._think(thought)
 
     def _after_thought(self) -> Iterator[Delta]:
         """Skip blank lines between reasoning and answer."""
@@ -112,12 +112,12 @@ class AnswerReader:
 
     def _text(self) -> Iterator[Delta]:
         if self._trigger:
-            said, calls = self._until(self._trigger)
+            text, calls = self._until(self._trigger)
             if calls:
-                said, self._step = said.rstrip(), self._head
+                text, self._step = text.rstrip(), self._head
         else:
-            said, self._buffer = self._buffer, ""
-        yield from self._say(said)
+            text, self._buffer = self._buffer, ""
+        yield from self._say(text)
 
     def _head(self) -> Iterator[Delta]:
         """Before a call: the next thing is a name."""
@@ -139,17 +139,17 @@ class AnswerReader:
     def _arguments(self) -> Iterator[Delta]:
         if self._open_call is None:
             raise AssertionError("arguments belong to a call")
-        identity, name, parts = self._open_call
+        identity, name, pieces = self._open_call
         self._scan = self._scan.feed(self._buffer)
         end = self._scan.end
         piece, self._buffer = (self._buffer, "") if end is None else (self._buffer[:end], self._buffer[end:])
         if piece:
-            parts.append(piece)
+            pieces.append(piece)
             yield Delta(tool_call=ToolCallDelta(len(self.calls), arguments=piece))
         if end is not None:
             # Without a grammar, arguments may be invalid JSON; then there is no call.
             with suppress(ValueError):
-                self.calls.append(ToolCall(identity, name, json.loads("".join(parts))))
+                self.calls.append(ToolCall(identity, name, json.loads("".join(pieces))))
             self._open_call, self._step = None, self._between
 
     def _native(self, *, is_over: bool = False) -> Iterator[Delta]:
@@ -179,8 +179,8 @@ class AnswerReader:
 
     def _until(self, mark: str) -> tuple[str, bool]:
         """Take the text before `mark`; without the mark, keep trailing blanks and what may be its beginning."""
-        before, found, after = self._buffer.partition(mark)
-        if found:
+        before, separator, after = self._buffer.partition(mark)
+        if separator:
             self._buffer = after
             return before, True
         stop = len(self._buffer[: len(self._buffer) - _begun(self._buffer, mark)].rstrip())

@@ -48,9 +48,9 @@ class AnswerShape:
         names = [tool.name for tool in offered]
         if len(set(names)) < len(names):
             raise ToolError(f"Got the tools {', '.join(names)}; expected a different name for each.")
-        known = ("auto", "none", "any", *names) if names else ("auto", "none")
-        if choice not in known:
-            raise ToolError(f"Got tool_choice={choice!r}; expected one of: {', '.join(known)}.")
+        choices = ("auto", "none", "any", *names) if names else ("auto", "none")
+        if choice not in choices:
+            raise ToolError(f"Got tool_choice={choice!r}; expected one of: {', '.join(choices)}.")
         if schema is not None and choice not in ("auto", "none"):
             raise ToolError(
                 f"Got response_schema with tool_choice={choice!r}; an answer is a call or an object, not both."
@@ -59,11 +59,11 @@ class AnswerShape:
             schema = {"type": "object"}
         if schema is not None and not isinstance(schema, Mapping):
             raise ToolError(f"Got response_schema={schema!r}; expected a JSON Schema, or True for any object.")
-        for name, each in (("response_schema", schema), *((tool.name, tool.parameters) for tool in offered)):
-            if is_deep(each):
+        for name, candidate in (("response_schema", schema), *((tool.name, tool.parameters) for tool in offered)):
+            if is_deep(candidate):
                 raise ToolError(f"Got {name} nested more than {DEEPEST} levels deep; expected a schema that is not.")
             try:
-                json.dumps(each)
+                json.dumps(candidate)
             except (TypeError, ValueError) as error:
                 raise ToolError(f"Got {name} that JSON cannot say ({error}); expected a JSON Schema.") from error
         return cls(offered, choice, parallel, schema)
@@ -73,8 +73,8 @@ class AnswerShape:
         """The tools that may be called; with `"none"` the tools are only shown."""
         if self.choice == "none":
             return ()
-        named = tuple(tool for tool in self.tools if tool.name == self.choice)
-        return named or self.tools
+        chosen = tuple(tool for tool in self.tools if tool.name == self.choice)
+        return chosen or self.tools
 
     @property
     def is_forced(self) -> bool:
@@ -176,32 +176,36 @@ def _closed(schema: Mapping[str, Any], *, merged: bool = False) -> dict[str, Any
 
     Members of `allOf` stay open (`merged`), because each lists only a part.
     """
-    made: dict[str, Any] = {}
+    closed: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _SAID:
             continue
         if key in _NAMED and isinstance(value, Mapping):
-            made[key] = {name: _closed(one) if isinstance(one, Mapping) else one for name, one in value.items()}
+            closed[key] = {
+                name: _closed(inner) if isinstance(inner, Mapping) else inner for name, inner in value.items()
+            }
         elif key in _DATA or not isinstance(value, Mapping | list | tuple):
-            made[key] = value
+            closed[key] = value
         elif isinstance(value, Mapping):
-            made[key] = _closed(value)
+            closed[key] = _closed(value)
         else:
-            made[key] = [_closed(one, merged=key == "allOf") if isinstance(one, Mapping) else one for one in value]
-    if "properties" in made and "allOf" not in made and not merged:
-        made.setdefault("additionalProperties", False)
-    return made
+            closed[key] = [
+                _closed(inner, merged=key == "allOf") if isinstance(inner, Mapping) else inner for inner in value
+            ]
+    if "properties" in closed and "allOf" not in closed and not merged:
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def _literals(text: str, markers: Sequence[str], token: Callable[[str], int | None]) -> str:
     """Return `text` as grammar: markers that are special tokens by their id, everything else quoted."""
-    parts, rest = [], text
+    literals, rest = [], text
     while rest:
         at, marker = min(((rest.find(m), m) for m in markers if m in rest), default=(len(rest), ""))
         if at:
-            parts.append(json.dumps(rest[:at], ensure_ascii=False))
+            literals.append(json.dumps(rest[:at], ensure_ascii=False))
         if marker:
             number = token(marker)
-            parts.append(json.dumps(marker) if number is None else f"<[{number}]>")
+            literals.append(json.dumps(marker) if number is None else f"<[{number}]>")
         rest = rest[at + len(marker) :]
-    return " ".join(parts)
+    return " ".join(literals)

@@ -95,7 +95,7 @@ def read_rows(  # noqa: PLR0913 - every setting has a default that works
             elif missing := set(columns or ()) - row.keys():
                 yield wrong(source, place, f"got the fields {sorted(row)}; expected {sorted(missing)} too")
             else:
-                yield place, {new: row[old] for old, new in columns.items()} if columns else row
+                yield place, {field: row[column] for column, field in columns.items()} if columns else row
 
     return _kept(_facts(source, drafts(), namespace), on_error, skipped)
 
@@ -163,8 +163,8 @@ def _from_files(
     for path in _files([paths] if isinstance(paths, str | os.PathLike) else paths):
         reader = _of_stdin() if str(path) == STDIN else FORMATS.get(path.suffix.lower())
         if reader is None:
-            known = ", ".join(FORMATS)
-            yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {known}.")
+            suffixes = ", ".join(FORMATS)
+            yield SourceError(f"{path}: got a file of type {path.suffix or 'unknown'!r}; expected one of {suffixes}.")
             continue
         if path.exists() and not path.is_file() and str(path) != STDIN:
             yield SourceError(f"{path}: got a pipe or device; expected a file. Write to a file first, or use -.")
@@ -189,12 +189,12 @@ def _facts(source: str, drafts: Iterator[Draft], namespace: str | None) -> Itera
 
 
 def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
-    for given in map(Path, paths):
-        if given.is_dir():
-            found = (path for path in sorted(given.rglob("*")) if path.is_file())
-            yield from (path for path in found if not any(part[0] == "." for part in path.relative_to(given).parts))
+    for root in map(Path, paths):
+        if root.is_dir():
+            files = (path for path in sorted(root.rglob("*")) if path.is_file())
+            yield from (path for path in files if not any(part[0] == "." for part in path.relative_to(root).parts))
         else:
-            yield given
+            yield root
 
 
 def _fact(source: str, row: Mapping[str, Any], namespace: str | None) -> Fact:
@@ -205,11 +205,11 @@ def _fact(source: str, row: Mapping[str, Any], namespace: str | None) -> Fact:
     if not isinstance(metadata, Mapping):
         raise SourceError(f"got {metadata!r} as `metadata`; expected an object")
     # `Fact` checks these values itself.
-    others = {name: value for name, value in row.items() if name not in {*_OWN, "metadata"} and value is not None}
+    extra = {name: value for name, value in row.items() if name not in {*_OWN, "metadata"} and value is not None}
     fields.setdefault("source", source)
     if namespace is not None:
         fields.setdefault("namespace", namespace)
-    return Fact(metadata={**metadata, **others}, **fields)
+    return Fact(metadata={**metadata, **extra}, **fields)
 
 
 FORMATS: dict[str, _Reader] = {

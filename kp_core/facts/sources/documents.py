@@ -63,8 +63,8 @@ def read_pdf(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draft
         if not text.strip() and pictures:
             yield wrong(path, place, "holds pictures and no text; run text recognition over it first")
         for paragraph in _BLANK_LINE.split(text):
-            for part in cut(" ".join(paragraph.split()), max_chars):
-                yield place, {"text": part, "title": title, "page": number}
+            for piece in cut(" ".join(paragraph.split()), max_chars):
+                yield place, {"text": piece, "title": title, "page": number}
 
 
 def read_html(path: Path, max_chars: int, encoding: str | None = None) -> Iterator[Draft]:
@@ -115,9 +115,9 @@ def read_docx(path: Path, max_chars: int, _: str | None = None) -> Iterator[Draf
         title = document.core_properties.title or ""
         # One at a time, so that the caller may stop early.
         blocks = (
-            part
-            for each in document.iter_inner_content()
-            for part in (_rows(each) if isinstance(each, Table) else [(getattr(each.style, "name", ""), each.text)])
+            entry
+            for item in document.iter_inner_content()
+            for entry in (_rows(item) if isinstance(item, Table) else [(getattr(item.style, "name", ""), item.text)])
         )
         numbered = ((number, *block) for number, block in enumerate(blocks, start=1))
         yield from _sections(path, "paragraph", numbered, title, max_chars)
@@ -131,13 +131,13 @@ def _opened(path: Path, read: Callable[[IO[bytes]], Any]) -> Any:  # noqa: ANN40
     """Open the document; raises `ValueError` for one that would fill the memory."""
     with path.open("rb") as file:
         with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-            size, unpacked = path.stat().st_size, sum(part.file_size for part in parts)
+            members = archive.infolist()
+            size, unpacked = path.stat().st_size, sum(member.file_size for member in members)
             if unpacked > max(_LARGEST, _TIMES * size):
                 raise ValueError(f"{size:,} bytes that unpack to {unpacked:,}")
-            for part in parts:
+            for member in members:
                 # The archive may state false sizes, so unpack it in small pieces to check them.
-                with archive.open(part) as opened:
+                with archive.open(member) as opened:
                     while opened.read(1 << 20):
                         pass
         document = read(file)
@@ -159,15 +159,15 @@ def _sections(
     path: Path, unit: str, blocks: Iterable[tuple[int, str, str]], title: str, max_chars: int
 ) -> Iterator[Draft]:
     """Turn blocks (number, kind, text) into drafts; a kind may be a heading."""
-    headings, found = Headings(), False
+    headings, has_text = Headings(), False
     for number, kind, text in blocks:
         if heading := _HEADING.match(kind):
             headings.add(int(heading[1]), text)
             continue
-        for part in cut(text.strip(), max_chars):
-            found = True
-            yield f"{unit} {number}", {"text": part, "title": str(headings) or title, unit: number}
-    if not found:
+        for piece in cut(text.strip(), max_chars):
+            has_text = True
+            yield f"{unit} {number}", {"text": piece, "title": str(headings) or title, unit: number}
+    if not has_text:
         yield wrong(path, f"{unit} 1", "holds no text")
 
 
@@ -175,12 +175,12 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
     """Yield each run of text between blocks: its line, the block tag around it, the text."""
     from bs4.element import NavigableString, PreformattedString, Tag
 
-    held: list[str] = []
+    pieces: list[str] = []
     begun, around = 1, ""
 
     def flush() -> Iterator[tuple[int, str, str]]:
-        text = "".join(held).strip() if around == "pre" else " ".join("".join(held).split())
-        held.clear()
+        text = "".join(pieces).strip() if around == "pre" else " ".join("".join(pieces).split())
+        pieces.clear()
         if text:
             yield begun, around, text
 
@@ -194,12 +194,12 @@ def _blocks(soup: Any) -> Iterator[tuple[int, str, str]]:  # noqa: ANN401 - the 
                 yield from flush()
                 begun, around = node.sourceline or begun, node.name
             elif node.name in {"br", "td", "th"}:
-                held.append("\n" if node.name == "br" else " ")
+                pieces.append("\n" if node.name == "br" else " ")
             # An inner block ends this one. The tuple marks the end of the inner block and names the tag that continues.
             waiting += [(node.parent.name if node.parent else "",)] * block + list(reversed(node.contents))
         elif isinstance(node, tuple):
             yield from flush()
             [around] = node
         elif isinstance(node, NavigableString) and not isinstance(node, PreformattedString):
-            held.append(str(node))
+            pieces.append(str(node))
     yield from flush()

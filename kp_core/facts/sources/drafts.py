@@ -81,20 +81,20 @@ class Headings:
 
     def add(self, depth: int, name: str) -> None:
         """Add a heading; it ends all headings of the same or a deeper level."""
-        self._held = [*(each for each in self._held if each[0] < depth), (depth, name)]
+        self._held = [*(heading for heading in self._held if heading[0] < depth), (depth, name)]
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:
     """Cut `text` into parts of at most `max_chars`, at sentence ends if possible, else between words."""
-    part = ""
+    chunk = ""
     for sentence in _SENTENCE_END.split(text) if len(text) > max_chars else [text]:
         for piece in [sentence] if len(sentence) <= max_chars else _words(sentence, max_chars):
-            if part and len(part) + 1 + len(piece) > max_chars:
-                yield part
-                part = ""
-            part = f"{part} {piece}" if part else piece
-    if part.strip():
-        yield part
+            if chunk and len(chunk) + 1 + len(piece) > max_chars:
+                yield chunk
+                chunk = ""
+            chunk = f"{chunk} {piece}" if chunk else piece
+    if chunk.strip():
+        yield chunk
 
 
 def _words(text: str, max_chars: int) -> Iterator[str]:

@@ -26,14 +26,14 @@ def read_markdown(path: Path, max_chars: int, encoding: str | None = None) -> It
 
 
 def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: bool) -> Iterator[Draft]:
-    held: list[str] = []
+    lines: list[str] = []
     headings = Headings()
     begun, fence = 1, ""
 
     def flush() -> Iterator[Draft]:
-        for part in cut("\n".join(held), max_chars):
-            yield f"line {begun}", {"text": part, "title": str(headings), "line": begun}
-        held.clear()
+        for piece in cut("\n".join(lines), max_chars):
+            yield f"line {begun}", {"text": piece, "title": str(headings), "line": begun}
+        lines.clear()
 
     for number, line in lines_of(path, encoding):
         if isinstance(line, SourceError):
@@ -46,9 +46,9 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
             if heading:
                 headings.add(len(heading[1]), heading[2].rstrip("#").rstrip())
             continue
-        if not held:
+        if not lines:
             begun = number
-        held.append(line)
+        lines.append(line)
         if mark and (not fence or (line.strip() == mark[1] and mark[1].startswith(fence))):
             fence = "" if fence else mark[1]
     yield from flush()
