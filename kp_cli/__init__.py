@@ -27,15 +27,17 @@ def _leave(_signal: int, _frame: FrameType | None) -> None:
 @contextmanager
 def importing() -> Iterator[None]:
     """Let an interrupt end the process at once: half an import is of no use, and libraries catch interrupts."""
-    before = signal.getsignal(signal.SIGINT)
-    ours = before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if ours:
+    previous_handler = signal.getsignal(signal.SIGINT)
+    is_default = (
+        previous_handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    )
+    if is_default:
         signal.signal(signal.SIGINT, _leave)
     try:
         yield
     finally:
-        if ours:
-            signal.signal(signal.SIGINT, before)
+        if is_default:
+            signal.signal(signal.SIGINT, previous_handler)
 
 
 def main() -> None:

@@ -65,20 +65,20 @@ class _Late(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of Click, which Typer hides
         """See `TyperGroup.resolve_command`."""
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, None if name is None else _command(name), rest
+        name, _, arguments = super().resolve_command(ctx, args)
+        return name, None if name is None else _command(name), arguments
 
 
 @functools.cache
 def _command(name: str) -> Any:  # noqa: ANN401 - a command of Click
     """A command with its options."""
     with importing():
-        found = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)
-    if not isinstance(found, typer.Typer):
-        alone = typer.Typer(add_completion=False, rich_markup_mode="markdown")
-        alone.command(name)(found)
-        return get_command(alone)
-    return get_group(found)
+        command = getattr(importlib.import_module(f"kp_cli.{_COMMANDS[name][0]}"), name)
+    if not isinstance(command, typer.Typer):
+        single_app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        single_app.command(name)(command)
+        return get_command(single_app)
+    return get_group(command)
 
 
 app = typer.Typer(
@@ -117,16 +117,16 @@ def _top(
     if context.invoked_subcommand is None:
         from kp_core.facts.folder import is_fact_store
 
-        here = sorted(each.name for each in Path().iterdir() if is_fact_store(each))
-        typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(here))}" if here else ""))
+        collections = sorted(folder.name for folder in Path().iterdir() if is_fact_store(folder))
+        typer.echo(_GUIDE + (f"\n\nCollections here: {plain(', '.join(collections))}" if collections else ""))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--debug" in given:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" in argv:
         # `--debug` counts at any place.
-        given = ["--debug", *(argument for argument in given if argument != "--debug")]
+        argv = ["--debug", *(argument for argument in argv if argument != "--debug")]
     # Otherwise libraries show a progress bar for each load of a model.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     for stream in (sys.stdout, sys.stderr):
@@ -134,7 +134,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        code = app(given, standalone_mode=False, prog_name="kp")
+        code = app(argv, standalone_mode=False, prog_name="kp")
         sys.stdout.flush()
     except (typer.Abort, KeyboardInterrupt):
         sys.stderr.write(INTERRUPTED)
@@ -149,9 +149,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ERRORS as error:
-        if "--debug" in given:
+        if "--debug" in argv:
             raise
-        _say(error, as_json="--json" in given)
+        _say(error, as_json="--json" in argv)
         return 1
     return code if isinstance(code, int) else 0
 

@@ -78,8 +78,8 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
         if self.steering is None and self.alpha is not None:
             raise typer.BadParameter("--alpha goes with --steering.")
         steering = None if self.steering is None else (load_steering(self.steering), self.alpha)
-        made = {"composer": composer_of(self.composer), "order": self.order}
-        return made | {"mismatch": self.mismatch, "steering": steering}
+        options = {"composer": composer_of(self.composer), "order": self.order}
+        return options | {"mismatch": self.mismatch, "steering": steering}
 
 
 @spread
@@ -107,34 +107,36 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
         raise typer.BadParameter("--explain shows one prompt: with packs, or with --text; leave out --compare.")
     with ExitStack() as stack:
         asker = _Asker(stack, place, options, max_tokens, lazy=explain, once=True)
-        found = asker.search(question, k)
+        found_units = asker.search(question, k)
         sources = {
             "question": question,
-            "sources": [about_hit(each.hit, each.unit.text, each.handle) for each in found],
+            "sources": [about_hit(source.hit, source.unit.text, source.handle) for source in found_units],
         }
         ways = ("packs", "text") if compare else ("text" if text else "packs",)
         if explain:
-            plan = asker.session.explain(**asker.request(question, found, ways[0]))
+            plan = asker.session.explain(**asker.request(question, found_units, ways[0]))
             tell({**sources, "plan": plan.to_dict()}, str(plan), as_json=as_json)
             return
         live = not (as_json or compare)
-        answers = {way: asker.answer(asker.request(question, found, way), live=live) for way in ways}
+        answers = {way: asker.answer(asker.request(question, found_units, way), live=live) for way in ways}
     if as_json:
-        told = {
-            way: {"text": made.text, "finish_reason": made.finish_reason, "usage": made.usage.to_dict()}
-            for way, made in answers.items()
+        report = {
+            way: {"text": answer.text, "finish_reason": answer.finish_reason, "usage": answer.usage.to_dict()}
+            for way, answer in answers.items()
         }
-        print_json({**sources, "answers": told, **(_comparison(answers) if compare else {})})
+        print_json({**sources, "answers": report, **(_comparison(answers) if compare else {})})
         return
     out = console()
     if compare:
         _show_comparison(out, answers, asker.session.fingerprint.dtype)
-    out.print("\nSources:" if found else f"\nSources: {_NOTHING}.")
-    for number, each in enumerate(found, 1):
-        out.print(f"  {number}. {_name(each)}  ({each.hit.score:.3f}, {each.handle or 'as text'})", soft_wrap=True)
+    out.print("\nSources:" if found_units else f"\nSources: {_NOTHING}.")
+    for number, result in enumerate(found_units, 1):
+        out.print(
+            f"  {number}. {_name(result)}  ({result.hit.score:.3f}, {result.handle or 'as text'})", soft_wrap=True
+        )
     if not compare:
-        made = next(iter(answers.values()))
-        out.print("\n".join(filter(None, (_usage(made), asker.gain(made)))))
+        generation = next(iter(answers.values()))
+        out.print("\n".join(filter(None, (_usage(generation), asker.gain(generation)))))
 
 
 @spread
@@ -151,14 +153,14 @@ def chat(
         out, messages = console(), list[Message]()
         while question := _typed(out):
             try:
-                found = asker.search(question, k)
-                request = asker.request(question, found, "packs", messages)
+                results = asker.search(question, k)
+                request = asker.request(question, results, "packs", messages)
                 generation = asker.converse(request)
             except KeyboardInterrupt:
                 out.print("\n(stopped; this question is forgotten)\n", style="dim")
                 continue
             messages = [*request["messages"], {"role": "assistant", "content": generation.text}]
-            names = ", ".join(dict.fromkeys(_name(each) for each in found)) or _NOTHING
+            names = ", ".join(dict.fromkeys(_name(result) for result in results)) or _NOTHING
             out.print(f"from {names}\n{_usage(generation)}\n", style="dim", soft_wrap=True)
 
 
@@ -202,17 +204,17 @@ class _Asker:
 
     def search(self, question: str, k: int) -> list[Found]:
         """The `k` units that have the best facts, with their packs."""
-        before = self._store.changes
-        found = self._packs.search(question, k, **self._wanted)
-        self._is_new |= self._store.changes != before
-        self._spaces |= {each.unit.namespace for each in found}
-        return found
+        changes_before = self._store.changes
+        results = self._packs.search(question, k, **self._wanted)
+        self._is_new |= self._store.changes != changes_before
+        self._spaces |= {result.unit.namespace for result in results}
+        return results
 
     def request(
         self, question: str, found: list[Found], way: str, before: list[Message] | None = None
     ) -> dict[str, Any]:
         """Arguments of `Session.stream`: a question with its facts, as packs or as text, behind earlier messages."""
-        parts = [each.content if way == "packs" else each.unit.text for each in found]
+        parts = [result.content if way == "packs" else result.unit.text for result in found]
         content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
         return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._asked} | {
@@ -261,20 +263,20 @@ def _typed(out: Console) -> str:
 
 
 def _comparison(answers: Mapping[str, Generation]) -> dict[str, bool]:
-    prompts = {each.prompt.token_ids for each in answers.values()}
-    return {"same_prompt": len(prompts) == 1, "same": len({each.text for each in answers.values()}) == 1}
+    prompts = {generation.prompt.token_ids for generation in answers.values()}
+    return {"same_prompt": len(prompts) == 1, "same": len({generation.text for generation in answers.values()}) == 1}
 
 
 def _show_comparison(out: Console, answers: Mapping[str, Generation], dtype: str) -> None:
-    about = _comparison(answers)
-    out.print(Columns([Panel(each.text, title=way, width=56) for way, each in answers.items()]))
-    for way, each in answers.items():
-        out.print(f"{way}: {_usage(each)}")
-    prompts = "the same prompt" if about["same_prompt"] else "another prompt"
+    comparison = _comparison(answers)
+    out.print(Columns([Panel(answer.text, title=way, width=56) for way, answer in answers.items()]))
+    for way, generation in answers.items():
+        out.print(f"{way}: {_usage(generation)}")
+    prompts = "the same prompt" if comparison["same_prompt"] else "another prompt"
     out.print(
-        f"The model read {prompts} both times; the answers are {'the same' if about['same'] else 'not the same'}."
+        f"The model read {prompts} both times; the answers are {'the same' if comparison['same'] else 'not the same'}."
     )
-    if about["same_prompt"] and not about["same"]:
+    if comparison["same_prompt"] and not comparison["same"]:
         out.print(
             "A text is prefilled in one piece and packs one by one, which rounds differently in "
             f"{dtype}; --dtype float32 rounds too little to matter."
@@ -288,8 +290,8 @@ def _name(found: Found) -> str:
 
 def _usage(generation: Generation) -> str:
     usage = generation.usage
-    about = f" ({usage.approximate_tokens} approximate)" if usage.approximate_tokens else ""
+    note = f" ({usage.approximate_tokens} approximate)" if usage.approximate_tokens else ""
     return (
-        f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}{about}; {usage.reused_tokens} reused, "
+        f"sent {usage.prompt_tokens} tokens, packs delivered {usage.pack_tokens}{note}; {usage.reused_tokens} reused, "
         f"{usage.computed_tokens} computed; {usage.completion_tokens} generated, first after {usage.ttft_s:.2f} s"
     )

@@ -57,20 +57,20 @@ def inspect(
     target = folder = located(path)
     if is_collection(path):
         with open_collection(path, options, read_only=True) as facts:
-            about = _about_collection(facts)
+            report = _about_collection(facts)
             folder = options.folder(path, facts)
         if is_store(folder):
-            about["packs"] = _about_store(folder)
+            report["packs"] = _about_store(folder)
     elif is_store(target):
-        about = _about_store(target)
+        report = _about_store(target)
     else:
         file = _pack_file(path)
-        about = _about_pack(_read(file)) | {"file_bytes": file.stat().st_size}
+        report = _about_pack(_read(file)) | {"file_bytes": file.stat().st_size}
     if plot is not None:
         if not is_store(folder):
             raise FactError(f"Got --plot for {path}, which holds no packs; `kp ask` makes some.")
         _draw(PackStore(folder), plot)
-    tell(about, table_of(about), as_json=as_json)
+    tell(report, table_of(report), as_json=as_json)
 
 
 @dataclass
@@ -122,36 +122,38 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
             _read(_pack_file(path))
         except PackError as error:
             report.add([str(error)])
-    about = {"path": path, "wrong": report.found, "repaired": repair and bool(report.found), "left": report.left}
-    about |= {"template": {name: report.packs[name] for name in ("checked", "other_model")}}
-    tell({**about, "orphans": report.orphans}, _told(path, report, repair=repair), as_json=as_json)
+    data = {"path": path, "wrong": report.found, "repaired": repair and bool(report.found), "left": report.left}
+    data |= {"template": {name: report.packs[name] for name in ("checked", "other_model")}}
+    tell({**data, "orphans": report.orphans}, _told(path, report, repair=repair), as_json=as_json)
     if report.left:
         raise WrongError
 
 
 def _told(path: str, report: _Report, *, repair: bool) -> Text:
     """A report as text for people."""
-    said, found, left = Text(), report.found, report.left
+    message, faults, unrepaired = Text(), report.found, report.left
     if report.orphans:
-        said.append(f"Packs that no fact uses any more: {', '.join(report.orphans)}; `kp gc {path}` removes them.\n")
-    if checked := report.packs["checked"]:
-        said.append(f"Packs that a prompt was rendered with, by handle and by text: {checked}.\n")
-    if others := report.packs["other_model"]:
-        said.append(f"Packs of another model, whose template was not checked: {others}; name it with --model.\n")
-    for line in found:
-        said.append("✗", "red").append(f" {line}\n")
-    if repair and left:
-        return said.append(f"Not repaired: {len(left)}.")
-    if repair and found:
-        return said.append("All of it was repaired.")
-    return said.append(f"`kp verify {path} --repair` repairs what it can." if found else "Nothing is wrong.")
+        message.append(f"Packs that no fact uses any more: {', '.join(report.orphans)}; `kp gc {path}` removes them.\n")
+    if checked_count := report.packs["checked"]:
+        message.append(f"Packs that a prompt was rendered with, by handle and by text: {checked_count}.\n")
+    if other_models := report.packs["other_model"]:
+        message.append(
+            f"Packs of another model, whose template was not checked: {other_models}; name it with --model.\n"
+        )
+    for line in faults:
+        message.append("✗", "red").append(f" {line}\n")
+    if repair and unrepaired:
+        return message.append(f"Not repaired: {len(unrepaired)}.")
+    if repair and faults:
+        return message.append("All of it was repaired.")
+    return message.append(f"`kp verify {path} --repair` repairs what it can." if faults else "Nothing is wrong.")
 
 
 def _check_collection(path: str, options: PlaceOptions, report: _Report, *, repair: bool) -> str | Path:
     """Report the faults of a collection and its unused packs. Returns the place of its packs."""
     try:
         with open_collection(path, options, read_only=True) as facts:
-            packs, wrong = options.folder(path, facts), facts.verify()
+            packs, faults = options.folder(path, facts), facts.verify()
             with suppress(FactError):  # Raised if banks are not made yet: only they tell which of their packs are used.
                 store = PackStore(packs) if is_store(packs) else None
                 report.orphans = [str(h) for h in Delivery(facts, None, store).orphans()] if store else []
@@ -160,26 +162,26 @@ def _check_collection(path: str, options: PlaceOptions, report: _Report, *, repa
             raise
         report.add([str(error)])
         return Path(path) / "packs"
-    left = wrong
-    if repair and wrong:
+    unrepaired = faults
+    if repair and faults:
         with open_collection(path, options) as facts:
             facts.verify(repair=True)
-            left = facts.verify()
-    report.add(wrong, left)
+            unrepaired = facts.verify()
+    report.add(faults, unrepaired)
     return packs
 
 
 def _check_store(store: PackStore, report: _Report, *, repair: bool) -> None:
     """Report damaged packs. A repair makes them lazy, from their text; packs without text are left."""
     for handle, reason in list(store.verify()):
-        left = [f"The pack {handle}: {reason}"]
+        unrepaired = [f"The pack {handle}: {reason}"]
         if repair:
             try:
                 store.get(handle)
-                left = []
+                unrepaired = []
             except PackError as error:
-                left = [f"The pack {handle}: {error}"]
-        report.add([f"The pack {handle}: {reason}"], left)
+                unrepaired = [f"The pack {handle}: {error}"]
+        report.add([f"The pack {handle}: {reason}"], unrepaired)
 
 
 def _check_template(session: Session, store: PackStore, report: _Report) -> None:
@@ -187,13 +189,13 @@ def _check_template(session: Session, store: PackStore, report: _Report) -> None
 
     Packs of a model with another tokenizer or chat template are counted, but not checked.
     """
-    own = session.fingerprint
+    expected = session.fingerprint
     for handle in store:
         pack = store.peek(handle)
         if pack is None:
             continue
-        made = pack.fingerprint
-        if (made.tokenizer, made.chat_template) != (own.tokenizer, own.chat_template):
+        fingerprint = pack.fingerprint
+        if (fingerprint.tokenizer, fingerprint.chat_template) != (expected.tokenizer, expected.chat_template):
             report.packs["other_model"] += 1
             continue
         report.packs["checked"] += 1
@@ -208,15 +210,15 @@ def _check_template(session: Session, store: PackStore, report: _Report) -> None
 def _difference(session: Session, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
     template, view = session.template, store.view(handle.namespace)
     prompt = template.render(f"{handle}\n\n{_QUESTION}", view=view)
-    twin = template.render(f"{pack.text}\n\n{_QUESTION}")
-    if prompt.rendered.encode() != twin.rendered.encode():
+    text_prompt = template.render(f"{pack.text}\n\n{_QUESTION}")
+    if prompt.rendered.encode() != text_prompt.rendered.encode():
         return "a prompt with its handle is rendered differently from one with its text."
-    if prompt.token_ids != twin.token_ids:
+    if prompt.token_ids != text_prompt.token_ids:
         return "a prompt with its handle has other tokens than one with its text."
     # The last tokens of a pack for the system message differ from those in a user message.
-    for placed in (prompt, template.render(f"{handle}\n\n{_QUESTION}", view=view, placement="system")):
-        template.verify(placed)
-        if any(placed.token_ids[span.start : span.stop] == pack.token_ids for span in placed.spans):
+    for rendered in (prompt, template.render(f"{handle}\n\n{_QUESTION}", view=view, placement="system")):
+        template.verify(rendered)
+        if any(rendered.token_ids[span.start : span.stop] == pack.token_ids for span in rendered.spans):
             return None
     return "its tokens are those of its text at no position of the template; it is computed again wherever it is used."
 
@@ -242,13 +244,13 @@ def _draw(store: PackStore, picture: Path) -> None:
     with needing("--plot needs matplotlib", "plot"):
         from matplotlib.figure import Figure
     entries = [entry for handle in store for entry in store.entries(handle)]
-    kv, kept = sum(entry.stored_bytes for entry in entries), store.kept.nbytes
+    kv, kept_bytes = sum(entry.stored_bytes for entry in entries), store.kept.nbytes
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     tokens, disk = figure.subplots(1, 2)
     tokens.hist([len(entry.token_ids) for entry in entries], bins=20, color="#0072b2")
     tokens.set(xlabel="tokens", ylabel="packs")
     names = ("text and tokens", "KV of packs", "kept behind packs")
-    disk.barh(names, [size / 1e6 for size in (store.nbytes - kv, kv, kept)], color="#d95f02")
+    disk.barh(names, [size / 1e6 for size in (store.nbytes - kv, kv, kept_bytes)], color="#d95f02")
     disk.set(xlabel="MB on disk")
     try:
         figure.savefig(picture)
@@ -276,7 +278,7 @@ def _about_collection(store: ChromaFactStore) -> dict[str, Any]:
 def _about_store(path: str | Path) -> dict[str, Any]:
     store = PackStore(path)
     entries = [entry for handle in store for entry in store.entries(handle)]
-    kept = list(store.kept)
+    kept_entries = list(store.kept)
     return {
         "store": str(path),
         "packs": len(store),
@@ -287,8 +289,8 @@ def _about_store(path: str | Path) -> dict[str, Any]:
         "compression": dict(Counter(entry.compression for entry in entries if entry.stored_bytes)),
         "fingerprints": dict(Counter(entry.fingerprint.id for entry in entries)),
         "kept": {
-            "entries": len(kept),
-            "tokens": sum(len(entry.token_ids) for entry in kept),
+            "entries": len(kept_entries),
+            "tokens": sum(len(entry.token_ids) for entry in kept_entries),
             "bytes": store.kept.nbytes,
         },
     }

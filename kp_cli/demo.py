@@ -47,21 +47,21 @@ def demo(*, model: ModelOptions) -> None:
     with ExitStack() as stack:
         # A line that stays: on the first run, a progress bar of the model's conversion follows.
         out.print("Loading the model ...")
-        shown = _Demo(model.load(), Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))))
-        stack.callback(shown.session.close)  # Before the folder is deleted: kept KV may still be written.
+        demonstration = _Demo(model.load(), Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kp-demo-"))))
+        stack.callback(demonstration.session.close)  # Before the folder is deleted: kept KV may still be written.
         with _doing(out, "Compiling three packs, as is done once for each text"):
-            shown.compile()
+            demonstration.compile()
         _heading(out, 1, "The same answer", f"The question: {_QUESTION}")
-        shown.side_by_side(out)
+        demonstration.side_by_side(out)
         _heading(out, 2, "How much sooner the first token comes", "Each pack is read from disk for its question.")
-        shown.sooner(out)
+        demonstration.sooner(out)
         _heading(out, 3, "An agent whose prompt does not grow", "Tokens sent to the model after each of its searches:")
-        shown.agent(out)
+        demonstration.agent(out)
         _heading(out, 4, "A style that no prompt spends a token on", f"The question: {_STYLED}")
-        shown.style(out)
+        demonstration.style(out)
     out.print("\nWhat to try next", style="bold")
-    for command, about in _NEXT:
-        out.print(f"  {command:<24}{about}")
+    for command, description in _NEXT:
+        out.print(f"  {command:<24}{description}")
     out.print(f"\n{time.perf_counter() - began:.0f} s in all; every figure above was counted in this run.", style="dim")
 
 
@@ -85,12 +85,12 @@ class _Demo:
 
     def _cut(self, sizes: Sequence[int]) -> Iterator[str]:
         """Consecutive passages of whole facts, each of about as many tokens as `sizes` says."""
-        first = 0
-        for wanted in sizes:
-            sums = itertools.accumulate(self._sizes[first:])
-            stop = first + max(1, sum(total <= wanted for total in sums))
-            yield "\n".join(self._facts[first:stop])
-            first = stop
+        start = 0
+        for target_size in sizes:
+            sums = itertools.accumulate(self._sizes[start:])
+            stop = start + max(1, sum(total <= target_size for total in sums))
+            yield "\n".join(self._facts[start:stop])
+            start = stop
 
     def compile(self) -> None:
         """Compile the packs of the passages."""
@@ -105,29 +105,29 @@ class _Demo:
         """
         self.session.clear_cache()
         knowledge = self.passages[tokens] if way == "text" else str(self._handles[tokens])
-        asked: dict[str, Any] = {"view": self._view, "reuse": way == "pack", "max_tokens": most}
-        with closing(self.session.stream(f"{knowledge}\n\nIn a few words: {_QUESTION}", **asked)) as stream:
+        settings: dict[str, Any] = {"view": self._view, "reuse": way == "pack", "max_tokens": most}
+        with closing(self.session.stream(f"{knowledge}\n\nIn a few words: {_QUESTION}", **settings)) as stream:
             for piece in stream:
                 said(piece)
-            made = stream.result()
-        self._took[tokens, way] = min(made.usage.ttft_s, self._took.get((tokens, way), made.usage.ttft_s))
-        return made
+            generation = stream.result()
+        self._took[tokens, way] = min(generation.usage.ttft_s, self._took.get((tokens, way), generation.usage.ttft_s))
+        return generation
 
     def side_by_side(self, out: Console) -> None:
         """Answer one question from text and from its pack, side by side."""
         sides = {way: _Side(out, way) for way in ("text", "pack")}
-        made = {}
+        generations = {}
         with Live(Columns(sides.values(), padding=0), console=out, refresh_per_second=10):
             for way, side in sides.items():
                 side.began = time.perf_counter()
-                made[way] = self.answer(_TOKENS[1], way, side.pieces.append)
-                side.stop(made[way])
+                generations[way] = self.answer(_TOKENS[1], way, side.pieces.append)
+                side.stop(generations[way])
         if not out.is_terminal:
             out.line()  # Without a terminal, rich prints the panels once, at the end, without a line break.
-        text, pack = made["text"], made["pack"]
-        same = text.token_ids == pack.token_ids
+        text, pack = generations["text"], generations["pack"]
+        is_same = text.token_ids == pack.token_ids
         out.print(
-            f"{'The same' if same else 'Not the same'} {len(pack.token_ids)} tokens. The prompt that was read has "
+            f"{'The same' if is_same else 'Not the same'} {len(pack.token_ids)} tokens. The prompt that was read has "
             f"{len(text.prompt):,} tokens both times; {pack.usage.pack_tokens:,} of them came from the pack."
         )
 
@@ -141,29 +141,29 @@ class _Demo:
         longest = max(self._took.values())
         for tokens in _TOKENS:
             text, pack = self._took[tokens, "text"], self._took[tokens, "pack"]
-            held = len(self._store.get(self._handles[tokens]).token_ids)
-            out.print(f"{held:>6,} tokens  text {_bar(out, text / longest)} {text:.2f} s", style="yellow")
+            pack_tokens = len(self._store.get(self._handles[tokens]).token_ids)
+            out.print(f"{pack_tokens:>6,} tokens  text {_bar(out, text / longest)} {text:.2f} s", style="yellow")
             out.print(f"{'':>14} pack {_bar(out, pack / longest)} {pack:.2f} s  {text / pack:.0f} x", style="green")
 
     def agent(self, out: Console) -> None:
         """Show the tokens that two agents send, which search again and again and keep what they computed."""
-        found = list(self._cut([_FOUND] * _SEARCHES))
+        texts = list(self._cut([_FOUND] * _SEARCHES))
         packs = [
-            str(self._store.put(self.session.build_pack(text, compiled_for="system", lazy=True))) for text in found
+            str(self._store.put(self.session.build_pack(text, compiled_for="system", lazy=True))) for text in texts
         ]
-        sent: dict[str, list[int]] = {"text": [], "packs": []}
+        sent_tokens: dict[str, list[int]] = {"text": [], "packs": []}
         self.session.clear_cache()
         with _doing(out, f"Searching {_SEARCHES} times, with text and with packs"):
             for count in range(1, _SEARCHES + 1):
-                told = [{"role": "user", "content": text} for text in (*found[:count], _QUESTION)]
-                sent["text"].append(self.session.prefill(told).usage.prompt_tokens)
+                messages = [{"role": "user", "content": text} for text in (*texts[:count], _QUESTION)]
+                sent_tokens["text"].append(self.session.prefill(messages).usage.prompt_tokens)
                 usage = self.session.prefill(_QUESTION, packs=packs[:count], placement="system", view=self._view).usage
-                sent["packs"].append(usage.prompt_tokens)
-        most = max(sent["text"])
-        for number, (text, pack) in enumerate(zip(*sent.values(), strict=True), 1):
+                sent_tokens["packs"].append(usage.prompt_tokens)
+        longest = max(sent_tokens["text"])
+        for number, (text, pack) in enumerate(zip(*sent_tokens.values(), strict=True), 1):
             line = Text(f"search {number}  ")
-            line.append(f"{_bar(out, text / most, _BAR // 2)} {text:<6,}", "yellow")
-            line.append(f"{_bar(out, pack / most, _BAR // 2)} {pack:,}", "green")
+            line.append(f"{_bar(out, text / longest, _BAR // 2)} {text:<6,}", "yellow")
+            line.append(f"{_bar(out, pack / longest, _BAR // 2)} {pack:,}", "green")
             out.print(line)
         out.print(f"{'':>10}{'text':<{_BAR // 2 + 8}}packs", style="dim")
 
@@ -175,9 +175,11 @@ class _Demo:
             formal = self.session.make_steering(preset("formal"), progress=False)
         for alpha, name in _ALPHAS.items():
             steering = (formal, alpha) if alpha else None
-            made = self.session.generate(_STYLED, steering=steering, max_tokens=32, stop=["."])
+            generation = self.session.generate(_STYLED, steering=steering, max_tokens=32, stop=["."])
             line = Text(f"{name:>9}  ", "bold")
-            out.print(line.append(f"{made.text.strip()}  ({made.usage.prompt_tokens} tokens sent)", "not bold"))
+            out.print(
+                line.append(f"{generation.text.strip()}  ({generation.usage.prompt_tokens} tokens sent)", "not bold")
+            )
 
 
 class _Side:
@@ -193,14 +195,16 @@ class _Side:
         """Stop the clock, and show what the answer cost."""
         usage = made.usage
         self._ended = time.perf_counter()
-        sent = len(made.prompt) if self._way == "text" else usage.prompt_tokens
-        self._told = f"{sent:,} tokens sent, {usage.computed_tokens:,} computed; first token after {usage.ttft_s:.2f} s"
+        sent_tokens = len(made.prompt) if self._way == "text" else usage.prompt_tokens
+        self._told = (
+            f"{sent_tokens:,} tokens sent, {usage.computed_tokens:,} computed; first token after {usage.ttft_s:.2f} s"
+        )
 
     def __rich__(self) -> Panel:
         now = (self._ended or time.perf_counter()) - self.began if self.began else 0.0
-        about = Text(self._told if self._ended or not self.began else "reading ...", "dim")
+        status_line = Text(self._told if self._ended or not self.began else "reading ...", "dim")
         answer = Text("".join(self.pieces).strip() or " ", "yellow" if self._way == "text" else "green")
-        return Panel(Group(answer, about), title=f"{self._way}  {now:.1f} s", width=self._width, height=8)
+        return Panel(Group(answer, status_line), title=f"{self._way}  {now:.1f} s", width=self._width, height=8)
 
 
 @contextmanager

@@ -44,14 +44,14 @@ def doctor(
 ) -> None:
     """Machine, packages, whether a model is supported and why not (exit code 3), and where storing KV pays."""
     name = before or model.model or model.engine or "bundled SmolLM2-135M-Instruct"
-    found: dict[str, Any] = {"supported": True}
+    model_report: dict[str, Any] = {"supported": True}
     try:
-        found |= _foreseen(before, model.dtype) if before else _measured(model.load())
+        model_report |= _foreseen(before, model.dtype) if before else _measured(model.load())
     except ERRORS as error:
-        found = {"supported": False, "why_not": str(error)}
-    about = {"machine": _machine(), "packages": _packages(), "model": {"name": name, **found}}
-    tell(about, Group(*(table_of(rows, part) for part, rows in about.items())), as_json=as_json)
-    if not found["supported"]:
+        model_report = {"supported": False, "why_not": str(error)}
+    report = {"machine": _machine(), "packages": _packages(), "model": {"name": name, **model_report}}
+    tell(report, Group(*(table_of(rows, part) for part, rows in report.items())), as_json=as_json)
+    if not model_report["supported"]:
         raise WrongError
 
 
@@ -71,58 +71,58 @@ def _machine() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def _foreseen(name: str, dtype: str | None) -> dict[str, Any]:
     from kp_core.engines.hf.foresight import foresee
 
-    seen = foresee(name, dtype)
-    lacks = seen.kind.lacks
-    about = {
+    forecast = foresee(name, dtype)
+    lacks = forecast.kind.lacks
+    report = {
         "exact_reuse": True,
-        **{what: f"no, as {lacks[what]}" if what in lacks else True for what in ("compose", "steer")},
-        "cache": seen.kind.name,
-        "dtype": seen.dtype,
+        **{feature: f"no, as {lacks[feature]}" if feature in lacks else True for feature in ("compose", "steer")},
+        "cache": forecast.kind.name,
+        "dtype": forecast.dtype,
         "weights_gb": "quantised: see the size of its files"
-        if seen.weight_bytes is None
-        else round(seen.weight_bytes / 1e9, 2),
-        "kv_bytes_per_token": seen.bytes_per_token,
-        "positions": seen.positions,
-        "longest_prompt_in_memory": seen.longest_prompt,
+        if forecast.weight_bytes is None
+        else round(forecast.weight_bytes / 1e9, 2),
+        "kv_bytes_per_token": forecast.bytes_per_token,
+        "positions": forecast.positions,
+        "longest_prompt_in_memory": forecast.longest_prompt,
     }
-    return about | ({"state_bytes": seen.state_bytes} if seen.state_bytes else {})
+    return report | ({"state_bytes": forecast.state_bytes} if forecast.state_bytes else {})
 
 
 def _measured(session: Session) -> dict[str, Any]:
-    can = session.engine.supports
-    about = {
+    features = session.engine.supports
+    report = {
         "dtype": session.fingerprint.dtype,
         "positions": session.max_positions,
-        "offers": ", ".join(sorted(can)) or "nothing but greedy answers",
+        "offers": ", ".join(sorted(features)) or "nothing but greedy answers",
     }
     if lacks := session.engine.lacks:
-        about["lacks"] = "; ".join(f"{capability}, as {why}" for capability, why in sorted(lacks.items()))
-    about["bits"] = (
-        "of a pack are those of its text" if "bitwise" in can else "of a pack may round differently from text"
+        report["lacks"] = "; ".join(f"{capability}, as {why}" for capability, why in sorted(lacks.items()))
+    report["bits"] = (
+        "of a pack are those of its text" if "bitwise" in features else "of a pack may round differently from text"
     )
-    if "kv" not in can:
-        return about | {"advice": "keep packs lazy: this engine gives no KV to store"}
+    if "kv" not in features:
+        return report | {"advice": "keep packs lazy: this engine gives no KV to store"}
     text = _PROBE_TEXT[: session.max_positions * 3 // 4]
     session.build_pack(text)  # Warm up: kernels load with the first pack.
     began = time.perf_counter()
     pack = session.build_pack(text)
     pace = len(pack.prefix.token_ids + pack.token_ids) / (time.perf_counter() - began)
     size = pack.nbytes / len(pack.token_ids)
-    return about | {
+    return report | {
         "kv_bytes_per_token": round(size),
-        **({"state_bytes": session.state_bytes} if "cache" in can and session.state_bytes else {}),
+        **({"state_bytes": session.state_bytes} if "cache" in features and session.state_bytes else {}),
         "prefill_tokens_per_s": round(pace),
         "advice": f"store KV where the store gives more than {size * pace / 1e6:,.1f} MB a second; "
         "elsewhere keep packs lazy: computing is faster",

@@ -95,10 +95,12 @@ class SourceOptions:
         """
         for file in files:
             if str(file) != STDIN and not file.exists():
-                around = [str(path) for path in file.parent.iterdir() if path.exists()] if file.parent.is_dir() else []
-                raise SourceError(f"There is no file {file}. {did_you_mean(str(file), around)}".rstrip())
-        shared: Any = {"on_error": self.on_error, "skipped": skipped.append, "namespace": self.namespace}
-        facts = read_facts(files, max_chars=self.max_chars, encoding=self.encoding, **shared)
+                neighbours = (
+                    [str(path) for path in file.parent.iterdir() if path.exists()] if file.parent.is_dir() else []
+                )
+                raise SourceError(f"There is no file {file}. {did_you_mean(str(file), neighbours)}".rstrip())
+        reading_options: Any = {"on_error": self.on_error, "skipped": skipped.append, "namespace": self.namespace}
+        facts = read_facts(files, max_chars=self.max_chars, encoding=self.encoding, **reading_options)
         if self.dataset is None:
             if self.config or self.split or self.column:
                 raise typer.BadParameter("--config, --split and --column go with --dataset.")
@@ -107,7 +109,7 @@ class SourceOptions:
             if not all(column.partition("=")):
                 raise typer.BadParameter(f"Got --column {column}; expected COLUMN=FIELD, e.g. context=text.")
         columns = dict(column.split("=", 1) for column in self.column or ()) or None
-        rows = read_dataset(self.dataset, self.config, split=self.split or "train", columns=columns, **shared)
+        rows = read_dataset(self.dataset, self.config, split=self.split or "train", columns=columns, **reading_options)
         return itertools.chain(facts, rows)
 
 
@@ -149,16 +151,16 @@ class CompileOptions(ModelOptions):
         texts, stored, allowed = [], 0, set(NUMERICS if compress == "int8" else ())
         for unit in units:
             pack = store and store.peek(store.handle(unit.text, unit.namespace))
-            differs = pack.fingerprint.diff(session.fingerprint).keys() if pack else set()
-            if pack and differs <= allowed and (pack.stored_bytes or self.kv == "lazy"):
+            differences = pack.fingerprint.diff(session.fingerprint).keys() if pack else set()
+            if pack and differences <= allowed and (pack.stored_bytes or self.kv == "lazy"):
                 stored += 1
             else:
                 texts.append(unit.text)
         cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
-        about: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+        report: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
         if server := self.server(session):  # Only the server knows bytes and time.
-            return about | {"server": server.base_url}
-        return about | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
+            return report | {"server": server.base_url}
+        return report | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
 
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
         """Print the cost, and compile. An interrupted run goes on where it stopped."""
@@ -171,8 +173,8 @@ class CompileOptions(ModelOptions):
                 part = units[at : at + _COMPILED_AT_ONCE]
                 handles = delivery.compile(part, progress=False)
                 if server is not None:
-                    made = [unit for unit, handle in zip(part, handles, strict=True) if handle]
-                    _compile_there(server, made, self.unit)
+                    compiled_units = [unit for unit, handle in zip(part, handles, strict=True) if handle]
+                    _compile_there(server, compiled_units, self.unit)
                 bar.update(len(part))
         return plan
 
@@ -201,18 +203,18 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
 
     Facts are stored as they come; what is already stored is not embedded again.
     """
-    there = is_collection(place)
-    if not files and source.dataset is None and not (there and (compiling.compile or compiling.dry_run or bank_size)):
+    exists = is_collection(place)
+    if not files and source.dataset is None and not (exists and (compiling.compile or compiling.dry_run or bank_size)):
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
     with ExitStack() as stack:
         if compiling.dry_run:
             store, banks = None, bank_size or BANK_SIZE
-            if there:
-                held = stack.enter_context(open_collection(place, options, read_only=True))
-                banks = bank_size or held.bank_size
-                facts, folder = itertools.chain(held.facts(), facts), options.folder(place, held)
+            if exists:
+                existing = stack.enter_context(open_collection(place, options, read_only=True))
+                banks = bank_size or existing.bank_size
+                facts, folder = itertools.chain(existing.facts(), facts), options.folder(place, existing)
                 store = PackStore(folder) if is_store(folder) else None
             plan = compiling.plan(_units_of(facts, compiling.unit, banks), store, compiling.load())
             if as_json:
@@ -222,17 +224,17 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
             return
         # A missing model must fail before hours of embedding.
         session = compiling.load() if compiling.compile else None
-        opened = stack.enter_context(open_collection(place, options, new=True, wait=wait, bank_size=bank_size))
-        told = _ingest(opened, facts, files, source.ttl, skipped)
+        collection = stack.enter_context(open_collection(place, options, new=True, wait=wait, bank_size=bank_size))
+        report = _ingest(collection, facts, files, source.ttl, skipped)
         if bank_size:
-            opened.rebuild()
+            collection.rebuild()
         if not as_json:
-            tell(told, _ingested(told), as_json=False)
+            tell(report, _ingested(report), as_json=False)
         if session is not None:
-            store = PackStore(options.folder(place, opened))
-            told["plan"] = compiling.run(opened, store, session, as_json=as_json)
+            store = PackStore(options.folder(place, collection))
+            report["plan"] = compiling.run(collection, store, session, as_json=as_json)
         if as_json:
-            print_json(told)
+            print_json(report)
 
 
 @spread
@@ -259,16 +261,16 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
         raise typer.BadParameter("--replace needs --id.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
-    with open_collection(place, options, wait=wait) as opened:
-        given = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
+    with open_collection(place, options, wait=wait) as collection:
+        new_facts = [Fact(text, title=title, id=fact_id, namespace=source.namespace or "default") for text in texts]
         if replace:
-            new = opened.update(given[0])
-            _collect(opened, options.folder(place, opened))
-            about = {"id": new.id, "version": new.version}
-            tell(about, f"{new.id} has version {new.version}.", as_json=as_json)
+            replacement = collection.update(new_facts[0])
+            _collect(collection, options.folder(place, collection))
+            data = {"id": replacement.id, "version": replacement.version}
+            tell(data, f"{replacement.id} has version {replacement.version}.", as_json=as_json)
             return
-        told = _ingest(opened, itertools.chain(given, facts), files, source.ttl, skipped)
-    tell(told, _ingested(told), as_json=as_json)
+        report = _ingest(collection, itertools.chain(new_facts, facts), files, source.ttl, skipped)
+    tell(report, _ingested(report), as_json=as_json)
 
 
 @spread
@@ -289,26 +291,26 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
 ) -> None:
     """Correct what a fact of a collection says, or a pack of a store; the old pack stays under its own handle."""
     if is_store(located(place)):
-        store, before, session = PackStore(place), Handle.parse(name), model.load()
-        was = store.get(before, PackKey(session.fingerprint))
-        pack = editing.edit(was, old, new, session, how=how)
-        after = store.put(pack)
+        store, old_handle, session = PackStore(place), Handle.parse(name), model.load()
+        old_pack = store.get(old_handle, PackKey(session.fingerprint))
+        pack = editing.edit(old_pack, old, new, session, how=how)
+        new_handle = store.put(pack)
     else:
-        with open_collection(place, options, wait=wait) as opened:
-            fact = opened.get(_found_id(name, opened))
-            session, store = model.load(), PackStore(options.folder(place, opened))
-            delivery = Delivery(opened, session, store, kv="stored", namespace=fact.namespace)
+        with open_collection(place, options, wait=wait) as collection:
+            fact = collection.get(_found_id(name, collection))
+            session, store = model.load(), PackStore(options.folder(place, collection))
+            delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
             edited = delivery.edit(fact.id, old, new, how=how)
-            before, after = (store.handle(each.text, each.namespace) for each in (fact, edited))
-            stored = store.peek(after, PackKey(session.fingerprint))
+            old_handle, new_handle = (store.handle(version.text, version.namespace) for version in (fact, edited))
+            stored = store.peek(new_handle, PackKey(session.fingerprint))
             if stored is None:
                 return
             pack = stored
-    errata = [each.line for each in pack.edits.corrections]
-    about = {"handle": str(after), "was": str(before), "tokens": len(pack.token_ids), "errata": errata}
-    about |= {"text": pack.text, "how": pack.history[-1].how}
-    said = "\n".join(errata) or f"It says now: {pack.text}"
-    tell(about, f"{after} in place of {before}: {len(pack.token_ids)} tokens.\n{said}", as_json=as_json)
+    errata = [correction.line for correction in pack.edits.corrections]
+    report = {"handle": str(new_handle), "was": str(old_handle), "tokens": len(pack.token_ids), "errata": errata}
+    report |= {"text": pack.text, "how": pack.history[-1].how}
+    message = "\n".join(errata) or f"It says now: {pack.text}"
+    tell(report, f"{new_handle} in place of {old_handle}: {len(pack.token_ids)} tokens.\n{message}", as_json=as_json)
 
 
 @spread
@@ -329,18 +331,18 @@ def remove(  # noqa: PLR0913 - one parameter per option
     tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
     if not ids and not tests:
         raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
-    with open_collection(place, options, wait=wait) as opened:
-        asked = [_found_id(given, opened) for given in ids] if ids else None
-        gone = list(opened.facts(ids=asked, where={"$and": tests} if tests else None, namespace=namespace))
-        about: dict[str, Any] = {"removed": [fact.id for fact in gone], "dry_run": dry_run}
-        said = f"Facts that would go: {len(gone)}."
+    with open_collection(place, options, wait=wait) as collection:
+        full_ids = [_found_id(prefix, collection) for prefix in ids] if ids else None
+        matching = list(collection.facts(ids=full_ids, where={"$and": tests} if tests else None, namespace=namespace))
+        report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
+        message = f"Facts that would go: {len(matching)}."
         if not dry_run:
-            for space in {fact.namespace for fact in gone}:
-                opened.delete([fact.id for fact in gone if fact.namespace == space], namespace=space)
-            packs, kept = _collect(opened, options.folder(place, opened)), _vacuum(opened, wanted=vacuum)
-            about |= {"packs": packs, "vacuumed": not kept}
-            said = f"Facts removed: {len(gone)}; packs: {packs}; facts left: {len(opened)}.{kept}"
-        tell({**about, "facts": len(opened)}, said, as_json=as_json)
+            for space in {fact.namespace for fact in matching}:
+                collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
+            packs, note = _collect(collection, options.folder(place, collection)), _vacuum(collection, wanted=vacuum)
+            report |= {"packs": packs, "vacuumed": not note}
+            message = f"Facts removed: {len(matching)}; packs: {packs}; facts left: {len(collection)}.{note}"
+        tell({**report, "facts": len(collection)}, message, as_json=as_json)
 
 
 @spread
@@ -348,11 +350,11 @@ def gc(
     place: Place, *, vacuum: _Vacuum = True, options: ReadOptions, wait: _Wait = 0.0, as_json: JsonFlag = False
 ) -> None:
     """Remove packs that no fact uses any more, and take what was removed off the disk."""
-    with options.reading(place, read_only=False, wait=wait) as opened:
-        packs = _collect(opened, options.folder(place, opened))
-        kept = "" if opened.read_only else _vacuum(opened, wanted=vacuum)
-    about = {"packs": packs, "vacuumed": not (opened.read_only or kept)}
-    tell(about, f"Packs removed: {packs}.{kept}", as_json=as_json)
+    with options.reading(place, read_only=False, wait=wait) as collection:
+        packs = _collect(collection, options.folder(place, collection))
+        note = "" if collection.read_only else _vacuum(collection, wanted=vacuum)
+    report = {"packs": packs, "vacuumed": not (collection.read_only or note)}
+    tell(report, f"Packs removed: {packs}.{note}", as_json=as_json)
 
 
 _STORED: dict[Compression, str] = {
@@ -376,11 +378,11 @@ def size(
     Nothing is stored. Tokens are counted on a sample of 256 packs, bytes and minutes measured by compiling eight.
     """
     if len(places) == 1 and is_collection(places[0]):
-        with open_collection(places[0], options, read_only=True) as opened:
-            facts, banks = list(opened.facts()), opened.bank_size
+        with open_collection(places[0], options, read_only=True) as collection:
+            facts, banks = list(collection.facts()), collection.bank_size
     else:
-        facts, banks = list(SourceOptions().facts([Path(each) for each in places], [])), BANK_SIZE
-    units = [each.text for each in _units_of(facts, unit, banks)]
+        facts, banks = list(SourceOptions().facts([Path(path) for path in places], [])), BANK_SIZE
+    units = [fact.text for fact in _units_of(facts, unit, banks)]
     session = model.load()
     costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
     tokens, text_bytes = costs["none"].tokens, sum(len(text.encode()) for text in units)
@@ -388,14 +390,14 @@ def size(
     for kind, note in _STORED.items():
         table.add_row(kind, f"{costs[kind].nbytes / 1e6:,.1f}", f"{costs[kind].seconds / 60:.1f}", note)
     table.add_row("lazy", f"{text_bytes / 1e6:,.1f}", "0", "text alone; KV is computed at first use")
-    said = (
+    message = (
         f"{counted(len(facts), 'fact')}: {counted(len(units), 'pack')} of {tokens:,} tokens, "
         f"{session.bytes_per_token:,} bytes of KV each; the text has {text_bytes / 1e6:,.2f} MB."
     )
-    about: dict[str, Any] = {"facts": len(facts), "packs": len(units), "tokens": tokens, "text_bytes": text_bytes}
-    about |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
-    about |= {"stored": {kind: asdict(cost) for kind, cost in costs.items()}}
-    tell(about, Group(said, table), as_json=as_json)
+    report: dict[str, Any] = {"facts": len(facts), "packs": len(units), "tokens": tokens, "text_bytes": text_bytes}
+    report |= {"model": session.name, "bytes_per_token": session.bytes_per_token}
+    report |= {"stored": {kind: asdict(cost) for kind, cost in costs.items()}}
+    tell(report, Group(message, table), as_json=as_json)
 
 
 def _ingest(
@@ -410,13 +412,13 @@ def _ingest(
     Returns as JSON: the result for the facts, the rows in `skipped`, and the number of facts in the collection.
     """
     # Standard input is not a file; its size is unknown.
-    total = sum(path.stat().st_size for each in files or () for path in (each, *each.rglob("*")) if path.is_file())
-    added, left, seen = Added(), iter(facts), 0
+    total = sum(path.stat().st_size for root in files or () for path in (root, *root.rglob("*")) if path.is_file())
+    added, remaining, read_count = Added(), iter(facts), 0
     with bar_of("Adding", total or None, "B") as bar:
-        while batch := list(itertools.islice(left, _ADDED_AT_ONCE)):
+        while batch := list(itertools.islice(remaining, _ADDED_AT_ONCE)):
             added += collection.add(batch, ttl=ttl)
-            seen += len(batch)
-            bar.set_postfix(facts=seen, refresh=False)
+            read_count += len(batch)
+            bar.set_postfix(facts=read_count, refresh=False)
             bar.update(sum(len(fact.text.encode()) for fact in batch))
         bar.update(max(0, total - bar.n))  # A file has more bytes than its text.
     return {**asdict(added), "skipped": [str(error) for error in skipped], "facts": len(collection)}
@@ -424,19 +426,22 @@ def _ingest(
 
 def _ingested(told: Mapping[str, Any]) -> str:
     """The result of `_ingest` as text for people."""
-    near, corrected = told["near_duplicates"], told["superseded"]
+    duplicates, corrected = told["near_duplicates"], told["superseded"]
     lines = [
         f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
     ]
-    if near:
-        lines.append(f"{len(near)} say nearly what another does:")
-        lines += [f"  {each['id']} ≈ {each['earlier']} ({each['score']:.3f})" for each in near[:_SHOWN]]
-    if len(near) > _SHOWN:
+    if duplicates:
+        lines.append(f"{len(duplicates)} say nearly what another does:")
+        lines += [
+            f"  {duplicate['id']} ≈ {duplicate['earlier']} ({duplicate['score']:.3f})"
+            for duplicate in duplicates[:_SHOWN]
+        ]
+    if len(duplicates) > _SHOWN:
         lines.append("  … all of them with --json")
     if corrected:
-        shown = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
+        ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
         lines.append(
-            f"Corrected in the collection since, and left as they are: {shown}. (Files still say what they said.)"
+            f"Corrected in the collection since, and left as they are: {ids}. (Files still say what they said.)"
         )
     return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
 
@@ -507,10 +512,10 @@ def _found_id(given: str, facts: FactStore) -> str:
     if any(facts.facts(ids=[given])):
         return given
     ids = [fact.id for fact in facts.facts()]
-    found = {each for each in ids if each.startswith(given)}
-    if len(found) == 1:
-        return found.pop()
-    if found:
-        raise FactError(f"Got the id {given!r}; {len(found)} facts begin so. Give more of it.")
+    matching_ids = {full_id for full_id in ids if full_id.startswith(given)}
+    if len(matching_ids) == 1:
+        return matching_ids.pop()
+    if matching_ids:
+        raise FactError(f"Got the id {given!r}; {len(matching_ids)} facts begin so. Give more of it.")
     hint = did_you_mean(given, ids, "`kp search` shows ids.")
     raise FactError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")

@@ -55,8 +55,8 @@ def mcp(
             with lock:
                 if not made:
                     session, store = model.load(), PackStore(options.folder(place, facts))
-                    kept: dict[str, Any] = {"kv": "stored", "compiled_for": "system", "namespace": namespace}
-                    made.append(Delivery(facts, session, store, **kept))
+                    settings: dict[str, Any] = {"kv": "stored", "compiled_for": "system", "namespace": namespace}
+                    made.append(Delivery(facts, session, store, **settings))
             return made[0]
 
         memory_server(facts, delivery, namespace).run("stdio")
@@ -89,16 +89,16 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
         return call
 
     def result(found: list[Found]) -> CallToolResult:
-        said = "\n".join(each.content for each in found) or "Nothing was found."
-        about = {"documents": [_document(each) for each in found]}
-        return CallToolResult(content=[TextContent(type="text", text=said)], _meta=about)
+        text = "\n".join(unit.content for unit in found) or "Nothing was found."
+        metadata = {"documents": [_document(unit) for unit in found]}
+        return CallToolResult(content=[TextContent(type="text", text=text)], _meta=metadata)
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=True), structured_output=False)
     @told
     def search(question: str, k: int = 4) -> Any:  # noqa: ANN401 - MCP reads these types, and knows no local ones
         """Search the memory for what is known about a question."""
-        there = next(iter(facts.facts(namespace=namespace)), None)
-        return result([] if there is None else delivery().search(question, min(k, _MOST)))
+        first_fact = next(iter(facts.facts(namespace=namespace)), None)
+        return result([] if first_fact is None else delivery().search(question, min(k, _MOST)))
 
     @server.tool(annotations=ToolAnnotations(destructive_hint=False, idempotent_hint=True), structured_output=False)
     @told

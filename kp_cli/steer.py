@@ -57,11 +57,11 @@ _File = Annotated[Path, typer.Argument(metavar="FILE", help="A steering, as `kp 
 @steer.command("list")
 def list_presets(*, as_json: JsonFlag = False) -> None:
     """The presets that come with the package."""
-    found = [{"name": name, "about": preset_about(name), "pairs": len(preset(name))} for name in preset_names()]
+    presets = [{"name": name, "about": preset_about(name), "pairs": len(preset(name))} for name in preset_names()]
     table = Table("preset", "towards, and away from", "pairs")
-    for row in found:
+    for row in presets:
         table.add_row(str(row["name"]), str(row["about"]), str(row["pairs"]))
-    tell({"presets": found}, table, as_json=as_json)
+    tell({"presets": presets}, table, as_json=as_json)
 
 
 @steer.command()
@@ -81,11 +81,11 @@ def make(  # noqa: PLR0913 - one parameter per option or group of options
 
     It fits the model and the dtype that it was made in.
     """
-    read, chosen = read_pairs(pairs), _layers(layers)
-    made = model.load().make_steering(read, method=method, layers=chosen, progress=not as_json)
-    made = replace(made, provenance={**made.provenance, "pairs": pairs})
-    save_steering(made, out)
-    _show({"file": str(out), **_about(made)}, as_json=as_json)
+    contrast_pairs, chosen = read_pairs(pairs), _layers(layers)
+    new_steering = model.load().make_steering(contrast_pairs, method=method, layers=chosen, progress=not as_json)
+    new_steering = replace(new_steering, provenance={**new_steering.provenance, "pairs": pairs})
+    save_steering(new_steering, out)
+    _show({"file": str(out), **_about(new_steering)}, as_json=as_json)
 
 
 @steer.command("calibrate")
@@ -113,7 +113,7 @@ def measure(  # noqa: PLR0913 - one parameter per option or group of options
     The effect is how like the answers are to the first sides of the pairs (1) or to the second (-1), by embedding.
     """
     steering = load_steering(file)
-    read, strengths = read_pairs(pairs or steering.provenance.get("pairs", "")), _numbers(alphas)
+    contrast_pairs, strengths = read_pairs(pairs or steering.provenance.get("pairs", "")), _numbers(alphas)
     rows = [{"question": question} for question in _QUESTIONS] if questions is None else _rows(questions)
     engine = model.load()
     steering.check(engine.fingerprint)
@@ -125,17 +125,17 @@ def measure(  # noqa: PLR0913 - one parameter per option or group of options
         )
         for row in rows
     ]
-    found = calibrate(
-        *(engine, steering, tasks, likeness(read, SentenceTransformerEmbedder())),
+    calibration = calibrate(
+        *(engine, steering, tasks, likeness(contrast_pairs, SentenceTransformerEmbedder())),
         alphas=strengths,
         max_tokens=max_tokens,
         progress=not as_json,
     )
-    save_steering(found.steering, out or file)
+    save_steering(calibration.steering, out or file)
     if plot is not None:
-        found.plot(plot)
+        calibration.plot(plot)
     saved = str(out or file)
-    tell({"file": saved, **found.to_dict()}, f"{found.table()}\nSaved in {saved}.", as_json=as_json)
+    tell({"file": saved, **calibration.to_dict()}, f"{calibration.table()}\nSaved in {saved}.", as_json=as_json)
 
 
 @steer.command()
@@ -147,13 +147,13 @@ def show(
 ) -> None:
     """What a steering is made of, how strong it is, and what it was calibrated to."""
     steering = load_steering(file)
-    about = {"file": str(file), **_about(steering)}
+    report = {"file": str(file), **_about(steering)}
     if other is not None:
         second = load_steering(other)
         second.check(steering.fingerprint)
         by_layer = {str(layer): cosine for layer, cosine in steering.layer_cosines(second).items()}
-        about["cosine"] = {"with": str(other), "all": steering.cosine(second), "by_layer": by_layer}
-    _show(about, as_json=as_json)
+        report["cosine"] = {"with": str(other), "all": steering.cosine(second), "by_layer": by_layer}
+    _show(report, as_json=as_json)
 
 
 def read_pairs(name: str) -> Sequence[Pair]:
@@ -170,10 +170,10 @@ def read_pairs(name: str) -> Sequence[Pair]:
             f"Got the pairs {name!r}; expected a JSON file, or one of {', '.join(preset_names())}. {hint}".rstrip()
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise SteeringError(f"{path} is not JSON ({error}); expected a list of [positive, negative].") from error
-    rows = found.get("pairs") if isinstance(found, dict) else found
+    rows = parsed.get("pairs") if isinstance(parsed, dict) else parsed
     if not isinstance(rows, list):
         raise SteeringError(f"{path} holds no list of pairs; expected [[positive, negative], ...].")
     return [tuple(row) if isinstance(row, list) else row for row in rows]
@@ -184,7 +184,7 @@ def _rows(path: Path) -> list[dict[str, str]]:
     for place, row in read_json_lines(path, 0):
         if isinstance(row, SourceError):
             raise SteeringError(f"{row}; {_ROW}") from row
-        rows.append({name: said for name, said in row.items() if isinstance(said, str)})
+        rows.append({name: value for name, value in row.items() if isinstance(value, str)})
         if "question" not in row or len(rows[-1]) < len(row):
             raise SteeringError(f"{path}, {place}: got {str(row)[:60]}; {_ROW}")
     if not rows:

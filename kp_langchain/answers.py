@@ -25,8 +25,8 @@ def to_result(generation: Generation, model_name: str) -> ChatResult:
         usage_metadata=usage_metadata(generation),
         response_metadata=_about(generation, model_name),
     )
-    about = {"finish_reason": generation.finish_reason}
-    return ChatResult(generations=[ChatGeneration(message=message, generation_info=about)])
+    info = {"finish_reason": generation.finish_reason}
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
 
 def to_chunk(delta: Delta) -> ChatGenerationChunk:

@@ -121,10 +121,10 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     def _resolve_model_profile(self) -> ModelProfile:
         # Only an engine knows `max_input_tokens`; a model's id alone does not load one.
-        known = {} if self.engine is None else {"max_input_tokens": self.engine.max_positions}
+        profile = {} if self.engine is None else {"max_input_tokens": self.engine.max_positions}
         return cast(
             "ModelProfile",
-            {"text_inputs": True, "text_outputs": True, "tool_calling": True, "structured_output": True, **known},
+            {"text_inputs": True, "text_outputs": True, "tool_calling": True, "structured_output": True, **profile},
         )
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -140,19 +140,23 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         if not messages:  # `trim_messages` asks for this.
             return 0
         shape = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ())
-        asked = self._defaults()
+        defaults = self._defaults()
         prompt = self._engine().template.render(
-            to_messages(messages), view=self._view(), placement=asked.placement, compact=asked.compact, shape=shape
+            to_messages(messages),
+            view=self._view(),
+            placement=defaults.placement,
+            compact=defaults.compact,
+            shape=shape,
         )
         return len(prompt) - prompt.pack_tokens
 
     def resolves(self, handle: str, role: str = "system") -> bool:
         """Whether `handle` is that of a pack that this model may use from a message of `role`."""
-        view, found = self._view(), find_handles(handle)
+        view, spans = self._view(), find_handles(handle)
         return (
             view is not None
-            and [str(each) for *_, each in found] == [handle]
-            and (view.resolve(found[0][2], core_role(role)) is not None)
+            and [str(match) for *_, match in spans] == [handle]
+            and (view.resolve(spans[0][2], core_role(role)) is not None)
         )
 
     if not TYPE_CHECKING:  # LangChain's type of it is private.
@@ -180,10 +184,10 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         choice = core_choice(tool_choice)
         if offered or choice not in ("auto", "none"):
             # Two tools of one name are refused only when they are sent, as one may still be dropped.
-            named = {tool["function"]["name"]: tool for tool in offered}
-            AnswerShape.of(list(named.values()), choice)
-        bound = {"tools": offered, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls, **options}
-        return self.bind(**{name: value for name, value in bound.items() if value is not None})
+            tools_by_name = {tool["function"]["name"]: tool for tool in offered}
+            AnswerShape.of(list(tools_by_name.values()), choice)
+        arguments = {"tools": offered, "tool_choice": choice, "parallel_tool_calls": parallel_tool_calls, **options}
+        return self.bind(**{name: value for name, value in arguments.items() if value is not None})
 
     def with_structured_output(
         self,
@@ -201,14 +205,14 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         always enforced. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `ToolError` for other
         methods.
         """
-        about = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
+        format_info = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
         if method == "function_calling":
-            name = about["schema"]["function"]["name"]
-            model = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=about, **options)
+            name = format_info["schema"]["function"]["name"]
+            model = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=format_info, **options)
             parser = call_parser(schema, name)
         elif method in ("json_schema", "json_mode"):
-            wanted = {"type": "json_object", "schema": schema} if method == "json_mode" else schema
-            model = self.bind(response_format=wanted, ls_structured_output_format=about, **options)
+            response_format = {"type": "json_object", "schema": schema} if method == "json_mode" else schema
+            model = self.bind(response_format=response_format, ls_structured_output_format=format_info, **options)
             parser = answer_parser(schema)
         else:
             raise ToolError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")
@@ -271,10 +275,10 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     def _request(self, stop: list[str] | None, options: Mapping[str, Any]) -> dict[str, Any]:
         """The fields, overridden by the options of one call. Packs of both are used, the field's first."""
-        asked = self._asked(options, *_OF_LANGCHAIN)
-        request = {name: value for name, value in asked.items() if name not in _OF_LANGCHAIN}
-        if asked.get("response_format") is not None:
-            request["response_schema"] = response_schema(asked["response_format"])
+        options_given = self._asked(options, *_OF_LANGCHAIN)
+        request = {name: value for name, value in options_given.items() if name not in _OF_LANGCHAIN}
+        if options_given.get("response_format") is not None:
+            request["response_schema"] = response_schema(options_given["response_format"])
         if "packs" in options:
             request["packs"] = (*(self.packs or ()), *request["packs"])
         return request if stop is None else {**request, "stop": stop}

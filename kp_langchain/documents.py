@@ -73,15 +73,17 @@ class PackRetriever(DocumentIndex):
         """`document` with the pack that was `found` for it, and with further metadata (`known`)."""
         handle = None if found.handle is None else str(found.handle)
         known = {"handle": handle, **{name: value for name, value in known.items() if value is not None}}
-        ours = {name: value for name, value in known.items() if value is not None} | {"text": document.page_content}
-        metadata = ours | document.metadata | {"kp": known | {"id": document.id}}
+        pack_metadata = {name: value for name, value in known.items() if value is not None} | {
+            "text": document.page_content
+        }
+        metadata = pack_metadata | document.metadata | {"kp": known | {"id": document.id}}
         content = found.content if self.content == "handle" else inert(document.page_content)
         return document.model_copy(update={"page_content": content, "metadata": metadata})
 
 
 def to_fact(document: Document, **others: Any) -> Fact:  # noqa: ANN401 - other fields of a fact
     """A document's text as a fact. The fact takes `title` and `source` from the metadata, if they are strings."""
-    about: dict[str, Any] = {
-        name: said for name in ("title", "source") if isinstance(said := document.metadata.get(name), str)
+    fields: dict[str, Any] = {
+        name: value for name in ("title", "source") if isinstance(value := document.metadata.get(name), str)
     }
-    return Fact(document.page_content, **about, **others)
+    return Fact(document.page_content, **fields, **others)

@@ -17,14 +17,14 @@ def has_labels(labels: tuple[str, ...], wanted: MatchCondition) -> bool:
     """Whether a namespace begins or ends with the labels of `wanted`; `*` matches any label."""
     path = wanted.path
     part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
-    return len(part) == len(path) and all(label in {held, "*"} for held, label in zip(part, path, strict=True))
+    return len(part) == len(path) and all(label in {pattern, "*"} for pattern, label in zip(part, path, strict=True))
 
 
 def matches(held: object, wanted: object) -> bool:
     """Whether a field of an item matches LangGraph's filter `wanted`. Raises `FactError` for an unknown operator."""
     if isinstance(wanted, Mapping):
-        if any(str(how).startswith("$") for how in wanted):
-            return all(_compares(held, how, value) for how, value in wanted.items())
+        if any(str(operator).startswith("$") for operator in wanted):
+            return all(_compares(held, operator, value) for operator, value in wanted.items())
         return isinstance(held, Mapping) and all(matches(held.get(name), value) for name, value in wanted.items())
     if isinstance(wanted, list | tuple):
         return isinstance(held, list) and len(held) == len(wanted) and all(map(matches, held, wanted))

@@ -39,8 +39,8 @@ def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Me
     """
     placeholders = {part.variable_name for part in prompt.messages if isinstance(part, MessagesPlaceholder)}
     if variable not in prompt.input_variables or variable in placeholders:
-        known = ", ".join(sorted(set(prompt.input_variables) - placeholders)) or "none"
-        raise PromptError(f"Got the variable {variable!r}; the variables in the text of the prompt are: {known}.")
+        available = ", ".join(sorted(set(prompt.input_variables) - placeholders)) or "none"
+        raise PromptError(f"Got the variable {variable!r}; the variables in the text of the prompt are: {available}.")
     sign = secrets.token_hex(8)
     names = [*prompt.input_variables, *prompt.optional_variables]
     marks = {name: f"slot{sign}n{number}x" for number, name in enumerate(names)}
@@ -56,14 +56,16 @@ def _to_message(message: BaseMessage) -> dict[str, Any]:
     role = core_role(kind)
     if role not in ("system", "user", "assistant", "tool"):
         raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-    made: dict[str, Any] = {"role": role, "content": _to_content(message.content, role)}
+    core_message: dict[str, Any] = {"role": role, "content": _to_content(message.content, role)}
     if isinstance(message, AIMessage) and message.tool_calls:
-        made["tool_calls"] = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
+        core_message["tool_calls"] = [
+            tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls
+        ]
     if isinstance(message, ToolMessage):
-        made["tool_call_id"] = message.tool_call_id
+        core_message["tool_call_id"] = message.tool_call_id
     if message.name:
-        made["name"] = message.name
-    return made
+        core_message["name"] = message.name
+    return core_message
 
 
 def _to_content(content: str | Sequence[str | Mapping[str, Any]], role: str) -> str | list[dict[str, str]]:

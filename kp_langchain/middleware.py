@@ -48,10 +48,10 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:  # noqa: ARG002
         """Add the handles in tool messages to the state."""
-        known = set(state.get("packs") or ())
-        found = [handle for message in state["messages"] for handle in _handles(message)]
-        new = [handle for handle in dict.fromkeys(found) if handle not in known]
-        return {"packs": new} if new else None
+        known_handles = set(state.get("packs") or ())
+        handles = [handle for message in state["messages"] for handle in _handles(message)]
+        new_handles = [handle for handle in dict.fromkeys(handles) if handle not in known_handles]
+        return {"packs": new_handles} if new_handles else None
 
     def wrap_model_call(
         self, request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
@@ -78,19 +78,19 @@ class PackSummarizer:
 
     def __call__(self, messages: list[AnyMessage]) -> str:
         """The handles that stand for `messages`."""
-        carried: dict[str, None] = {}
-        spoken: list[BaseMessage] = []
+        handles: dict[str, None] = {}
+        texts: list[BaseMessage] = []
         for message in messages:
             is_summary = message.additional_kwargs.get("lc_source") == "summarization"
-            carried |= dict.fromkeys(_handles(message, brought=is_summary))
+            handles |= dict.fromkeys(_handles(message, brought=is_summary))
             text = strip_handles(message.text).strip()
             if text and not is_summary:
-                spoken.append(message.model_copy(update={"content": text, "tool_calls": []}))
-        if spoken:
-            text = get_buffer_string(spoken)
+                texts.append(message.model_copy(update={"content": text, "tool_calls": []}))
+        if texts:
+            text = get_buffer_string(texts)
             handle = self._store.put(self._engine.build_pack(text, namespace=self._namespace, compiled_for="system"))
-            carried[str(handle)] = None
-        return "\n".join(carried)
+            handles[str(handle)] = None
+        return "\n".join(handles)
 
 
 def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
@@ -98,17 +98,17 @@ def _with_packs(request: ModelRequest[Any]) -> ModelRequest[Any]:
     if not isinstance(model, ChatKnowledgePacks):
         raise TypeError(f"Got an agent on {type(model).__name__}; KnowledgePackMiddleware needs a ChatKnowledgePacks.")
     state: Any = request.state
-    here = {handle for message in request.messages for handle in _handles(message)}
+    listed = {handle for message in request.messages for handle in _handles(message)}
     # Anybody may write into a state; only handles that resolve are used.
-    known = [handle for handle in state.get("packs") or () if isinstance(handle, str) and handle not in here]
-    gone = [handle for handle in known if model.resolves(handle, "tool")]
+    candidates = [handle for handle in state.get("packs") or () if isinstance(handle, str) and handle not in listed]
+    readable = [handle for handle in candidates if model.resolves(handle, "tool")]
     settings = {**model.remembering(), **request.model_settings, "compact": True}
-    if gone:
-        settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *gone)))
+    if readable:
+        settings["packs"] = list(dict.fromkeys((*settings.get("packs", ()), *readable)))
     return request.override(model_settings=settings)
 
 
 def _handles(message: AnyMessage, *, brought: bool = False) -> list[str]:
     """The handles in a tool message, or in any message if it is `brought` by us."""
-    ours = brought or isinstance(message, ToolMessage)
-    return [str(handle) for _, _, handle in find_handles(message.text)] if ours else []
+    has_packs = brought or isinstance(message, ToolMessage)
+    return [str(handle) for _, _, handle in find_handles(message.text)] if has_packs else []

@@ -91,16 +91,16 @@ class KnowledgePackRetriever(PackRetriever):
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
         fields |= {"kv": "lazy"} if lazy else {}
-        made = cls(fact_store=open_facts(fact_store, embedder, path), store=store, engine=engine, **fields)
-        made._delivery().add(facts, progress=progress)
-        return made
+        retriever = cls(fact_store=open_facts(fact_store, embedder, path), store=store, engine=engine, **fields)
+        retriever._delivery().add(facts, progress=progress)
+        return retriever
 
     @classmethod
     def from_documents(cls, documents: Iterable[Document], *, progress: bool = True, **settings: Any) -> Self:  # noqa: ANN401
         """As `from_facts`, for documents, with the same `settings`. Facts with the documents' ids are replaced."""
-        made = cls.from_facts([], **settings)
-        made._add(documents, progress=progress)  # noqa: SLF001 - one of ours
-        return made
+        retriever = cls.from_facts([], **settings)
+        retriever._add(documents, progress=progress)  # noqa: SLF001 - one of ours
+        return retriever
 
     @classmethod
     def from_retriever(
@@ -157,8 +157,8 @@ class KnowledgePackRetriever(PackRetriever):
     ) -> DeleteResponse:
         """Delete facts by id, filter or source document, and the packs that no fact uses any more."""
         refuse_unknown(kwargs, ("where", "source"), "delete")
-        gone = [fact.id for fact in self._delivery().delete(ids, where=where, source=source)]
-        return DeleteResponse(num_deleted=len(gone), succeeded=gone, num_failed=0, failed=[])
+        removed_ids = [fact.id for fact in self._delivery().delete(ids, where=where, source=source)]
+        return DeleteResponse(num_deleted=len(removed_ids), succeeded=removed_ids, num_failed=0, failed=[])
 
     def edit(self, doc_id: str, old: str, new: str, *, how: How = "amend") -> Document:
         """Correct `old` to `new` in a document, and return it; see `kp_core.delivery.Delivery.edit`."""
@@ -174,13 +174,17 @@ class KnowledgePackRetriever(PackRetriever):
 
     def _add(self, documents: Iterable[Document], *, progress: bool) -> list[str]:
         documents = list(documents)
-        told = [each for each in documents if each.page_content.strip()]
-        if len(told) < len(documents):
+        documents_with_text = [document for document in documents if document.page_content.strip()]
+        if len(documents_with_text) < len(documents):
             logger.warning(
-                "%d of %d documents are blank and were left out.", len(documents) - len(told), len(documents)
+                "%d of %d documents are blank and were left out.",
+                len(documents) - len(documents_with_text),
+                len(documents),
             )
-        made = [to_fact(each, id=each.id or "", metadata=each.metadata) for each in told]
-        facts = [fact.moved(self.namespace) for fact in made]
+        all_facts = [
+            to_fact(document, id=document.id or "", metadata=document.metadata) for document in documents_with_text
+        ]
+        facts = [fact.moved(self.namespace) for fact in all_facts]
         self._delivery().add(facts, overwrite=True, progress=progress)
         return [fact.id for fact in facts]
 
@@ -192,9 +196,9 @@ class KnowledgePackRetriever(PackRetriever):
         **options: Any,  # noqa: ANN401
     ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
-        asked = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
-        found = self._delivery().search(query, **asked)
-        return [self._packed(_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in found]
+        settings = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
+        results = self._delivery().search(query, **settings)
+        return [self._packed(_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
 
     async def _aget_relevant_documents(
         self,
@@ -207,5 +211,5 @@ class KnowledgePackRetriever(PackRetriever):
 
 
 def _document(fact: Fact) -> Document:
-    about = {name: said for name, said in (("title", fact.title), ("source", fact.source)) if said}
-    return Document(fact.text, id=fact.id, metadata=about | dict(fact.metadata))
+    metadata = {name: value for name, value in (("title", fact.title), ("source", fact.source)) if value}
+    return Document(fact.text, id=fact.id, metadata=metadata | dict(fact.metadata))

@@ -81,13 +81,13 @@ class PackItem(SearchItem):
     __slots__ = ("content", "handle")
 
     def __init__(self, fact: Fact, found: Found, score: float | None = None) -> None:
-        about = _about(fact)
+        item = _about(fact)
         super().__init__(
-            namespace=tuple(about["namespace"]),
-            key=about["key"],
-            value=about["value"],
-            created_at=about["created"],
-            updated_at=about["updated"],
+            namespace=tuple(item["namespace"]),
+            key=item["key"],
+            value=item["value"],
+            created_at=item["created"],
+            updated_at=item["updated"],
             score=score,
         )
         self.handle = None if found.handle is None else str(found.handle)
@@ -141,23 +141,23 @@ class KnowledgePackStore(BaseStore):
 
     def batch(self, ops: Iterable[Op]) -> list[Result]:
         """See `BaseStore.batch`."""
-        puts: dict[tuple[Labels, str], PutOp] = {}
+        last_puts: dict[tuple[Labels, str], PutOp] = {}
         results: list[Result] = []
         for op in ops:
             validate_op_namespace(op)
             if isinstance(op, PutOp):
-                puts[op.namespace, op.key] = op
+                last_puts[op.namespace, op.key] = op
                 results.append(None)
             elif isinstance(op, GetOp):
-                held = self._read(namespace_of(op.namespace), op.key)
-                results.append(next(iter(self._items([(fact, None) for fact in held], op.refresh_ttl)), None))
+                stored = self._read(namespace_of(op.namespace), op.key)
+                results.append(next(iter(self._items([(fact, None) for fact in stored], op.refresh_ttl)), None))
             elif isinstance(op, SearchOp):
                 results.append(self._items(self._search(op), op.refresh_ttl))
             elif isinstance(op, ListNamespacesOp):
                 results.append(self._list(op))
             else:
                 raise FactError(f"Got {op!r}; expected an operation of a LangGraph store.")
-        self._put(list(puts.values()))
+        self._put(list(last_puts.values()))
         return results
 
     async def abatch(self, ops: Iterable[Op]) -> list[Result]:
@@ -176,34 +176,34 @@ class KnowledgePackStore(BaseStore):
 
     def _items(self, found: Sequence[tuple[Fact, float | None]], refresh: bool) -> list[SearchItem]:  # noqa: FBT001
         """Facts as items. With `refresh`, those that expire start their ttl again."""
-        lasting = [(fact, _about(fact).get("ttl")) for fact, _ in found] if refresh else []
-        again = [replace(fact, expires=time.time() + 60 * ttl) for fact, ttl in lasting if ttl is not None]
-        if again:
-            self._facts.add(again, overwrite=True)
+        facts_with_ttl = [(fact, _about(fact).get("ttl")) for fact, _ in found] if refresh else []
+        renewed = [replace(fact, expires=time.time() + 60 * ttl) for fact, ttl in facts_with_ttl if ttl is not None]
+        if renewed:
+            self._facts.add(renewed, overwrite=True)
         packs = self._delivery.deliver([Hit(fact, score or 0.0) for fact, score in found])
         return [PackItem(fact, pack, score) for (fact, score), pack in zip(found, packs, strict=True)]
 
     def _put(self, ops: Sequence[PutOp]) -> None:
-        new = [self._fact(op) for op in ops if op.value is not None]
+        new_facts = [self._fact(op) for op in ops if op.value is not None]
         for op in ops:
-            if op.value is None and (gone := self._read(namespace := namespace_of(op.namespace), op.key)):
-                self._deliver(namespace).delete([fact.id for fact in gone])
-        if new:
+            if op.value is None and (removed := self._read(namespace := namespace_of(op.namespace), op.key)):
+                self._deliver(namespace).delete([fact.id for fact in removed])
+        if new_facts:
             # Refuse texts that cannot be packs; otherwise searches would find them again and again.
-            self._delivery.refuse_unreadable(new)
-            self._delivery.compile(new, progress=False)
-            self._delivery.add(new, overwrite=True, progress=False)
+            self._delivery.refuse_unreadable(new_facts)
+            self._delivery.compile(new_facts, progress=False)
+            self._delivery.add(new_facts, overwrite=True, progress=False)
 
     def _fact(self, op: PutOp) -> Fact:
         """The fact for a put. Raises `FactError`."""
         now, namespace = time.time(), namespace_of(op.namespace)
         if op.ttl is not None and not 0 < op.ttl < _FOREVER:
             raise FactError(f"Got ttl={op.ttl} for {op.key!r}; expected minutes above 0, or None for never.")
-        created = next((_about(held)["created"] for held in self._read(namespace, op.key)), None)
+        created = next((_about(stored)["created"] for stored in self._read(namespace, op.key)), None)
         value, updated = dict(op.value or {}), datetime.fromtimestamp(now, UTC).isoformat()
-        about = {"namespace": op.namespace, "key": op.key, "value": value, "ttl": op.ttl}
+        record = {"namespace": op.namespace, "key": op.key, "value": value, "ttl": op.ttl}
         try:
-            said = json.dumps({**about, "created": created or updated, "updated": updated}, allow_nan=False)
+            encoded_record = json.dumps({**record, "created": created or updated, "updated": updated}, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise FactError(f"Got {value!r} as {op.key!r}, which JSON cannot say ({error}).") from error
         text, searched = _text(value, op.index or self._fields)
@@ -211,20 +211,20 @@ class KnowledgePackStore(BaseStore):
             text,
             id=_id(op.key),
             namespace=namespace,
-            metadata={_ABOUT: said} | ({} if searched and op.index is not False else {_UNSEARCHED: True}),
+            metadata={_ABOUT: encoded_record} | ({} if searched and op.index is not False else {_UNSEARCHED: True}),
             expires=None if op.ttl is None else now + 60 * op.ttl,
         )
 
     def _search(self, op: SearchOp) -> list[tuple[Fact, float | None]]:
-        depth, asked, stop = len(op.namespace_prefix), op.filter or {}, _stop(op)
+        depth, conditions, stop = len(op.namespace_prefix), op.filter or {}, _stop(op)
         start = min(op.offset, stop)
         spaces = [name for name, labels in self._spaces() if labels[:depth] == tuple(op.namespace_prefix)]
 
         def passes(fact: Fact) -> bool:
             if fact.namespace not in spaces or not _is_item(fact):
                 return False
-            value = _about(fact)["value"] if asked else {}
-            return all(matches(value.get(name), wanted) for name, wanted in asked.items())
+            value = _about(fact)["value"] if conditions else {}
+            return all(matches(value.get(name), condition) for name, condition in conditions.items())
 
         def held(where: Filter | None = None) -> Iterator[tuple[Fact, None]]:
             facts = (fact for name in spaces for fact in self._facts.facts(where=where, namespace=name))
@@ -233,18 +233,18 @@ class KnowledgePackStore(BaseStore):
         if not (op.query or "").strip():
             return list(itertools.islice(held(), start, stop))
         hits = self._nearest(op.query or "", stop, spaces, passes)[start:stop]
-        rest = itertools.islice(held({_UNSEARCHED: True}), stop - start - len(hits))
-        return [*((hit.fact, hit.score) for hit in hits), *rest]
+        unsearched = itertools.islice(held({_UNSEARCHED: True}), stop - start - len(hits))
+        return [*((hit.fact, hit.score) for hit in hits), *unsearched]
 
     def _nearest(self, query: str, count: int, spaces: Sequence[str], passes: Callable[[Fact], bool]) -> list[Hit]:
         """The nearest items of `spaces` that pass. One namespace is searched alone; for several, all facts are."""
-        asked = count if spaces else 0
-        while asked:
-            hits = self._facts.search(query, asked, namespace=spaces[0] if len(spaces) == 1 else None)
-            found = [hit for hit in hits if _UNSEARCHED not in hit.fact.metadata and passes(hit.fact)]
-            if len(found) >= count or len(hits) < asked:
-                return found
-            asked *= _GROWTH
+        limit = count if spaces else 0
+        while limit:
+            hits = self._facts.search(query, limit, namespace=spaces[0] if len(spaces) == 1 else None)
+            passing = [hit for hit in hits if _UNSEARCHED not in hit.fact.metadata and passes(hit.fact)]
+            if len(passing) >= count or len(hits) < limit:
+                return passing
+            limit *= _GROWTH
         return []
 
     def _spaces(self) -> Iterator[tuple[str, Labels]]:
@@ -257,13 +257,13 @@ class KnowledgePackStore(BaseStore):
                 yield name, self._labels[name]
 
     def _list(self, op: ListNamespacesOp) -> list[Labels]:
-        held = [
+        namespaces = [
             labels[: op.max_depth]
             for name, labels in self._spaces()
-            if all(has_labels(labels, wanted) for wanted in op.match_conditions or ())
+            if all(has_labels(labels, condition) for condition in op.match_conditions or ())
             and any(map(_is_item, self._facts.facts(namespace=name)))
         ]
-        return sorted(set(held))[op.offset : _stop(op)]
+        return sorted(set(namespaces))[op.offset : _stop(op)]
 
 
 def _stop(op: SearchOp | ListNamespacesOp) -> int:
@@ -291,15 +291,15 @@ def _is_item(fact: Fact) -> bool:
 
 def _about(fact: Fact) -> dict[str, Any]:
     """What was put: namespace, key, value, times, and ttl in minutes."""
-    about: dict[str, Any] = json.loads(str(fact.metadata[_ABOUT]))
-    return about
+    record: dict[str, Any] = json.loads(str(fact.metadata[_ABOUT]))
+    return record
 
 
 def _text(value: Mapping[str, Any], fields: Sequence[str] | None) -> tuple[str, bool]:
     """The text of an item, and whether a search may find it by this text."""
-    said = [text for field in fields or () for text in get_text_at_path(value, field)]
+    texts = [text for field in fields or () for text in get_text_at_path(value, field)]
     if fields is None and len(value) == 1:
-        said = [text for text in value.values() if isinstance(text, str)]
-    text = "\n".join(said)
-    found = bool(text.strip())
-    return text if found else json.dumps(value, ensure_ascii=False), found or fields is None
+        texts = [text for text in value.values() if isinstance(text, str)]
+    text = "\n".join(texts)
+    has_text = bool(text.strip())
+    return text if has_text else json.dumps(value, ensure_ascii=False), has_text or fields is None

@@ -29,8 +29,8 @@ def create_pack_search_tool(
 
     The tool reads the retriever's namespace of `store`. For a retriever without one, pass a view of the store.
     """
-    own = getattr(retriever, "namespace", None)
-    store = store.view(own) if own and not isinstance(store, PackView) else store
+    namespace = getattr(retriever, "namespace", None)
+    store = store.view(namespace) if namespace and not isinstance(store, PackView) else store
 
     def given(documents: Sequence[Document]) -> tuple[str, list[Document]]:
         content = "\n".join(document.page_content for document in to_handles(documents, store))
@@ -83,19 +83,21 @@ def resolve_documents(
     """
     peek = _peeking(store, namespaces)
     documents: list[Document] = []
-    for each in found:
-        document = Document(each) if isinstance(each, str) else each
-        text, own = document.page_content, own_handle(document)
-        handles = [handle for _, _, handle in find_handles(text)] if own is None or str(own) == text else []
-        if own is not None and text == inert(text) and "kp: " in text:  # A retriever made a handle in it inert.
-            pack = peek(own)
-            handles = [own] if pack is not None and inert(pack.text) == text else []
-        known = [(handle, pack) for handle in handles if (pack := peek(handle)) is not None]
-        if not known:
+    for item in found:
+        document = Document(item) if isinstance(item, str) else item
+        text, doc_handle = document.page_content, own_handle(document)
+        handles = (
+            [handle for _, _, handle in find_handles(text)] if doc_handle is None or str(doc_handle) == text else []
+        )
+        if doc_handle is not None and text == inert(text) and "kp: " in text:  # A retriever made a handle in it inert.
+            pack = peek(doc_handle)
+            handles = [doc_handle] if pack is not None and inert(pack.text) == text else []
+        resolved = [(handle, pack) for handle in handles if (pack := peek(handle)) is not None]
+        if not resolved:
             documents.append(document)
-        for handle, pack in known:
-            said = {name: pack.provenance[name] for name in ("title", "source") if name in pack.provenance}
-            metadata = {**said, "handle": str(handle), **document.metadata}
+        for handle, pack in resolved:
+            origin = {name: pack.provenance[name] for name in ("title", "source") if name in pack.provenance}
+            metadata = {**origin, "handle": str(handle), **document.metadata}
             documents.append(Document(pack.text, id=document.id, metadata=metadata))
     return documents
 
@@ -106,19 +108,19 @@ def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[D
     A handle in the metadata is used only if its pack has the document's text, up to blanks around it. A text that was
     rewritten goes to the model as it is, with a logged warning.
     """
-    made, peek = [], _peeking(store)
+    documents_out, peek = [], _peeking(store)
     for document in documents:
         handle, text = own_handle(document), document.page_content
         if handle is None or text == str(handle):
-            made.append(document)
+            documents_out.append(document)
             continue
         pack = peek(handle)
         if pack is not None and inert(pack.text).strip() == inert(text).strip():
-            made.append(Document(str(handle), id=document.id, metadata=document.metadata))
+            documents_out.append(Document(str(handle), id=document.id, metadata=document.metadata))
         else:
             logger.warning("The text of document %s is not that of %s any more; it goes as text.", document.id, handle)
-            made.append(document)
-    return made
+            documents_out.append(document)
+    return documents_out
 
 
 def _peeking(
@@ -126,13 +128,13 @@ def _peeking(
 ) -> Callable[[Handle], KnowledgePack | None]:
     """A function that looks up packs in the namespaces that may be read."""
     source, allowed = (store.source, store.namespaces) if isinstance(store, PackView) else (store, None)
-    asked = [each for each in (allowed, namespaces) if each is not None]
-    return lambda handle: source.peek(handle) if all(handle.namespace in each for each in asked) else None
+    limits = [limit for limit in (allowed, namespaces) if limit is not None]
+    return lambda handle: source.peek(handle) if all(handle.namespace in limit for limit in limits) else None
 
 
 def own_handle(document: Document) -> Handle | None:
     """The handle that one of our retrievers put into the metadata of `document`, if any."""
     record = document.metadata.get("kp", document.metadata)
     name = record.get("handle") if isinstance(record, dict) else None
-    found = find_handles(name) if isinstance(name, str) else []
-    return found[0][2] if found and str(found[0][2]) == name else None
+    handles = find_handles(name) if isinstance(name, str) else []
+    return handles[0][2] if handles and str(handles[0][2]) == name else None

@@ -45,11 +45,16 @@ class WrappedRetriever(PackRetriever):
         if ids is None:
             raise FactError("Got nothing to delete by; expected ids.")
         vectors = self._vectors()
-        old = _held(vectors, ids)
+        old_documents = _held(vectors, ids)
         if vectors.delete(ids, **kwargs) is False:
             return DeleteResponse(num_deleted=0, succeeded=[], num_failed=len(ids), failed=ids)
-        self._forget({document.page_content for document in old})
-        return DeleteResponse(num_deleted=len(old), succeeded=[each.id or "" for each in old], num_failed=0, failed=[])
+        self._forget({document.page_content for document in old_documents})
+        return DeleteResponse(
+            num_deleted=len(old_documents),
+            succeeded=[document.id or "" for document in old_documents],
+            num_failed=0,
+            failed=[],
+        )
 
     def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:  # noqa: ANN401, ARG002
         """The documents with these ids, as the vector store has them."""
@@ -71,14 +76,14 @@ class WrappedRetriever(PackRetriever):
         run_manager: AsyncCallbackManagerForRetrieverRun,
         **options: Any,  # noqa: ANN401
     ) -> list[Document]:
-        found = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **options)
-        return await asyncio.to_thread(self._delivered, found)
+        documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **options)
+        return await asyncio.to_thread(self._delivered, documents)
 
     def _delivered(self, documents: Sequence[Document]) -> list[Document]:
         facts = [self._fact(document) for document in documents]
-        found = iter(self._deliver(None).deliver([Hit(fact, 0.0) for fact in facts if fact is not None]))
+        delivered = iter(self._deliver(None).deliver([Hit(fact, 0.0) for fact in facts if fact is not None]))
         pairs = zip(documents, facts, strict=True)
-        return [document if fact is None else self._packed(document, next(found)) for document, fact in pairs]
+        return [document if fact is None else self._packed(document, next(delivered)) for document, fact in pairs]
 
     def _fact(self, document: Document) -> Fact | None:
         """The fact for a pack; `None` for a blank text, and for a handle that one of our retrievers returned."""

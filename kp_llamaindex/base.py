@@ -102,10 +102,10 @@ class PackIndex(ABC):
 
     def refresh_ref_docs(self, documents: Sequence[Document]) -> list[bool]:
         """Insert new documents and update changed ones. Returns for each of `documents` whether it was either."""
-        held = self._hashes([document.id_ for document in documents])
-        changed = [held.get(document.id_) != document.hash for document in documents]
-        for document, differs in zip(documents, changed, strict=True):
-            if differs:
+        hashes = self._hashes([document.id_ for document in documents])
+        changed = [hashes.get(document.id_) != document.hash for document in documents]
+        for document, is_changed in zip(documents, changed, strict=True):
+            if is_changed:
                 self.update_ref_doc(document)
         return changed
 
@@ -126,10 +126,10 @@ class PackIndex(ABC):
             settings.setdefault("text_qa_template", CITATION_QA_TEMPLATE)
             settings.setdefault("refine_template", CITATION_REFINE_TEMPLATE)
             settings["node_postprocessors"] = [*settings.get("node_postprocessors", ()), NumberSources()]
-        made: BaseQueryEngine = _made(
+        query_engine: BaseQueryEngine = _made(
             RetrieverQueryEngine.from_args, settings, self._RETRIEVAL, retriever=retriever, llm=llm
         )
-        return made
+        return query_engine
 
     def as_chat_engine(
         self,
@@ -155,12 +155,14 @@ class PackIndex(ABC):
             )
         parts: dict[str, Any] = {}
         if chat_mode == ChatMode.CONDENSE_QUESTION:
-            asked = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}
-            parts = {"query_engine": self.as_query_engine(llm, **asked)}
+            retrieval = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}
+            parts = {"query_engine": self.as_query_engine(llm, **retrieval)}
         elif chat_mode != ChatMode.SIMPLE:
             parts = {"retriever": self._retriever(llm, settings)}
-        made: BaseChatEngine = _made(engines[chat_mode].from_defaults, settings, self._RETRIEVAL, llm=llm, **parts)
-        return made
+        chat_engine: BaseChatEngine = _made(
+            engines[chat_mode].from_defaults, settings, self._RETRIEVAL, llm=llm, **parts
+        )
+        return chat_engine
 
     @property
     def _packing(self) -> dict[str, Any]:
@@ -170,11 +172,11 @@ class PackIndex(ABC):
 
     def _retriever(self, llm: LLM, settings: dict[str, Any]) -> BaseRetriever:
         """The retriever for `llm`. Removes the retriever's settings from `settings`."""
-        asked = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}
-        if not isinstance(llm, KnowledgePackLLM) and asked.get("content") != "text":
+        retrieval = {name: settings.pop(name) for name in self._RETRIEVAL if name in settings}
+        if not isinstance(llm, KnowledgePackLLM) and retrieval.get("content") != "text":
             logger.warning("%s resolves no handles; nodes go to it as text.", type(llm).__name__)
-            asked["content"] = "text"
-        return self.as_retriever(**asked)
+            retrieval["content"] = "text"
+        return self.as_retriever(**retrieval)
 
 
 def _made(make: Callable[..., Any], settings: Mapping[str, Any], known: Sequence[str], **parts: Any) -> Any:  # noqa: ANN401 - an engine

@@ -43,22 +43,22 @@ def to_where(filters: MetadataFilters) -> dict[str, Any]:
 
 
 def _where(wanted: MetadataFilter) -> dict[str, Any]:
-    key, how, value = wanted.key, wanted.operator, wanted.value
-    if how == FilterOperator.IS_EMPTY:
+    key, operator, value = wanted.key, wanted.operator, wanted.value
+    if operator == FilterOperator.IS_EMPTY:
         return {"$or": [{key: {"$exists": False}}, {key: ""}, {key: "[]"}]}
-    if value is None or (how not in _OF_BOTH and isinstance(value, list) is not (how in _OF_LISTS)):
-        expected = "a list" if how in _OF_LISTS else "one value"
-        raise FactError(f"Got the filter {key!r} {how.value} {value!r}; expected {expected} to compare with.")
-    if how in _NEGATED:
-        return {"$not": _where(wanted.model_copy(update={"operator": _NEGATED[how]}))}
-    if how in _TOGETHER:
-        parts = [{key: {"$contains": each}} for each in value] if isinstance(value, list) else []
-        nothing: dict[str, Any] = {"$exists": True} if how == FilterOperator.ALL else {"$in": []}
-        return {_TOGETHER[how]: parts} if parts else {key: nothing}
-    if isinstance(value, list) and how == FilterOperator.EQ:
+    if value is None or (operator not in _OF_BOTH and isinstance(value, list) is not (operator in _OF_LISTS)):
+        expected = "a list" if operator in _OF_LISTS else "one value"
+        raise FactError(f"Got the filter {key!r} {operator.value} {value!r}; expected {expected} to compare with.")
+    if operator in _NEGATED:
+        return {"$not": _where(wanted.model_copy(update={"operator": _NEGATED[operator]}))}
+    if operator in _TOGETHER:
+        parts = [{key: {"$contains": item}} for item in value] if isinstance(value, list) else []
+        nothing: dict[str, Any] = {"$exists": True} if operator == FilterOperator.ALL else {"$in": []}
+        return {_TOGETHER[operator]: parts} if parts else {key: nothing}
+    if isinstance(value, list) and operator == FilterOperator.EQ:
         return {key: json.dumps(value)}  # A fact stores a list as JSON.
-    condition: dict[str, Any] = {_COMPARED[how]: value}
+    condition: dict[str, Any] = {_COMPARED[operator]: value}
     samples = value if isinstance(value, list) else [value]
-    if "contains" not in _COMPARED[how] and samples and not isinstance(samples[0], str):
+    if "contains" not in _COMPARED[operator] and samples and not isinstance(samples[0], str):
         condition = {"$number": condition}
     return {key: condition}

@@ -122,12 +122,14 @@ class KnowledgePackIndex(PackIndex):
         A node is known if its id is stored, or if the same text came from a document with the same text and metadata:
         documents get new ids whenever they are read.
         """
-        kept = [node for node in nodes if node.get_content().strip()]
-        if len(kept) < len(nodes):
-            logger.warning("%d of %d nodes are blank and were left out.", len(nodes) - len(kept), len(nodes))
-        facts = self._known([to_fact(node) for node in kept])
+        nodes_with_text = [node for node in nodes if node.get_content().strip()]
+        if len(nodes_with_text) < len(nodes):
+            logger.warning("%d of %d nodes are blank and were left out.", len(nodes) - len(nodes_with_text), len(nodes))
+        facts = self._known([to_fact(node) for node in nodes_with_text])
         # Documents may share a text; each keeps it when the other is deleted.
-        self.delivery.add(facts, overwrite=True, vectors=self._embeddings(kept, facts), progress=self.progress)
+        self.delivery.add(
+            facts, overwrite=True, vectors=self._embeddings(nodes_with_text, facts), progress=self.progress
+        )
 
     def delete_ref_doc(self, ref_doc_id: str) -> None:
         """Remove the nodes of a document, and the packs that no node uses any more."""
@@ -152,12 +154,12 @@ class KnowledgePackIndex(PackIndex):
     def _known(self, facts: Sequence[Fact]) -> list[Fact]:
         """`facts`; each known fact is replaced by its stored form."""
         hashes = (fact.metadata[REF_HASH] for fact in facts)
-        held = {(fact.text, fact.metadata[REF_HASH]): fact for fact in self._held(REF_HASH, hashes)}
-        return [held.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
+        stored = {(fact.text, fact.metadata[REF_HASH]): fact for fact in self._held(REF_HASH, hashes)}
+        return [stored.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
 
     def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str]:
-        held = self._held(REF_DOC, ref_doc_ids)
-        return {str(fact.metadata[REF_DOC]): str(fact.metadata.get(REF_HASH)) for fact in held}
+        facts = self._held(REF_DOC, ref_doc_ids)
+        return {str(fact.metadata[REF_DOC]): str(fact.metadata.get(REF_HASH)) for fact in facts}
 
     def _held(self, field: str, values: Iterable[object]) -> Iterator[Fact]:
         """The stored facts whose metadata `field` has one of these values."""
@@ -168,7 +170,9 @@ class KnowledgePackIndex(PackIndex):
         """The embeddings of the nodes, if they come from the fact store's embedder; else `None`."""
         if len({len(node.embedding or ()) for node in nodes}) != 1 or not nodes[0].embedding:
             return None
-        made = normalised([node.embedding or () for node in nodes])
-        own = self.fact_store.embedder.embed([fact.text for fact in facts[:_SAMPLE]])
-        same = own.shape == made[:_SAMPLE].shape and float((own * made[:_SAMPLE]).sum(axis=1).min()) >= _SAME
-        return made if same else None
+        vectors = normalised([node.embedding or () for node in nodes])
+        sample = self.fact_store.embedder.embed([fact.text for fact in facts[:_SAMPLE]])
+        is_same = (
+            sample.shape == vectors[:_SAMPLE].shape and float((sample * vectors[:_SAMPLE]).sum(axis=1).min()) >= _SAME
+        )
+        return vectors if is_same else None

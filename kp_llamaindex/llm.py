@@ -118,8 +118,8 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
     def to_payload(self) -> dict[str, Any]:
         """The form for LlamaIndex's events. It does not load the engine, so that an event never waits for weights."""
         engine = self.engine if self.engine is not None else loaded_engine(self.model, *self._where)
-        about = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
-        return {"class_name": self.class_name(), **about}
+        details = {"model_name": self.model_name} if engine is None else self._metadata(engine).model_dump()
+        return {"class_name": self.class_name(), **details}
 
     def token_ids(self, text: str) -> list[int]:
         """Token ids of `text` in the model's own tokenizer, without handles, which are not sent."""
@@ -246,12 +246,12 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         A conversation that is compacted, or holds handles of a memory block, is an agent's memory: its KV is kept
         unless `keep` says otherwise.
         """
-        given = {name: value for name, value in options.items() if name != "stop" or value is not None}
-        compacts = given.get("compact", self.compact)
-        asked = self._asked(given)
-        if (compacts or any(map(self._remembers, messages))) and given.get("keep") is None:
-            asked |= self.remembering()
-        return {**asked, "tools": to_tools(asked["tools"])} if "tools" in asked else asked
+        given_options = {name: value for name, value in options.items() if name != "stop" or value is not None}
+        compacts = given_options.get("compact", self.compact)
+        request = self._asked(given_options)
+        if (compacts or any(map(self._remembers, messages))) and given_options.get("keep") is None:
+            request |= self.remembering()
+        return {**request, "tools": to_tools(request["tools"])} if "tools" in request else request
 
     def _remembers(self, message: ChatMessage) -> bool:
         """Whether a message holds the handle of a memory block's pack that this LLM may read."""

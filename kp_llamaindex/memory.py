@@ -94,15 +94,15 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     def _lines(self, message: ChatMessage) -> list[str]:
         [turn] = to_messages([message])
         parts = self._view().split(turn["content"], turn["role"])
-        said = "".join(part.text if isinstance(part, PackRef) else part for part in parts).strip()
-        lines = [f"{turn['role']}: {said}"] if said else []
+        text = "".join(part.text if isinstance(part, PackRef) else part for part in parts).strip()
+        lines = [f"{turn['role']}: {text}"] if text else []
         calls = [call["function"] for call in turn.get("tool_calls", ())]
         lines += [f"{turn['role']} called {call['name']} with {json.dumps(call['arguments'])}" for call in calls]
         return lines
 
     def _compile(self, text: str) -> str:
-        made: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy, "provenance": {MEMORY: self.name}}
-        return str(self.store.put(self._engine().build_pack(text, compiled_for=self._place(), **made)))
+        settings: dict[str, Any] = {"namespace": self.namespace, "lazy": self.lazy, "provenance": {MEMORY: self.name}}
+        return str(self.store.put(self._engine().build_pack(text, compiled_for=self._place(), **settings)))
 
     def _place(self) -> list[Message]:
         """The place where LlamaIndex's memory puts the first handle."""

@@ -38,12 +38,12 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     `ChatMessage`.
     """
     names: dict[str, str] = {}
-    made = []
+    converted = []
     for message in messages:
         if not isinstance(message, ChatMessage):
             raise PromptError(f"Got a {type(message).__name__}; expected a ChatMessage.")
-        made.append(_to_message(message, names))
-    return made
+        converted.append(_to_message(message, names))
+    return converted
 
 
 def _to_message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
@@ -52,22 +52,28 @@ def _to_message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
     calls = _calls(message) if role == "assistant" else []
     names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
     texts = [text for block in message.blocks if (text := _text(block, role)) is not None]
-    made: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    core_message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if calls:
-        made["tool_calls"] = calls
-    about = message.additional_kwargs
-    call_id = about.get("tool_call_id")
+        core_message["tool_calls"] = calls
+    extra = message.additional_kwargs
+    call_id = extra.get("tool_call_id")
     if role == "tool" and call_id:
-        made["tool_call_id"] = call_id
-    name = about.get("name") or (names.get(str(call_id)) if role == "tool" else None)
+        core_message["tool_call_id"] = call_id
+    name = extra.get("name") or (names.get(str(call_id)) if role == "tool" else None)
     if name:
-        made["name"] = name
-    return made
+        core_message["name"] = name
+    return core_message
 
 
 def _calls(message: ChatMessage) -> list[dict[str, Any]]:
-    found = ((block, _arguments(block.tool_kwargs)) for block in message.blocks if isinstance(block, ToolCallBlock))
-    return [tool_call(block.tool_name, given, block.tool_call_id) for block, given in found if given is not None]
+    parsed_blocks = (
+        (block, _arguments(block.tool_kwargs)) for block in message.blocks if isinstance(block, ToolCallBlock)
+    )
+    return [
+        tool_call(block.tool_name, arguments, block.tool_call_id)
+        for block, arguments in parsed_blocks
+        if arguments is not None
+    ]
 
 
 def _arguments(given: Mapping[str, Any] | str) -> dict[str, Any] | None:

@@ -59,10 +59,10 @@ class PackNode(TextNode):
     @classmethod
     def from_node(cls, node: BaseNode, handle: str = "") -> Self:
         """`node` as a pack node. `handle` is that of the node's present content for the model."""
-        kept = {name: getattr(node, name) for name in _KEPT if hasattr(node, name)}
-        made = cls(id_=node.node_id, text=node.get_content(MetadataMode.NONE), **kept)
-        made.handle, made.digest = handle, _digest(made.llm_text()) if handle else ""
-        return made
+        fields = {name: getattr(node, name) for name in _KEPT if hasattr(node, name)}
+        pack_node = cls(id_=node.node_id, text=node.get_content(MetadataMode.NONE), **fields)
+        pack_node.handle, pack_node.digest = handle, _digest(pack_node.llm_text()) if handle else ""
+        return pack_node
 
     @property
     def is_intact(self) -> bool:
@@ -113,14 +113,14 @@ class NumberSources(BaseNodePostprocessor):
         query_bundle: QueryBundle | None = None,  # noqa: ARG002 - LlamaIndex's signature
     ) -> list[NodeWithScore]:
         return [
-            NodeWithScore(node=_labelled(found.node, f"Source {number}:"), score=found.score)
-            for number, found in enumerate(nodes, 1)
+            NodeWithScore(node=_labelled(scored.node, f"Source {number}:"), score=scored.score)
+            for number, scored in enumerate(nodes, 1)
         ]
 
 
 def _labelled(node: BaseNode, label: str) -> PackNode:
-    made: PackNode = node if isinstance(node, PackNode) else PackNode.from_node(node)
-    return made.model_copy(update={"label": label})
+    pack_node: PackNode = node if isinstance(node, PackNode) else PackNode.from_node(node)
+    return pack_node.model_copy(update={"label": label})
 
 
 def _digest(text: str) -> str:
@@ -132,25 +132,25 @@ def to_fact(node: BaseNode) -> Fact:
 
     The metadata also has the node's own fields that filters can see: strings, numbers, booleans, and lists of them.
     """
-    kept = node if isinstance(node, PackNode) else PackNode.from_node(node)
-    about = {key: _as_field(value) for key, value in kept.metadata.items() if key not in {_NODE, REF_HASH}}
+    pack_node = node if isinstance(node, PackNode) else PackNode.from_node(node)
+    metadata = {key: _as_field(value) for key, value in pack_node.metadata.items() if key not in {_NODE, REF_HASH}}
     # An uncut document is its own source, as in LlamaIndex's pipelines.
     source = node.source_node
-    about |= {REF_DOC: node.ref_doc_id or node.node_id, REF_HASH: (source and source.hash) or node.hash}
-    record = kept.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
+    metadata |= {REF_DOC: node.ref_doc_id or node.node_id, REF_HASH: (source and source.hash) or node.hash}
+    record = pack_node.model_dump(mode="json", exclude={"embedding", "handle", "digest", "label"})
     return Fact(
-        kept.llm_text(),
-        title=_first(about, "title"),
-        source=_first(about, "source", "file_name"),
-        metadata={**{key: value for key, value in about.items() if value is not None}, _NODE: json.dumps(record)},
-        id=kept.node_id,
+        pack_node.llm_text(),
+        title=_first(metadata, "title"),
+        source=_first(metadata, "source", "file_name"),
+        metadata={**{key: value for key, value in metadata.items() if value is not None}, _NODE: json.dumps(record)},
+        id=pack_node.node_id,
     )
 
 
 def _as_field(value: object) -> Value | None:
     """A value in the form that filters see; a list as JSON, `None` for other types."""
     if isinstance(value, list):
-        return json.dumps(value) if all(isinstance(each, str | int | float) for each in value) else None
+        return json.dumps(value) if all(isinstance(item, str | int | float) for item in value) else None
     if isinstance(value, str | bool) or (isinstance(value, int | float) and math.isfinite(value)):
         return value
     return None
@@ -165,8 +165,8 @@ def to_node(fact: Fact, handle: str = "") -> PackNode:
     record = fact.metadata.get(_NODE)
     if record is not None:
         return PackNode.from_node(TextNode.from_dict(json.loads(str(record))), handle)
-    about = {"title": fact.title, "source": fact.source, **fact.metadata}
-    metadata = {key: value for key, value in about.items() if value}
+    fields = {"title": fact.title, "source": fact.source, **fact.metadata}
+    metadata = {key: value for key, value in fields.items() if value}
     node = TextNode(
         id_=fact.id,
         text=fact.text,

@@ -80,13 +80,15 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         nodes: Sequence[NodeWithScore],
         query_bundle: QueryBundle | None = None,  # noqa: ARG002 - LlamaIndex's signature
     ) -> list[NodeWithScore]:
-        todo = {at: PackNode.from_node(each.node) for at, each in enumerate(nodes) if not _stays(each.node)}
-        found = self.delivery.deliver([Hit(self._fact(node), 0.0) for node in todo.values()])
-        made = {
-            at: PackNode.from_node(node, str(each.handle or ""))
-            for (at, node), each in zip(todo.items(), found, strict=True)
+        todo = {at: PackNode.from_node(scored.node) for at, scored in enumerate(nodes) if not _stays(scored.node)}
+        results = self.delivery.deliver([Hit(self._fact(node), 0.0) for node in todo.values()])
+        packed_nodes = {
+            at: PackNode.from_node(node, str(result.handle or ""))
+            for (at, node), result in zip(todo.items(), results, strict=True)
         }
-        return [NodeWithScore(node=made.get(at, each.node), score=each.score) for at, each in enumerate(nodes)]
+        return [
+            NodeWithScore(node=packed_nodes.get(at, scored.node), score=scored.score) for at, scored in enumerate(nodes)
+        ]
 
     def _fact(self, node: PackNode) -> Fact:
         source = node.ref_doc_id or node.node_id

@@ -56,9 +56,9 @@ class Answer:
         self._reasoning += delta.reasoning
         if delta.tool_call is not None:
             self._take(delta.tool_call)
-        about = {"thinking_delta": delta.reasoning} if delta.reasoning else {}
+        extra = {"thinking_delta": delta.reasoning} if delta.reasoning else {}
         message = _message(self._text, self._reasoning, self._calls)
-        return ChatResponse(message=message, delta=delta.text, additional_kwargs=about)
+        return ChatResponse(message=message, delta=delta.text, additional_kwargs=extra)
 
     def whole(self, generation: Generation) -> ChatResponse:
         """The response with all of `generation`."""
@@ -109,7 +109,7 @@ def _message(text: str, reasoning: str, calls: Sequence[_Call]) -> ChatMessage:
     if text.strip() or not calls:
         blocks.append(TextBlock(text=text))
     for call in calls:
-        given = call.arguments if call.parsed is None else call.parsed
-        blocks.append(ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=given))
-    about = {"tool_calls": [tool_call(call.name, call.arguments, call.id) for call in calls]} if calls else {}
-    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=about)
+        arguments = call.arguments if call.parsed is None else call.parsed
+        blocks.append(ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=arguments))
+    extra = {"tool_calls": [tool_call(call.name, call.arguments, call.id) for call in calls]} if calls else {}
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs=extra)

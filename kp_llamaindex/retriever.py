@@ -103,9 +103,9 @@ class KnowledgePackRetriever(BaseRetriever):
         it.
         """
         refuse_unknown(settings, (*_known(cls), *_known(cls.from_facts)), cls.__name__)
-        made = cls(open_settled(fact_store, embedder, path), store, engine=engine, **settings)
-        made.delivery.add(facts, progress=progress)
-        return made
+        retriever = cls(open_settled(fact_store, embedder, path), store, engine=engine, **settings)
+        retriever.delivery.add(facts, progress=progress)
+        return retriever
 
     @property
     def delivery(self) -> Delivery:
@@ -123,7 +123,7 @@ class KnowledgePackRetriever(BaseRetriever):
         )
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        found = self.delivery.search(
+        results = self.delivery.search(
             query_bundle.query_str,
             self.similarity_top_k,
             probes=self.probes,
@@ -131,9 +131,9 @@ class KnowledgePackRetriever(BaseRetriever):
             score_threshold=self.score_cutoff,
             rerank=self.rerank,
         )
-        handles = ["" if each.handle is None or self.content == "text" else str(each.handle) for each in found]
-        pairs = zip(found, handles, strict=True)
-        return [NodeWithScore(node=to_node(each.unit, handle), score=each.hit.score) for each, handle in pairs]
+        handles = ["" if result.handle is None or self.content == "text" else str(result.handle) for result in results]
+        pairs = zip(results, handles, strict=True)
+        return [NodeWithScore(node=to_node(result.unit, handle), score=result.hit.score) for result, handle in pairs]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         return await asyncio.to_thread(self._retrieve, query_bundle)
@@ -153,4 +153,8 @@ def open_settled(
 
 
 def _known(make: Callable[..., Any]) -> list[str]:
-    return [name for name, each in inspect.signature(make).parameters.items() if each.kind is not each.VAR_KEYWORD]
+    return [
+        name
+        for name, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]

@@ -42,8 +42,12 @@ class ToolCallingLLM(FunctionCallingLLM):
             messages.append(ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg)
         if tool_required and tool_choice in (None, "auto"):
             tool_choice = "any"
-        asked = {"tools": list(tools), "tool_choice": tool_choice, "parallel_tool_calls": allow_parallel_tool_calls}
-        return {"messages": messages, **(asked if tools else {}), **kwargs}
+        tool_options = {
+            "tools": list(tools),
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": allow_parallel_tool_calls,
+        }
+        return {"messages": messages, **(tool_options if tools else {}), **kwargs}
 
     def get_tool_calls_from_response(
         self,

@@ -80,8 +80,8 @@ class PackedVectorIndex(PackIndex):
     def as_retriever(self, *, content: Literal["handle", "text"] = "handle", **settings: Any) -> BaseRetriever:  # noqa: ANN401
         """The index's own retriever; its nodes come as packs unless `content="text"`."""
         refuse_unknown(settings, self._RETRIEVAL, "The retriever")
-        found = self.vector_index.as_retriever(**settings)
-        return found if content == "text" else PackedRetriever(found, self.packs)
+        retriever = self.vector_index.as_retriever(**settings)
+        return retriever if content == "text" else PackedRetriever(retriever, self.packs)
 
     def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str | None]:
         return {ref: self.vector_index.docstore.get_document_hash(ref) for ref in ref_doc_ids}

@@ -60,9 +60,11 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:  # noqa: ANN401, ARG002
         """Embed `nodes`, except blank ones."""
-        kept = [node for node in nodes if node.get_content().strip()]
-        made = self.client.embedder.embed([to_fact(node).text for node in kept]) if kept else ()
-        for node, vector in zip(kept, made, strict=True):
+        nodes_with_text = [node for node in nodes if node.get_content().strip()]
+        vectors = (
+            self.client.embedder.embed([to_fact(node).text for node in nodes_with_text]) if nodes_with_text else ()
+        )
+        for node, vector in zip(nodes_with_text, vectors, strict=True):
             node.embedding = vector.tolist()
         return nodes
 
@@ -102,8 +104,8 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes that match, as text."""
-        where = None if filters is None else to_where(filters)
-        return [to_node(fact) for fact in self.client.facts(ids=node_ids, where=where, namespace=self.namespace)]
+        conditions = None if filters is None else to_where(filters)
+        return [to_node(fact) for fact in self.client.facts(ids=node_ids, where=conditions, namespace=self.namespace)]
 
     def clear(self) -> None:
         """Remove all nodes, and their packs."""
@@ -113,16 +115,16 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
         """The nodes nearest to the query's text. Raises `FactError` for other modes, and for a query without text."""
         if query.mode != VectorStoreQueryMode.DEFAULT or not query.query_str:
             raise FactError(f"Got a query of mode {query.mode.value!r}, {query.query_str!r}; expected words to embed.")
-        wanted: list[MetadataFilter | MetadataFilters] = [] if query.filters is None else [query.filters]
+        conditions: list[MetadataFilter | MetadataFilters] = [] if query.filters is None else [query.filters]
         if query.doc_ids:
-            wanted.append(MetadataFilter(key=REF_DOC, operator=FilterOperator.IN, value=query.doc_ids))
+            conditions.append(MetadataFilter(key=REF_DOC, operator=FilterOperator.IN, value=query.doc_ids))
         if query.node_ids:
-            wanted.append(MetadataFilter(key="id", operator=FilterOperator.IN, value=query.node_ids))
-        filters = MetadataFilters(filters=wanted) if wanted else None
+            conditions.append(MetadataFilter(key="id", operator=FilterOperator.IN, value=query.node_ids))
+        filters = MetadataFilters(filters=conditions) if conditions else None
         retriever = self.index.as_retriever(similarity_top_k=query.similarity_top_k, filters=filters)
-        found = retriever.retrieve(query.query_str)
+        scored_nodes = retriever.retrieve(query.query_str)
         return VectorStoreQueryResult(
-            nodes=[each.node for each in found],
-            similarities=[each.score for each in found],
-            ids=[each.node_id for each in found],
+            nodes=[scored.node for scored in scored_nodes],
+            similarities=[scored.score for scored in scored_nodes],
+            ids=[scored.node_id for scored in scored_nodes],
         )

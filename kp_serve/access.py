@@ -53,16 +53,18 @@ class Keys:
             return self._everybody
         digest = _hash(key or "")
         # Compare with all keys, so that the duration does not reveal which one matched.
-        found = [access for known, access in self._found.items() if hmac.compare_digest(known, digest)]
-        return found[0] if key and found else None
+        matches = [
+            access for stored_digest, access in self._found.items() if hmac.compare_digest(stored_digest, digest)
+        ]
+        return matches[0] if key and matches else None
 
 
 def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: bool = False) -> str:
     """Add a new key for these namespaces to the file of `Keys`, and return it. The file stores only its hash."""
     file, key = Path(path), "kp-" + secrets.token_urlsafe(32)
-    known = _read(file) if file.exists() else {}
-    known = {**known, _hash(key): Access(tuple(namespaces), write=write)}
-    data = json.dumps({digest: asdict(access) for digest, access in known.items()}, indent=2) + "\n"
+    keys = _read(file) if file.exists() else {}
+    keys = {**keys, _hash(key): Access(tuple(namespaces), write=write)}
+    data = json.dumps({digest: asdict(access) for digest, access in keys.items()}, indent=2) + "\n"
     staged = file.with_name(file.name + ".new")
     with os.fdopen(os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         out.write(data)
@@ -72,7 +74,7 @@ def add_key(path: str | os.PathLike[str], namespaces: Iterable[str], *, write: b
 
 def _read(path: Path) -> dict[str, Access]:
     try:
-        return {str(digest): Access(**about) for digest, about in json.loads(path.read_bytes()).items()}
+        return {str(digest): Access(**fields) for digest, fields in json.loads(path.read_bytes()).items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{path} is no file of keys ({error}). Make one with `kp key {path} --namespace NAME`."

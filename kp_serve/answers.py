@@ -52,9 +52,9 @@ class Answer:
         self._data += message.get("body", b"")
         is_last = not message.get("more_body")
         if self._is_stream:
-            *events, rest = bytes(self._data).split(_END)
-            self._data = bytearray(rest)
-            data = b"".join(self._event(event) + _END for event in events) + (rest if is_last else b"")
+            *events, unfinished = bytes(self._data).split(_END)
+            self._data = bytearray(unfinished)
+            data = b"".join(self._event(event) + _END for event in events) + (unfinished if is_last else b"")
             if data or is_last:
                 await self._send({**message, "body": data})
         elif is_last and self._start is not None:
@@ -66,51 +66,51 @@ class Answer:
 
     def _whole(self, data: bytes) -> bytes:
         try:
-            found = json.loads(data)
+            response = json.loads(data)
         except ValueError:
             return data
-        for choice in _choices(found):
+        for choice in _choices(response):
             for part, name, _ in list(_said(choice)):
                 part[name] = strip_handles(part[name])
-        return self._counted(found)
+        return self._counted(response)
 
     def _event(self, event: bytes) -> bytes:
-        head, data, said = event.partition(b"data: ")
+        head, data, payload = event.partition(b"data: ")
         try:
-            found = json.loads(said)
+            chunk = json.loads(payload)
         except ValueError:  # `[DONE]`, or a comment of the stream.
             return event
-        for choice in _choices(found):
+        for choice in _choices(chunk):
             index = choice.get("index")
             for part, name, path in list(_said(choice)):
                 part[name] = self._texts[index, *path].push(part[name])
             if choice.get("finish_reason") is not None:
                 self._end(choice, index)
-        return head + data + self._counted(found)
+        return head + data + self._counted(chunk)
 
     def _end(self, choice: dict[str, Any], index: object) -> None:
         """Append the held-back text of a choice to its last event."""
         for path, text in self._texts.items():
-            if path[0] != index or not (rest := text.flush()):
+            if path[0] != index or not (text_left := text.flush()):
                 continue
             part = choice
             for step in path[1:-1]:
                 part = _below(part, step)
-            part[path[-1]] = (part.get(path[-1]) or "") + rest
+            part[path[-1]] = (part.get(path[-1]) or "") + text_left
 
     def _counted(self, found: Any) -> bytes:  # noqa: ANN401 - any JSON
         usage = found.get("usage") if isinstance(found, dict) else None
         if isinstance(usage, dict) and self._pack_tokens is not None:
-            prompt, brought = usage.get("prompt_tokens", 0), self._pack_tokens
+            prompt, pack_tokens = usage.get("prompt_tokens", 0), self._pack_tokens
             reused = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-            split = {"prompt_tokens": max(prompt - brought, 0), "pack_tokens": brought}
+            split = {"prompt_tokens": max(prompt - pack_tokens, 0), "pack_tokens": pack_tokens}
             usage["knowledge_packs"] = {**split, "reused_tokens": reused, "computed_tokens": prompt - reused}
         return json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _choices(found: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - any JSON
     choices = found.get("choices") if isinstance(found, dict) else None
-    return [each for each in choices if isinstance(each, dict)] if isinstance(choices, list) else []
+    return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
 
 
 def _said(part: dict[str, Any], path: tuple[Any, ...] = ()) -> Iterator[tuple[dict[str, Any], str, tuple[Any, ...]]]:
@@ -130,10 +130,10 @@ def _below(part: dict[str, Any], step: str | int) -> dict[str, Any]:
     if isinstance(step, str):
         if not isinstance(part.get(step), dict):
             part[step] = {}
-        found: dict[str, Any] = part[step]
-        return found
+        child: dict[str, Any] = part[step]
+        return child
     calls = part["tool_calls"] = part.get("tool_calls") or []
-    call = next((each for each in calls if each.get("index") == step), None)
+    call = next((entry for entry in calls if entry.get("index") == step), None)
     if call is None:
         calls.append(call := {"index": step})
     return call

@@ -44,26 +44,26 @@ def asked(plan: Plan) -> dict[str, Any] | None:
     composed = [region for region in plan.regions if region.composer]
     if not composed:
         return None
-    moved = [[span.start, span.stop, span.handle] for region in composed for span in region.spans]
-    soft = next((each.composer for each in composed if isinstance(each.composer, PacketComposer)), None)
-    wrapper = {"wrapper": base64.b64encode(wrapper_bytes(soft.wrapper)).decode()} if soft else {}
-    return {"moved": moved, "packs": packs, **wrapper}
+    moves = [[span.start, span.stop, span.handle] for region in composed for span in region.spans]
+    composer = next((region.composer for region in composed if isinstance(region.composer, PacketComposer)), None)
+    wrapper = {"wrapper": base64.b64encode(wrapper_bytes(composer.wrapper)).decode()} if composer else {}
+    return {"moved": moves, "packs": packs, **wrapper}
 
 
 def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[list[Region], Placed]:
     """Read the steered blocks, and the packs in the prompt. Raises `PromptError` and `SteeringError`."""
-    ids, given = _checked(said, token_ids, {"blocks", "steerings", "packs"})
+    ids, fields = _checked(said, token_ids, {"blocks", "steerings", "packs"})
     with _refused():
-        blocks, packs = blocks_of(given), _packs(given)
+        blocks, packs = blocks_of(fields), _packs(fields)
     parts = [(part, part.steering) for block in blocks for part in block.parts if part.steering]
     for _, steering in parts:
         steering.check(model)
     places = [(block.start, block.stop) for block in blocks]
-    inside = all(
+    is_inside = all(
         _is_ascending([block.start, *(edge for part in block.parts for edge in (part.start, part.stop)), block.stop])
         for block in blocks
     )
-    if not inside or not _are_ordered(places, ids, _MOST_BLOCKS):
+    if not is_inside or not _are_ordered(places, ids, _MOST_BLOCKS):
         raise PromptError(
             f"Got steered blocks at {places} of {len(ids)} tokens; expected 1 to {_MOST_BLOCKS} in order, with their "
             "parts inside, and the last token behind them."
@@ -75,17 +75,17 @@ def steered(said: object, token_ids: object, model: ModelFingerprint) -> tuple[l
 
 def moved_packs(said: object, token_ids: object) -> tuple[Moved, Placed]:
     """Read the moved packs, and all packs in the prompt. Raises `PromptError`."""
-    ids, given = _checked(said, token_ids, {"moved", "packs", "wrapper"})
+    ids, fields = _checked(said, token_ids, {"moved", "packs", "wrapper"})
     with _refused():
-        moved = tuple((int(start), int(stop), str(handle)) for start, stop, handle in given["moved"])
-        packs = _packs(given)
-    places = [each[:2] for each in moved]
+        spans = tuple((int(start), int(stop), str(handle)) for start, stop, handle in fields["moved"])
+        packs = _packs(fields)
+    places = [span[:2] for span in spans]
     if not _are_ordered(places, ids, _MOST_PACKS):
         raise PromptError(
             f"Got moved packs at {places} of {len(ids)} tokens; expected 1 to {_MOST_PACKS} in order, and the last "
             "token behind them."
         )
-    return moved, packs
+    return spans, packs
 
 
 def blocks_as_json(blocks: Iterable[Region]) -> dict[str, Any]:
@@ -95,7 +95,9 @@ def blocks_as_json(blocks: Iterable[Region]) -> dict[str, Any]:
     rows = [[[part.start, part.stop, part.steering.id] for part in block.parts if part.steering] for block in blocks]
     return {
         "blocks": [[block.start, block.stop, parts] for block, parts in zip(blocks, rows, strict=True)],
-        "steerings": {name: base64.b64encode(steering_bytes(each)).decode() for name, each in steerings.items()},
+        "steerings": {
+            name: base64.b64encode(steering_bytes(steering)).decode() for name, steering in steerings.items()
+        },
     }
 
 
@@ -104,8 +106,8 @@ def blocks_of(said: Mapping[str, Any]) -> list[Region]:
     steerings = {name: _steering(data) for name, data in said["steerings"].items()}
     blocks = []
     for start, stop, parts in said["blocks"]:
-        inside = [Region(int(at), int(end), "steered", steering=steerings[name]) for at, end, name in parts]
-        blocks.append(Region(int(start), int(stop), "steered", parts=tuple(inside)))
+        parts_inside = [Region(int(at), int(end), "steered", steering=steerings[name]) for at, end, name in parts]
+        blocks.append(Region(int(start), int(stop), "steered", parts=tuple(parts_inside)))
     return blocks
 
 
@@ -115,7 +117,7 @@ def digest_of(token_ids: Sequence[int]) -> str:
 
 
 def _checked(said: object, token_ids: object, fields: set[str]) -> tuple[list[int], Mapping[str, Any]]:
-    if not isinstance(token_ids, list) or not all(type(each) is int and each >= 0 for each in token_ids):
+    if not isinstance(token_ids, list) or not all(type(token) is int and token >= 0 for token in token_ids):
         raise PromptError("Got 'kp' with a prompt that is not one list of token ids; what it names is placed by them.")
     if not isinstance(said, Mapping) or set(said) - fields:
         raise PromptError(f"Expected 'kp' with the fields {sorted(fields)}, as `VLLMEngine` sends it.")
@@ -141,7 +143,7 @@ def _are_ordered(places: Sequence[tuple[int, int]], ids: Sequence[int], most: in
 
 
 def _is_ascending(numbers: Sequence[int]) -> bool:
-    return all(one <= other for one, other in pairwise(numbers))
+    return all(smaller <= larger for smaller, larger in pairwise(numbers))
 
 
 @lru_cache(64)

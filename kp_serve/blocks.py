@@ -70,8 +70,8 @@ class PagedKV:
             if key.dtype != cache.dtype or len(key) < heads.stop or key.shape[2] + value.shape[2] != cache.shape[3]:
                 raise PackError(f"Got KV of shape {tuple(key.shape)} and {key.dtype}, which is not that of this model.")
             places = torch.arange(stop, stop := stop + key.shape[1])
-            within = torch.tensor(blocks, dtype=torch.long)[places // self.block_size], places % self.block_size
-            _write(cache, key[heads].transpose(0, 1), value[heads].transpose(0, 1), *within)
+            slots = torch.tensor(blocks, dtype=torch.long)[places // self.block_size], places % self.block_size
+            _write(cache, key[heads].transpose(0, 1), value[heads].transpose(0, 1), *slots)
 
     def read(self, blocks: Sequence[int], tokens: int) -> KVTensors:
         """KV of the first `tokens` tokens of these blocks, on the CPU."""
@@ -95,16 +95,16 @@ class PagedKV:
         """
         cache = self.layers[0]
         count = cache[0].numel()
-        found = torch.zeros(count, dtype=torch.long)
+        offsets = torch.zeros(count, dtype=torch.long)
         base, power = 128, 1  # Every dtype holds integers below 128 exactly.
         while power < count:
             digits = (torch.arange(count) // power % base).to(cache.dtype)
             block = digits.view(1, *cache.shape[1:]).clone()
             current_platform.pack_kv_cache(block, torch.tensor([0]))
-            found += block.flatten().long() * power
+            offsets += block.flatten().long() * power
             power *= base
-        order = torch.argsort(found)
-        if not torch.equal(found[order], torch.arange(count)):
+        order = torch.argsort(offsets)
+        if not torch.equal(offsets[order], torch.arange(count)):
             raise UnsupportedModelError(
                 "vLLM's attention on this machine does not keep keys and values as they are, so they cannot be read."
             )

@@ -69,11 +69,11 @@ class _Loading:
         self._moves, self._cache, self._lock = moves, cache, threading.Lock()
         self._layers: list[list[tuple[Move, Future[list[tuple[Tensor, Tensor]]]]]] = [[] for _ in cache.layers]
         self._pool: ThreadPoolExecutor | None = None
-        opened = [(move, readers) for move in moves if (readers := self._opened(move, stored))]
-        if opened:
+        readable = [(move, readers) for move in moves if (readers := self._opened(move, stored))]
+        if readable:
             self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "kp-load")
         for layer, jobs in enumerate(self._layers):
-            for move, readers in opened:
+            for move, readers in readable:
                 if self._pool is not None:
                     jobs.append((move, self._pool.submit(self._read, layer, move, readers)))
         if not cache.is_on_cpu:
@@ -110,7 +110,7 @@ class _Loading:
     def _read(self, layer: int, move: Move, readers: Sequence[Reader]) -> list[tuple[Tensor, Tensor]]:
         if not self._is_wanted(move):
             return []
-        parts = [read(layer) for read in readers]
+        parts = [reader(layer) for reader in readers]
         if self._cache.is_on_cpu:
             self._cache.write(layer, parts, move.blocks)
             return []
@@ -147,13 +147,13 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:  # noqa: ANN401
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        given = vllm_config.kv_transfer_config.kv_connector_extra_config
-        model = ModelFingerprint.from_dict(given["identity"])
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        model = ModelFingerprint.from_dict(extra["identity"])
         _check(vllm_config, kv_cache_config, model)
         self._key = server_key()
-        store = PackStore(given["store"], seal=self._key if given.get("sealed") else None)
-        rope = given.get("rope")
-        self._stored = StoredKV(store, model, given.get("compress", "lossless"), rope and Rope.from_dict(rope))
+        store = PackStore(extra["store"], seal=self._key if extra.get("sealed") else None)
+        rope = extra.get("rope")
+        self._stored = StoredKV(store, model, extra.get("compress", "lossless"), rope and Rope.from_dict(rope))
         self._ranks = vllm_config.parallel_config.tensor_parallel_size
         self._heads = vllm_config.model_config.get_total_num_kv_heads()
         self._cache: PagedKV | None = None
@@ -176,16 +176,16 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
             return 0, False
         ids = list(request.prompt_token_ids or ())
         # Model and token ids do not identify KV of a LoRA adapter or behind images.
-        told = request.lora_request is None and not request.mm_features
+        is_text = request.lora_request is None and not request.mm_features
         if rights.tokens:
-            names = rights.namespaces if told and digest_of(ids) == rights.tokens else ()
+            names = rights.namespaces if is_text and digest_of(ids) == rights.tokens else ()
             if rights.keeps and names and self._ranks == 1 and rights.keeps.stop == request.num_prompt_tokens:
                 self._wanted[request.request_id] = StoredRun((rights.keeps,), names)
             if rights.begins:
                 # If a part cannot be read, the request fails: plain KV under the salt of altered KV would give
                 # wrong answers, now and later.
                 return self._claim(request, StoredRun(rights.begins, names), num_computed_tokens), False
-        if not told or not ids or request.prompt_embeds is not None:
+        if not is_text or not ids or request.prompt_embeds is not None:
             return 0, False
         try:
             return self._match(request, rights, num_computed_tokens), False
@@ -210,10 +210,10 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:  # noqa: ANN401
         """Remember the blocks that the found KV is loaded into."""
-        found = self._found.pop(request.request_id, None)
-        if found is None or num_external_tokens <= 0:
+        loading = self._found.pop(request.request_id, None)
+        if loading is None or num_external_tokens <= 0:
             return
-        run, start = found
+        run, start = loading
         self._loads.append(self._move(run, start, start + num_external_tokens, blocks.get_block_ids()[0]))
 
     def _move(self, run: StoredRun, start: int, stop: int, blocks: Sequence[int]) -> Move:
@@ -225,11 +225,11 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
         moves, self._loads = _Moves(self._loads), []
         if self._wanted:
             cached = scheduler_output.scheduled_cached_reqs
-            done = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
-            done |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            computed = {entry.req_id: entry.num_computed_tokens for entry in scheduler_output.scheduled_new_reqs}
+            computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             for name, scheduled in scheduler_output.num_scheduled_tokens.items():
                 run = self._wanted.get(name)
-                if run is not None and done.get(name, 0) + scheduled >= run.stop:
+                if run is not None and computed.get(name, 0) + scheduled >= run.stop:
                     blocks = scheduler_output.kv_connector_block_state.get_block_ids(name)[0]
                     moves.saves.append(self._move(run, run.start, run.stop, blocks))
                     del self._wanted[name]
@@ -310,17 +310,17 @@ class PackConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # a
 def _check(config: VllmConfig, kv_cache_config: Any, model: ModelFingerprint) -> None:  # noqa: ANN401
     groups: Sequence[Any] = kv_cache_config.kv_cache_groups
     dtype = str(config.model_config.dtype).removeprefix("torch.")
-    wrong: Mapping[str, bool] = {
+    checks: Mapping[str, bool] = {
         f"the model computes in {dtype}, and was named with {model.dtype}": dtype != model.dtype,
         f"its KV cache is {config.cache_config.cache_dtype}": config.cache_config.cache_dtype not in ("auto", dtype),
         f"its layers keep {len(groups)} kinds of KV": len(groups) != 1,
         "kv_load_failure_policy is not 'fail'": config.kv_transfer_config.kv_load_failure_policy != "fail",
     }
-    found = [name for name, holds in wrong.items() if holds]
-    if found and len(groups) != 1:
-        raise UnsupportedModelError(f"{config.model_config.model} cannot use packs: {'; '.join(found)}.")
-    if found:
+    faults = [name for name, holds in checks.items() if holds]
+    if faults and len(groups) != 1:
+        raise UnsupportedModelError(f"{config.model_config.model} cannot use packs: {'; '.join(faults)}.")
+    if faults:
         raise ModelError(
-            f"{config.model_config.model} cannot use packs as it was started: {'; '.join(found)}. "
+            f"{config.model_config.model} cannot use packs as it was started: {'; '.join(faults)}. "
             "Start it with `kp serve`, and let --dtype and the KV cache be the same."
         )

@@ -43,21 +43,23 @@ class Counts:
     def __str__(self) -> str:
         """The counters in Prometheus' text format."""
         lines = [
-            f"# HELP kp_{name}_total {about}.\n# TYPE kp_{name}_total counter\nkp_{name}_total {self._found[name]}\n"
-            for name, about in _ABOUT.items()
+            f"# HELP kp_{name}_total {text}.\n# TYPE kp_{name}_total counter\nkp_{name}_total {self._found[name]}\n"
+            for name, text in _ABOUT.items()
         ]
         return "".join(lines)
 
     async def join(self, visit: Visit) -> None:
         """Answer `/metrics` with vLLM's metrics, followed by these counters."""
         # Request plain text: uncompressed, and not OpenMetrics, which has an end marker.
-        plain = [pair for pair in visit.scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")]
-        status, headers, data = await call_raw(visit.app, {**visit.scope, "headers": plain}, visit.receive)
+        request_headers = [
+            pair for pair in visit.scope["headers"] if pair[0].lower() not in (b"accept", b"accept-encoding")
+        ]
+        status, headers, data = await call_raw(visit.app, {**visit.scope, "headers": request_headers}, visit.receive)
         if status == 200:
             data = data + (b"" if data.endswith(b"\n") or not data else b"\n") + str(self).encode()
-        kept: list[Any] = [pair for pair in headers if pair[0].lower() != b"content-length"]
-        kept.append((b"content-length", str(len(data)).encode()))
-        await visit.send({"type": "http.response.start", "status": status, "headers": kept})
+        response_headers: list[Any] = [pair for pair in headers if pair[0].lower() != b"content-length"]
+        response_headers.append((b"content-length", str(len(data)).encode()))
+        await visit.send({"type": "http.response.start", "status": status, "headers": response_headers})
         await visit.send({"type": "http.response.body", "body": data})
 
 

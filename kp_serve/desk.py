@@ -58,19 +58,19 @@ class Desk:
     @classmethod
     def of_environment(cls) -> Desk:
         """Build it from the settings in `VARIABLE`."""
-        given = json.loads(os.environ[VARIABLE])
-        everybody = None if given["keys"] else Access(tuple(given["namespaces"]), write=True)
-        identity = ModelFingerprint.from_dict(given["identity"])
+        settings = json.loads(os.environ[VARIABLE])
+        everybody = None if settings["keys"] else Access(tuple(settings["namespaces"]), write=True)
+        identity = ModelFingerprint.from_dict(settings["identity"])
         facts = None
-        if given["facts"] is not None:
+        if settings["facts"] is not None:
             from kp_core.facts.chroma import ChromaFactStore
 
-            facts = ChromaFactStore(given["facts"])
+            facts = ChromaFactStore(settings["facts"])
         key = server_key()
-        store = PackStore(given["store"], seal=key if given["sealed"] else None)
-        keys = Keys(given["keys"], everybody)
-        about = {name: given[name] for name in ("immovable", "packets")}
-        return cls(store, given["model"], identity, keys, key, facts, **about)
+        store = PackStore(settings["store"], seal=key if settings["sealed"] else None)
+        keys = Keys(settings["keys"], everybody)
+        options = {name: settings[name] for name in ("immovable", "packets")}
+        return cls(store, settings["model"], identity, keys, key, facts, **options)
 
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
@@ -98,9 +98,9 @@ class Desk:
     def refuse_special(self, said: object) -> None:
         """Raise `HTTPError` if a text in `said` contains a special token: it would not stay text."""
         for text in _strings(said):
-            if found := next((token for token in self._special if token in text), None):
+            if special := next((token for token in self._special if token in text), None):
                 raise HTTPError(
-                    400, f"Got the text of the special token {found!r}, which would not stay text. Remove it."
+                    400, f"Got the text of the special token {special!r}, which would not stay text. Remove it."
                 )
 
     def tokens_of(self, pack: KnowledgePack) -> int:
@@ -114,8 +114,8 @@ class Desk:
         method, name = visit.scope["method"], visit.scope["path"].removeprefix("/v1/packs").strip("/")
         if (method, name) == ("GET", "model"):
             access = visit.access
-            about = {"root": self.model, "identity": self.identity.to_dict(), **await _served(visit)}
-            return await visit.answer({**about, "namespaces": access.namespaces, "write": access.write})
+            report = {"root": self.model, "identity": self.identity.to_dict(), **await _served(visit)}
+            return await visit.answer({**report, "namespaces": access.namespaces, "write": access.write})
         if (method, name) == ("POST", ""):
             body = await visit.read()
             refuse_unknown(body, {"text", "namespace", "compiled_for", "provenance"})
@@ -135,8 +135,8 @@ class Desk:
     def _listed(self, visit: Visit) -> list[str]:
         """Handles that the key may read; with `?hot=1` only packs that were used, latest first."""
         if visit.query.get("hot") == ["1"]:
-            return [str(each) for each in self.hot.among(visit.namespaces) if each in self.store]
-        return [str(each) for name in visit.namespaces for each in self.store.handles(name)]
+            return [str(handle) for handle in self.hot.among(visit.namespaces) if handle in self.store]
+        return [str(handle) for name in visit.namespaces for handle in self.store.handles(name)]
 
     async def compile(
         self,
@@ -148,29 +148,29 @@ class Desk:
     ) -> dict[str, Any]:
         """Have the served model compile a text, unless its KV is stored, and describe its pack. Raises `HTTPError`."""
         visit.need_write()
-        known = namespace if isinstance(namespace, str) else ""
-        where: Literal["user", "system"] = "system" if compiled_for == "system" else "user"
-        if not isinstance(text, str) or compiled_for != where:
+        pack_namespace = namespace if isinstance(namespace, str) else ""
+        placement: Literal["user", "system"] = "system" if compiled_for == "system" else "user"
+        if not isinstance(text, str) or compiled_for != placement:
             raise HTTPError(400, "Expected 'text', a string, and 'compiled_for' of 'user' or 'system'.")
-        if known not in visit.access.namespaces:
+        if pack_namespace not in visit.access.namespaces:
             raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(visit.access.namespaces)}.")
-        about = {} if provenance is None else provenance
-        if not isinstance(about, Mapping) or not all(isinstance(each, str) for each in about.values()):
+        origin = {} if provenance is None else provenance
+        if not isinstance(origin, Mapping) or not all(isinstance(detail, str) for detail in origin.values()):
             raise HTTPError(400, "Expected 'provenance' of texts, e.g. {'title': 'Refunds'}.")
         self.refuse_special(text)
-        job = await asyncio.to_thread(self.template.tokenise_pack, text, where)
+        job = await asyncio.to_thread(self.template.tokenise_pack, text, placement)
         prefix = job.prompt.prefix_of(job.prompt.spans[0])
-        served = await _served(visit)
+        limits = await _served(visit)
         ids = [*prefix.token_ids, *job.token_ids]
-        if len(ids) >= served["max_positions"]:
+        if len(ids) >= limits["max_positions"]:
             raise HTTPError(
-                400, f"The text has {len(job.token_ids)} tokens; the model reads {served['max_positions']}."
+                400, f"The text has {len(job.token_ids)} tokens; the model reads {limits['max_positions']}."
             )
-        pack = KnowledgePack(text, known, job.token_ids, prefix, self.identity, provenance=about)
+        pack = KnowledgePack(text, pack_namespace, job.token_ids, prefix, self.identity, provenance=origin)
         handle = await asyncio.to_thread(self.store.put, pack)
-        told = await asyncio.to_thread(self._told, handle, pack.key)
-        if told["compiled"]:  # E.g. by an interrupted build that now runs again.
-            return told
+        report = await asyncio.to_thread(self._told, handle, pack.key)
+        if report["compiled"]:  # E.g. by an interrupted build that now runs again.
+            return report
         await self.fill(visit, pack)
         return await asyncio.to_thread(self._told, handle, pack.key)
 
@@ -187,15 +187,15 @@ class Desk:
         The prompt is token ids, or input embeddings `(tokens, hidden)`. Raises `HTTPError` with a message that begins
         with `failed`.
         """
-        ask: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
+        request: dict[str, Any] = {"max_tokens": 1, "temperature": 0}
         if isinstance(prompt, Tensor):
             data = io.BytesIO()
             torch.save(prompt, data)
-            ask["prompt_embeds"] = base64.b64encode(data.getvalue()).decode()
+            request["prompt_embeds"] = base64.b64encode(data.getvalue()).decode()
         else:
-            ask["prompt"] = list(prompt)
-        signed = {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.key)}
-        status, answer = await visit.call("POST", "/v1/completions", ask | signed)
+            request["prompt"] = list(prompt)
+        signed_rights = {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.key)}
+        status, answer = await visit.call("POST", "/v1/completions", request | signed_rights)
         if status != 200:
             raise HTTPError(status, f"{failed}: {answer}")
         usage = answer["usage"]
@@ -214,16 +214,16 @@ class Desk:
         pack = self.store.peek(handle, key)
         if pack is None:
             raise HTTPError(404, f"There is no pack {str(handle)!r}.")
-        about = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids)}
-        about["compiled"] = is_compiled(self.store, handle, key)
-        return {**about, "bytes": pack.stored_bytes, "provenance": dict(pack.provenance)}
+        report = {"handle": str(handle), "text": pack.text, "tokens": len(pack.token_ids)}
+        report["compiled"] = is_compiled(self.store, handle, key)
+        return {**report, "bytes": pack.stored_bytes, "provenance": dict(pack.provenance)}
 
 
 async def _served(visit: Visit) -> dict[str, Any]:
     """The name that vLLM gives its model, and the number of positions it serves."""
     _, models = await visit.call("GET", "/v1/models")
-    served = models["data"][0]
-    return {"model": served["id"], "max_positions": served["max_model_len"]}
+    entry = models["data"][0]
+    return {"model": entry["id"], "max_positions": entry["max_model_len"]}
 
 
 def refuse_unknown(body: Mapping[str, object], fields: Collection[str]) -> None:
@@ -236,10 +236,10 @@ def _strings(value: object) -> Iterator[str]:
     """All strings in a JSON value, names of fields included."""
     waiting = [value]
     while waiting:
-        each = waiting.pop()
-        if isinstance(each, str):
-            yield each
-        elif isinstance(each, dict):
-            waiting += [*each.keys(), *each.values()]
-        elif isinstance(each, list):
-            waiting += each
+        element = waiting.pop()
+        if isinstance(element, str):
+            yield element
+        elif isinstance(element, dict):
+            waiting += [*element.keys(), *element.values()]
+        elif isinstance(element, list):
+            waiting += element

@@ -63,8 +63,8 @@ class VLLMEngine:
                     f"{self.base_url} is a server without packs. Start it with `kp serve MODEL --store …`."
                 )
             self._check(response)
-            found: dict[str, Any] = response.json()
-            return found
+            response_data: dict[str, Any] = response.json()
+            return response_data
 
     @property
     def name(self) -> str:
@@ -84,12 +84,12 @@ class VLLMEngine:
 
         source = self._given or self._about["root"]
         tokenizer = load_tokenizer(source) if isinstance(source, str) else source
-        mine = tokenizer_identity(tokenizer, ChatTemplate(tokenizer))
-        other = [name for name, digest in mine.items() if getattr(self.identity, name) != digest]
-        if other:
+        identity = tokenizer_identity(tokenizer, ChatTemplate(tokenizer))
+        differing = [name for name, digest in identity.items() if getattr(self.identity, name) != digest]
+        if differing:
             raise ModelError(
                 f"The tokenizer of {str(source)[:80]!r} is not that of the model at {self.base_url} "
-                f"({' and '.join(other)} differ). Pass the tokenizer of {self.name}."
+                f"({' and '.join(differing)} differ). Pass the tokenizer of {self.name}."
             )
         return tokenizer
 
@@ -111,9 +111,9 @@ class VLLMEngine:
         """
         sampling = plan.sampling
         composers = {region.composer.key for region in plan.regions if region.composer}
-        if other := sorted(key for key in composers if key.partition(":")[0] not in _COMPOSERS):
+        if unsupported := sorted(key for key in composers if key.partition(":")[0] not in _COMPOSERS):
             raise UnsupportedRequestError(
-                f"{self.base_url} does not offer composer={other[0]!r}: a server moves packs "
+                f"{self.base_url} does not offer composer={unsupported[0]!r}: a server moves packs "
                 f"({' and '.join(_COMPOSERS)}) or reads exact ones. `kp_core.load_engine(model)`, which runs the model "
                 "on this machine, does."
             )
@@ -160,8 +160,8 @@ class VLLMEngine:
             if response.status_code in (400, 413):
                 raise PackError(f"{self.base_url} does not compile {text[:40]!r}: {_said(response)}")
             self._check(response)
-            told: dict[str, Any] = response.json()
-            return told
+            report: dict[str, Any] = response.json()
+            return report
 
     def close(self) -> None:
         """Close the connections."""
@@ -169,17 +169,17 @@ class VLLMEngine:
 
     def _answer(self, plan: Plan, body: dict[str, Any], stream: TokenStream) -> Iterator[int]:
         stream.computed_tokens = len(plan.prompt)
-        moved = [span for region in plan.regions if region.composer and plan.reuse for span in region.spans]
-        stream.approximate_tokens = sum(map(len, moved))
+        moved_spans = [span for region in plan.regions if region.composer and plan.reuse for span in region.spans]
+        stream.approximate_tokens = sum(map(len, moved_spans))
         waiting: list[int] = []
         ended: dict[str, Any] | None = None
-        before = 0  # Tokens that the server computed before it could steer or move.
+        computed_before = 0  # Tokens that the server computed before it could steer or move.
         spans = plan.prompt.spans
         headers = {FIRST_PACK: spans[0].handle} if spans and find_handles(spans[0].handle) else {}
         for event in self._events(body, headers, plan.limit):
             if plan.limit.is_set():
                 break
-            before = event.get(COMPUTED, before)
+            computed_before = event.get(COMPUTED, computed_before)
             for choice in event.get("choices", ()):
                 tokens = choice.get("token_ids") or []
                 if not choice.get("finish_reason"):
@@ -188,7 +188,7 @@ class VLLMEngine:
                 ended, waiting = choice, tokens  # Hold the last tokens back until the usage comes.
             if usage := event.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
-                stream.computed_tokens = before + usage["prompt_tokens"] - details.get("cached_tokens", 0)
+                stream.computed_tokens = computed_before + usage["prompt_tokens"] - details.get("cached_tokens", 0)
         if plan.limit.is_set():
             stream.finish = "cancelled"
             return
@@ -208,17 +208,17 @@ class VLLMEngine:
             timeout = httpx.Timeout(max(limit.timeout - limit.spent, 1e-3))
         address = f"{self.base_url}/v1/completions"
         try:
-            sent = self._client.stream("POST", address, json=body, headers=headers, timeout=timeout)
-            with self._errors(), sent as response:
+            request = self._client.stream("POST", address, json=body, headers=headers, timeout=timeout)
+            with self._errors(), request as response:
                 if response.is_error:
                     response.read()
                 self._check(response)
                 yield {COMPUTED: int(response.headers.get(COMPUTED, 0))}
                 for line in response.iter_lines():
-                    said = line.removeprefix("data: ")
-                    if said in (line, "[DONE]"):
+                    payload = line.removeprefix("data: ")
+                    if payload in (line, "[DONE]"):
                         continue
-                    yield self._event(said)
+                    yield self._event(payload)
         except ModelError:
             if not limit.is_over:
                 raise

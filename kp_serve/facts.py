@@ -31,9 +31,9 @@ async def answer_facts(desk: Desk, visit: Visit) -> None:
     if (method, name) == ("POST", ""):
         return await visit.answer(await facts.add(visit, await visit.read()))
     if (method, name) == ("POST", "search"):
-        found = await asyncio.to_thread(facts.search, visit.access, await visit.read())
+        result = await asyncio.to_thread(facts.search, visit.access, await visit.read())
         desk.counts.add(fact_searches=1)
-        return await visit.answer(found)
+        return await visit.answer(result)
     if method not in ("GET", "DELETE"):
         raise HTTPError(405, f"/v1/facts has no {method} of {name!r}; it has GET, POST and DELETE, and POST of search.")
     if method == "GET" and name == "":
@@ -51,51 +51,53 @@ class _Facts:
     async def add(self, visit: Visit, body: dict[str, Any]) -> dict[str, Any]:
         visit.need_write()
         refuse_unknown(body, {"facts", "namespace", "compiled_for"})
-        given, namespace, where = body.get("facts"), body.get("namespace"), body.get("compiled_for", "user")
-        if not isinstance(given, list) or not all(isinstance(each, dict) for each in given) or len(given) > _MOST:
+        records, namespace, where = body.get("facts"), body.get("namespace"), body.get("compiled_for", "user")
+        if not isinstance(records, list) or not all(isinstance(item, dict) for item in records) or len(records) > _MOST:
             raise HTTPError(400, f"Expected 'facts', a list of at most {_MOST} objects, e.g. [{{'text': …}}].")
         if namespace not in visit.access.namespaces:
             raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(visit.access.namespaces)}.")
-        for each in given:
-            refuse_unknown(each, _FIELDS)
+        for record in records:
+            refuse_unknown(record, _FIELDS)
         # Check all facts before the first is compiled.
-        facts = [Fact(**{"text": ""} | each, namespace=namespace) for each in given]
+        facts = [Fact(**{"text": ""} | item, namespace=namespace) for item in records]
         self._desk.refuse_special([fact.text for fact in facts])
         turn = asyncio.Semaphore(_AT_ONCE)
 
         async def compiled(fact: Fact) -> None:
-            about = {"title": fact.title, "source": fact.source, "unit": "fact"}
+            origin = {"title": fact.title, "source": fact.source, "unit": "fact"}
             async with turn:
-                provenance = {key: said for key, said in about.items() if said}
+                provenance = {key: detail for key, detail in origin.items() if detail}
                 await self._desk.compile(visit, fact.text, namespace, where, provenance)
 
         # Compile first: a fact that cannot be compiled must not be stored, as searches would find it.
         units = {fact.text: fact for fact in facts}
-        done = await asyncio.gather(*map(compiled, units.values()), return_exceptions=True)
-        for error in done:
+        results = await asyncio.gather(*map(compiled, units.values()), return_exceptions=True)
+        for error in results:
             if error is not None:
                 raise error
         report = await asyncio.to_thread(self._facts.add, facts)
         self._desk.counts.add(facts_added=report.added)
-        held = await asyncio.to_thread(self._holding, list(units), str(namespace))
-        data = [await asyncio.to_thread(self._about, held[text]) for text in units if text in held]
-        about = {"added": report.added, "duplicates": report.duplicates, "superseded": report.superseded}
-        return {"object": "list", "data": data, **about}
+        facts_by_text = await asyncio.to_thread(self._holding, list(units), str(namespace))
+        data = [await asyncio.to_thread(self._about, facts_by_text[text]) for text in units if text in facts_by_text]
+        counts = {"added": report.added, "duplicates": report.duplicates, "superseded": report.superseded}
+        return {"object": "list", "data": data, **counts}
 
     def search(self, access: Access, body: dict[str, Any]) -> dict[str, Any]:
         refuse_unknown(body, {"question", "k", "namespace", "where"})
-        question, k, where = body.get("question"), body.get("k", 4), body.get("where")
-        asked = body.get("namespace", list(access.namespaces))
+        question, k, filters = body.get("question"), body.get("k", 4), body.get("where")
+        requested = body.get("namespace", list(access.namespaces))
         if not isinstance(question, str) or type(k) is not int or not 1 <= k <= _MOST:
             raise HTTPError(400, f"Expected 'question', a text, and 'k' from 1 to {_MOST}.")
-        if where is not None and not isinstance(where, dict):
+        if filters is not None and not isinstance(filters, dict):
             raise HTTPError(400, """Expected 'where', a filter, e.g. {"lang": "en"}.""")
-        names = [name for name in access.namespaces if name in (asked if isinstance(asked, list) else [asked])]
+        names = [
+            name for name in access.namespaces if name in (requested if isinstance(requested, list) else [requested])
+        ]
         hits = list[Hit]()
         for name in set(names) & set(self._facts.namespaces()):
             # Facts may be deleted or expire meanwhile, and a search without facts raises.
             if next(iter(self._facts.facts(namespace=name)), None) is not None:
-                hits += self._facts.search(question, k, where=where, namespace=name)
+                hits += self._facts.search(question, k, where=filters, namespace=name)
         best = sorted(hits, key=lambda hit: (-hit.score, hit.fact.namespace, hit.fact.id))[:k]
         return {"object": "list", "data": [{**self._about(hit.fact), "score": hit.score} for hit in best]}
 
@@ -103,10 +105,10 @@ class _Facts:
         limit, after = visit.query.get("limit", ["100"])[-1], visit.query.get("after", [""])[-1]
         if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MOST:
             raise HTTPError(400, f"Got limit={limit!r}; expected a number from 1 to {_MOST}.")
-        found = self._of(visit.namespaces)
+        facts = self._of(visit.namespaces)
         if after:
-            found = islice(dropwhile(lambda fact: fact.id != after, found), 1, None)
-        page = list(islice(found, int(limit) + 1))
+            facts = islice(dropwhile(lambda fact: fact.id != after, facts), 1, None)
+        page = list(islice(facts, int(limit) + 1))
         data = [self._about(fact) for fact in page[: int(limit)]]
         return {"object": "list", "data": data, "has_more": len(page) > int(limit)}
 
@@ -123,10 +125,10 @@ class _Facts:
 
     def _fact(self, name: str, visit: Visit) -> Fact:
         """The fact with this id, if it exists and the key may read it. All other ids raise the same `HTTPError` 404."""
-        found = next(self._of(visit.namespaces, [name]), None)
-        if found is None:
+        fact = next(self._of(visit.namespaces, [name]), None)
+        if fact is None:
             raise HTTPError(404, f"There is no fact {name!r}.")
-        return found
+        return fact
 
     def _of(self, namespaces: Sequence[str], ids: Sequence[str] | None = None) -> Iterator[Fact]:
         for name in namespaces:
@@ -134,11 +136,11 @@ class _Facts:
 
     def _holding(self, texts: Sequence[str], namespace: str) -> Mapping[str, Fact]:
         digests = [Fact(text).digest for text in texts]
-        held = self._facts.facts(where={"kp:digest": {"$in": digests}}, namespace=namespace) if texts else ()
-        return {fact.text: fact for fact in held}
+        stored = self._facts.facts(where={"kp:digest": {"$in": digests}}, namespace=namespace) if texts else ()
+        return {fact.text: fact for fact in stored}
 
     def _about(self, fact: Fact) -> dict[str, Any]:
         handle = self._desk.store.handle(fact.text, fact.namespace)
-        about = {name: getattr(fact, name) for name in (*_FIELDS, "namespace", "version")}
-        about["metadata"] = dict(fact.metadata)
-        return {**about, "handle": str(handle) if handle in self._desk.store else None}
+        record = {name: getattr(fact, name) for name in (*_FIELDS, "namespace", "version")}
+        record["metadata"] = dict(fact.metadata)
+        return {**record, "handle": str(handle) if handle in self._desk.store else None}

@@ -98,25 +98,25 @@ class PackMiddleware:
         if method == "GET" and path in _GET:
             return await self.app(scope, receive, send)
         if method != "POST" or path not in _FIELDS:
-            known = ", ".join(sorted(_FIELDS))
-            raise HTTPError(404, f"This server has no {method} {path}; it has {known}, /v1/packs, /v1/facts.")
+            endpoints = ", ".join(sorted(_FIELDS))
+            raise HTTPError(404, f"This server has no {method} {path}; it has {endpoints}, /v1/packs, /v1/facts.")
         body, tokens, computed = _checked(await visit.read(), path), None, None
         if path == "/v1/chat/completions":
             # In another thread: the store may be remote, and all requests share the event loop.
-            body["messages"], brought, left = await asyncio.to_thread(self._resolved, body.get("messages"), access)
+            body["messages"], refs, left_handles = await asyncio.to_thread(self._resolved, body.get("messages"), access)
             self.desk.refuse_special([body["messages"], body.get("tools"), body.get("functions")])
-            tokens = sum(map(self.desk.tokens_of, (each.pack for each in brought)))
-            self.desk.hot.note(" ".join(each.handle for each in brought), access.namespaces)
-            self.desk.counts.add(packs_delivered=len(brought), pack_tokens=tokens, handles_left=left)
+            tokens = sum(map(self.desk.tokens_of, (ref.pack for ref in refs)))
+            self.desk.hot.note(" ".join(ref.handle for ref in refs), access.namespaces)
+            self.desk.counts.add(packs_delivered=len(refs), pack_tokens=tokens, handles_left=left_handles)
         self.desk.hot.note(_header(scope, FIRST_PACK), access.namespaces)
         rights = self._rights(body, access)
         if "kp" in body:
             rights, computed = await prepared(self.desk, visit, body)
         body |= {"cache_salt": rights.salt, "kv_transfer_params": rights.sign(self.desk.key)}
-        headers, given = replay(body, receive)
-        kept = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
-        inner = {**scope, "headers": [*kept, *headers], "query_string": b""}
-        return await self.app(inner, given, Answer(send, tokens, computed))
+        headers, replayed = replay(body, receive)
+        kept_headers = [pair for pair in scope["headers"] if pair[0].lower() not in _OF_THE_BODY]
+        inner = {**scope, "headers": [*kept_headers, *headers], "query_string": b""}
+        return await self.app(inner, replayed, Answer(send, tokens, computed))
 
     def _rights(self, body: dict[str, Any], access: Access) -> Rights:
         """The rights of the key; none for a request with `reuse: false`, which must find no KV."""
@@ -128,29 +128,29 @@ class PackMiddleware:
 
     def _resolved(self, messages: object, access: Access) -> tuple[list[Any], list[PackRef], int]:
         """The messages with handles replaced by texts, the packs of these, and the number of handles left as text."""
-        if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        if not isinstance(messages, list) or not all(isinstance(entry, dict) for entry in messages):
             raise HTTPError(400, "Got no list of messages; expected 'messages': [{'role': …, 'content': …}].")
         # The texts of packs need not be recognised here: the connector finds packs by their tokens.
         view = PackView(self.desk.store, access.namespaces, access.trusted_roles, recognise=False)
-        brought, left = list[PackRef](), 0
+        delivered, left = list[PackRef](), 0
 
         def text(said: str, role: str) -> str:
             nonlocal left
             parts = view.split(said, role)
-            brought.extend(part for part in parts if isinstance(part, PackRef))
+            delivered.extend(part for part in parts if isinstance(part, PackRef))
             left += sum(len(find_handles(part)) for part in parts if isinstance(part, str))
             return "".join(part.text if isinstance(part, PackRef) else part for part in parts)
 
-        found = []
+        resolved = []
         for message in messages:
             role, content = str(message.get("role")), message.get("content")
             role = _ROLES.get(role, role)
             if isinstance(content, str):
                 content = text(content, role)
             elif isinstance(content, list):
-                content = "".join(text(each, role) for each in _texts(content))
-            found.append({**message, "content": content} if "content" in message else message)
-        return found, brought, left
+                content = "".join(text(item, role) for item in _texts(content))
+            resolved.append({**message, "content": content} if "content" in message else message)
+        return resolved, delivered, left
 
 
 async def until_end(scope: Scope, answer: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - what it returns
@@ -193,10 +193,10 @@ def _refusal(error: Exception) -> HTTPError:
 
 def _texts(content: list[Any]) -> Iterator[str]:
     for part in content:
-        said = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
-        if not isinstance(said, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
+        text = part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or (isinstance(part, dict) and part.get("type", "text") != "text"):
             raise HTTPError(400, "Got a part of a message that is no text; this model reads text alone.")
-        yield said
+        yield text
 
 
 def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
@@ -211,8 +211,8 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
 
 
 def _header(scope: Scope, wanted: str) -> str:
-    given: bytes = next((value for name, value in scope["headers"] if name.lower() == wanted.encode()), b"")
-    return given.decode("latin-1")
+    header: bytes = next((value for name, value in scope["headers"] if name.lower() == wanted.encode()), b"")
+    return header.decode("latin-1")
 
 
 def _key_of(scope: Scope) -> str | None:

@@ -42,20 +42,20 @@ async def prepared(desk: Desk, visit: Visit, body: dict[str, Any]) -> tuple[Righ
     nothing if their KV is kept; the server computes the others one by one, in order. A moved pack that is not compiled
     yet is compiled, if the key may write. Raises `HTTPError`, and `KnowledgePackError` for a `kp` that cannot be read.
     """
-    said: Any = body.pop("kp")
+    kp_options: Any = body.pop("kp")
     ids: Any = body.get("prompt")  # Checked when `said` is read.
-    moves = isinstance(said, dict) and "moved" in said
-    what = "between moved packs" if moves else "to be steered"
+    moves = isinstance(kp_options, dict) and "moved" in kp_options
+    purpose = "between moved packs" if moves else "to be steered"
     if not visit.access.namespaces:
-        raise HTTPError(403, f"This key reads no namespace, and what is {what} is kept in one.")
+        raise HTTPError(403, f"This key reads no namespace, and what is {purpose} is kept in one.")
     if moves:
-        steps, computed = await _moved(desk, visit, said, ids)
+        steps, computed = await _moved(desk, visit, kp_options, ids)
     else:
-        blocks, packs = steered(said, ids, desk.identity)
+        blocks, packs = steered(kp_options, ids, desk.identity)
         packs = await asyncio.to_thread(_readable, packs, desk, visit.access)
         steps, computed = steered_steps(visit.access.namespaces, desk.key, ids, blocks, packs), 0
-    *before, (_, rights) = steps
-    computed += await _computed(desk, visit, before, f"What is {what}", last_is_all=not moves)
+    *earlier, (_, rights) = steps
+    computed += await _computed(desk, visit, earlier, f"What is {purpose}", last_is_all=not moves)
     return rights, computed
 
 
@@ -68,14 +68,14 @@ def steered_steps(
     server computes no token twice in one pass. So each request computes up to the end of one block, behind the blocks
     before it, and this KV is kept. The next request loads it, alters the block, and goes on.
     """
-    steps, begins = list[_Step](), tuple[Part, ...]()
+    steps, parts = list[_Step](), tuple[Part, ...]()
     for number, block in enumerate(blocks):
-        until, label = ids[: block.stop], _label(blocks[:number], packs)
-        keeps = _kept(names, label, until, 0, packs)
+        prefix_ids, label = ids[: block.stop], _label(blocks[:number], packs)
+        kept_part = _kept(names, label, prefix_ids, 0, packs)
         # One salt per step: a block is plain in its own step, and altered in the next.
-        steps.append(_step(names, salt_of(names, key, label), until, begins, keeps))
-        begins = (replace(keeps, block=json.dumps(blocks_as_json([block]))),)
-    return [*steps, _step(names, salt_of(names, key, _label(blocks, packs)), ids, begins)]
+        steps.append(_step(names, salt_of(names, key, label), prefix_ids, parts, kept_part))
+        parts = (replace(kept_part, block=json.dumps(blocks_as_json([block]))),)
+    return [*steps, _step(names, salt_of(names, key, _label(blocks, packs)), ids, parts)]
 
 
 def laid_steps(names: tuple[str, ...], key: bytes, ids: list[int], moved: Sequence[Part], packs: Placed) -> list[_Step]:
@@ -87,15 +87,15 @@ def laid_steps(names: tuple[str, ...], key: bytes, ids: list[int], moved: Sequen
     labels = ["splice", *map(repr, moved)]
     # One salt for all steps: each finds in vLLM's prefix cache what the step before left there.
     salt = salt_of(names, key, "\0".join(labels))
-    steps, parts, done = list[_Step](), list[Part](), 0
+    steps, parts, position = list[_Step](), list[Part](), 0
     for number, part in enumerate(moved):
-        if done < part.start:
-            until, label = ids[: part.start], "\0".join(labels[: number + 1]) if number else ""
-            keeps = _kept(names, label, until, done, packs)
-            steps.append(_step(names, salt, until, parts, keeps))
-            parts.append(keeps)
+        if position < part.start:
+            prefix_ids, label = ids[: part.start], "\0".join(labels[: number + 1]) if number else ""
+            kept_part = _kept(names, label, prefix_ids, position, packs)
+            steps.append(_step(names, salt, prefix_ids, parts, kept_part))
+            parts.append(kept_part)
         parts.append(part)
-        done = part.stop
+        position = part.stop
     return [*steps, _step(names, salt, ids, parts)]
 
 
@@ -114,10 +114,10 @@ def _label(blocks: Sequence[Region], packs: Placed) -> str:
 def _kept(names: tuple[str, ...], label: str, ids: list[int], start: int, packs: Placed) -> KeptPart:
     """The tokens of `ids` from `start` on, as a part to keep. `label` says how the KV before them is altered."""
     # Readers of other namespaces have other entries, so that durations do not reveal what others ask.
-    behind = "\0".join([",".join(sorted(names)), label, digest_of(ids[:start])])
-    before = f"{_BEFORE} {blake2b(behind.encode(), digest_size=32).hexdigest()}"
+    label_source = "\0".join([",".join(sorted(names)), label, digest_of(ids[:start])])
+    label_before = f"{_BEFORE} {blake2b(label_source.encode(), digest_size=32).hexdigest()}"
     handles = tuple(handle for handle, at in packs if at < len(ids))
-    return KeptPart(start, tuple(ids[start:]), start, before, handles, min(names))
+    return KeptPart(start, tuple(ids[start:]), start, label_before, handles, min(names))
 
 
 async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str, *, last_is_all: bool = False) -> int:
@@ -128,13 +128,13 @@ async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str,
     """
 
     def missing() -> list[_Step]:
-        found = list[_Step]()
+        missing_steps = list[_Step]()
         for prompt, rights in reversed(steps):
             if rights.keeps and not desk.store.kept.has(rights.keeps.key(desk.identity), rights.namespaces):
-                found.append((prompt, rights))
+                missing_steps.append((prompt, rights))
             elif last_is_all:
                 break
-        return found[::-1]
+        return missing_steps[::-1]
 
     computed = 0
     for prompt, rights in await asyncio.to_thread(missing):
@@ -149,12 +149,12 @@ async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str,
 
 def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
     """The packs among `packs` that are stored and that the key may read; others are ignored."""
-    named = [(handle, start) for handle, start in packs if find_handles(handle)]
-    found = {handle: Handle.parse(handle) for handle, _ in named}
+    starts = [(handle, start) for handle, start in packs if find_handles(handle)]
+    parsed = {handle: Handle.parse(handle) for handle, _ in starts}
     return tuple(
         (handle, start)
-        for handle, start in named
-        if found[handle].namespace in access.namespaces and found[handle] in desk.store
+        for handle, start in starts
+        if parsed[handle].namespace in access.namespaces and parsed[handle] in desk.store
     )
 
 
@@ -162,39 +162,39 @@ async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int])
     """Compile the moved packs. Returns the requests for the prompt, and the number of tokens computed so far."""
     if desk.immovable:
         raise HTTPError(400, desk.immovable)
-    moved, named = moved_packs(said, ids)
-    packs = [await asyncio.to_thread(_pack, desk, visit.access, handle) for _, _, handle in moved]
+    spans, starts = moved_packs(said, ids)
+    packs = [await asyncio.to_thread(_pack, desk, visit.access, handle) for _, _, handle in spans]
     prefix = packs[0].prefix
-    if other := next((pack for pack in packs if pack.prefix != prefix), None):
+    if odd_pack := next((pack for pack in packs if pack.prefix != prefix), None):
         raise HTTPError(
             400,
-            f"Got packs compiled behind {len(prefix)} and behind {len(other.prefix)} tokens, or others; a composer "
+            f"Got packs compiled behind {len(prefix)} and behind {len(odd_pack.prefix)} tokens, or others; a composer "
             "that moves packs expects one prefix. Build all with the same `compiled_for`.",
         )
-    named = await asyncio.to_thread(_readable, named, desk, visit.access)
-    soft = _soft(desk, said.get("wrapper"))
-    for (start, stop, handle), pack in zip(moved, packs, strict=True):
-        if not _stands(desk, pack, ids[start:stop], soft):
+    starts = await asyncio.to_thread(_readable, starts, desk, visit.access)
+    composer = _soft(desk, said.get("wrapper"))
+    for (start, stop, handle), pack in zip(spans, packs, strict=True):
+        if not _stands(desk, pack, ids[start:stop], composer):
             raise HTTPError(
                 409,
                 f"{handle} is not, as this server would compile it, what stands at the tokens {start}:{stop}. Build it "
                 "with this server's engine, or use composer='exact'.",
             )
     parts, computed = list[Part](), 0
-    for (start, stop, handle), pack in zip(moved, packs, strict=True):
-        own = tuple(ids[start:stop])
-        if soft is not None:
-            key = KeptEntry.wrapped(desk.identity, soft.key, prefix, own, handle)
-            part = KeptPart(start, own, key.at, key.before, key.packs)
-            computed += await _wrapped(desk, visit, part, prefix, soft)
+    for (start, stop, handle), pack in zip(spans, packs, strict=True):
+        span_ids = tuple(ids[start:stop])
+        if composer is not None:
+            key = KeptEntry.wrapped(desk.identity, composer.key, prefix, span_ids, handle)
+            part = KeptPart(start, span_ids, key.at, key.before, key.packs)
+            computed += await _wrapped(desk, visit, part, prefix, composer)
             parts.append(part)
             continue
         if not await asyncio.to_thread(is_compiled, desk.store, Handle.parse(handle), pack.key):
             visit.need_write()
             await desk.fill(visit, pack)
-            computed += len(own)  # Without the prefix, which is not counted again.
-        parts.append(PackPart(start, own, handle, prefix.token_ids))
-    return laid_steps(visit.access.namespaces, desk.key, ids, parts, named), computed
+            computed += len(span_ids)  # Without the prefix, which is not counted again.
+        parts.append(PackPart(start, span_ids, handle, prefix.token_ids))
+    return laid_steps(visit.access.namespaces, desk.key, ids, parts, starts), computed
 
 
 async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, soft: PacketComposer) -> int:
@@ -204,8 +204,8 @@ async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, sof
     visit.need_write()
     prompt = await asyncio.to_thread(_embedded, desk, prefix, part.token_ids, soft)
     # A random salt: KV of embeddings, which have no token ids, is found only in the store.
-    keeps = replace(part, start=part.at)
-    rights = Rights(visit.access.namespaces, secrets.token_hex(16), tokens=digest_of(()), keeps=keeps)
+    kept_part = replace(part, start=part.at)
+    rights = Rights(visit.access.namespaces, secrets.token_hex(16), tokens=digest_of(()), keeps=kept_part)
     await _computed(desk, visit, [(prompt, rights)], "The pack between its soft tokens")
     return len(part.token_ids)
 
@@ -213,8 +213,8 @@ async def _wrapped(desk: Desk, visit: Visit, part: KeptPart, prefix: Prefix, sof
 def _embedded(desk: Desk, prefix: Prefix, token_ids: Sequence[int], soft: PacketComposer) -> Tensor:
     """Input embeddings of a prefix and a wrapped pack, `(tokens, hidden)`."""
     header, trailer = soft.wrapper.header, soft.wrapper.trailer
-    inner = token_ids[len(header) : len(token_ids) - len(trailer)]
-    tokens = desk.embeddings([*prefix.token_ids, *inner])
+    text_ids = token_ids[len(header) : len(token_ids) - len(trailer)]
+    tokens = desk.embeddings([*prefix.token_ids, *text_ids])
     parts = (tokens[: len(prefix)], header, tokens[len(prefix) :], trailer)
     dtype: torch.dtype = getattr(torch, desk.identity.dtype)
     return torch.cat([part.to(tokens.dtype) for part in parts]).to(dtype)
@@ -242,11 +242,11 @@ def _stands(desk: Desk, pack: KnowledgePack, ids: list[int], soft: PacketCompose
         return False
     if soft is None:
         return list(pack.token_ids) == ids
-    inner = soft.unwrapped(replace(pack, token_ids=tuple(ids), kv=None))
-    more = inner[len(pack.token_ids) :]
-    ends = pack.text.rstrip().endswith(desk.tokenizer.decode(more).strip())
-    is_own = ends and inner[: len(pack.token_ids)] == pack.token_ids
-    return bool(inner) and is_own and list(soft.wrap(pack, inner).token_ids) == ids
+    text_ids = soft.unwrapped(replace(pack, token_ids=tuple(ids), kv=None))
+    suffix = text_ids[len(pack.token_ids) :]
+    ends_alike = pack.text.rstrip().endswith(desk.tokenizer.decode(suffix).strip())
+    is_own = ends_alike and text_ids[: len(pack.token_ids)] == pack.token_ids
+    return bool(text_ids) and is_own and list(soft.wrap(pack, text_ids).token_ids) == ids
 
 
 def _pack(desk: Desk, access: Access, name: str) -> KnowledgePack:

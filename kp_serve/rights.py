@@ -62,9 +62,9 @@ class Rights:
         claims: dict[str, Any] = json.loads(base64.urlsafe_b64decode(text))
         if claims["salt"] != salt:
             return None
-        is_over, keeps = claims["expires"] <= time.time(), claims["keeps"]
+        is_over, kept = claims["expires"] <= time.time(), claims["keeps"]
         names = () if is_over else tuple(map(check_namespace, claims["namespaces"]))
-        claims |= {"begins": tuple(map(part_of, claims["begins"])), "keeps": keeps and part_of(keeps)}
+        claims |= {"begins": tuple(map(part_of, claims["begins"])), "keeps": kept and part_of(kept)}
         if is_over and not claims["begins"]:
             return None
         return cls(**claims | {"namespaces": names, "save": claims["save"] and not is_over})

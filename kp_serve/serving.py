@@ -21,12 +21,12 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
     from kp_core.engines.hf.checkpoint import checkpoint_folder
     from kp_core.engines.hf.identity import identity_of
 
-    made = identity_of(model)
+    identity = identity_of(model)
     if dtype in (None, "auto"):
         config = json.loads((checkpoint_folder(model) / "config.json").read_bytes())
         dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
         dtype = "bfloat16" if dtype == "float32" else dtype  # vLLM's "auto" does so, too.
-    return replace(made, dtype=str(dtype), engine="vllm", passes="any")
+    return replace(identity, dtype=str(dtype), engine="vllm", passes="any")
 
 
 def arguments(  # noqa: PLR0913 - what one server is
@@ -49,15 +49,15 @@ def arguments(  # noqa: PLR0913 - what one server is
     """
     import torch
 
-    about = {"store": str(store), "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
+    extra = {"store": str(store), "identity": identity.to_dict(), "sealed": sealed, "compress": compress}
     transfer = {
         "kv_connector": "PackConnector",
         "kv_connector_module_path": "kp_serve.connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": about if rope is None else about | {"rope": rope.to_dict()},
+        "kv_connector_extra_config": extra if rope is None else extra | {"rope": rope.to_dict()},
     }
-    given = {
+    options = {
         "--host": host,
         "--port": str(port),
         "--dtype": identity.dtype,
@@ -69,4 +69,4 @@ def arguments(  # noqa: PLR0913 - what one server is
     }
     flags = ["--enable-prompt-tokens-details", *([] if torch.cuda.is_available() else ["--enforce-eager"])]
     flags += ["--enable-prompt-embeds"] if packets else []
-    return ["--model", model, *(part for pair in given.items() for part in pair), *flags]
+    return ["--model", model, *(part for pair in options.items() for part in pair), *flags]

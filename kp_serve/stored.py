@@ -92,8 +92,8 @@ Reader: TypeAlias = Callable[[int], tuple[Tensor, Tensor]]
 
 def part_of(data: Mapping[str, Any]) -> Part:
     """Build a part from `dataclasses.asdict` after a round trip through JSON."""
-    about: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-    return PackPart(**about) if "handle" in about else KeptPart(**about)
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    return PackPart(**fields) if "handle" in fields else KeptPart(**fields)
 
 
 @dataclass(frozen=True)
@@ -143,13 +143,13 @@ class StoredKV:
             for name in namespaces:
                 index = self._indexes.setdefault(name, _Index(self.store.files, self.model))
                 index.refresh(name, changes)
-            found = [_whole(pack, name) for name in namespaces for pack in self._indexes[name].find(token_ids)]
-            return iter(sorted(found, key=lambda run: run.stop, reverse=True))
+            runs = [_whole(pack, name) for name in namespaces for pack in self._indexes[name].find(token_ids)]
+            return iter(sorted(runs, key=lambda run: run.stop, reverse=True))
 
     def has(self, run: StoredRun, start: int = 0) -> bool:
         """Whether KV is stored for the last part, and for the other parts that end behind token `start`."""
-        *others, last = run.parts
-        needed = [*(part for part in others if part.stop > start), last]
+        *earlier_parts, last = run.parts
+        needed = [*(part for part in earlier_parts if part.stop > start), last]
         return all(self._has(part, run.namespaces) for part in needed)
 
     def _has(self, part: Part, namespaces: Collection[str]) -> bool:
@@ -169,12 +169,12 @@ class StoredKV:
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 if isinstance(part, KeptPart):
-                    count, read = self._kept(part, run.namespaces)
+                    count, reader = self._kept(part, run.namespaces)
                 else:
-                    count, read = self._pack(part, run.namespaces)
+                    count, reader = self._pack(part, run.namespaces)
                 if count != layers:
                     raise PackError(f"The KV has {count} layers; this model has {layers}.")
-                readers.append(self._moved(part, slice(low - part.start, high - part.start), read))
+                readers.append(self._moved(part, slice(low - part.start, high - part.start), reader))
         return readers
 
     def _moved(self, part: Part, own: slice, read: Reader) -> Reader:
@@ -204,19 +204,19 @@ class StoredKV:
         if handle.namespace not in namespaces:
             raise PackError(f"{handle} may not be read.")
         with self._mending(part):
-            opened = self.store.open(handle, key)
-        pack = opened.pack
-        if not opened.digests or not key.fits(pack) or pack.token_ids != part.token_ids:
+            entry = self.store.open(handle, key)
+        pack = entry.pack
+        if not entry.digests or not key.fits(pack) or pack.token_ids != part.token_ids:
             raise PackError(f"The KV of {handle} is not stored any more, or of other tokens.")
         # The MAC covers the digests in the header; each tensor is checked against its digest when it is read.
-        if self.store.seal is not None and not self.store.seal.holds(opened):
+        if self.store.seal is not None and not self.store.seal.holds(entry):
             raise PackError(f"The KV of {handle} does not carry the MAC of this server's key.")
 
         def read(layer: int) -> tuple[Tensor, Tensor]:
             with self._mending(part):
-                return opened.tensor(2 * layer), opened.tensor(2 * layer + 1)
+                return entry.tensor(2 * layer), entry.tensor(2 * layer + 1)
 
-        return len(opened.digests) // 2, read
+        return len(entry.digests) // 2, read
 
     @contextmanager
     def _mending(self, part: PackPart) -> Iterator[None]:
@@ -238,11 +238,11 @@ class StoredKV:
         for part in run.parts:
             if self._has(part, run.namespaces):
                 continue
-            own = kv.slice(part.start - run.start, part.stop - run.start).clone()
+            part_kv = kv.slice(part.start - run.start, part.stop - run.start).clone()
             if isinstance(part, KeptPart):
-                self.store.kept.write(part.key(self.model), own)
+                self.store.kept.write(part.key(self.model), part_kv)
             else:
-                self._write_pack(part, own)
+                self._write_pack(part, part_kv)
 
     def _write_pack(self, part: PackPart, kv: KVTensors) -> None:
         handle, key = self._key(part)
@@ -250,10 +250,10 @@ class StoredKV:
         if stored is None:
             return
         prefix = Prefix(part.prefix)
-        made = replace(stored, token_ids=part.token_ids, prefix=prefix, fingerprint=self.model, kv=kv)
-        made = made if self.store.seal is None else self.store.seal.sealed(made)
-        self.store.put(made.compressed(self._compress))
-        if made.key != key:  # A text that was stored for another engine has a second entry now.
+        new_pack = replace(stored, token_ids=part.token_ids, prefix=prefix, fingerprint=self.model, kv=kv)
+        new_pack = new_pack if self.store.seal is None else self.store.seal.sealed(new_pack)
+        self.store.put(new_pack.compressed(self._compress))
+        if new_pack.key != key:  # A text that was stored for another engine has a second entry now.
             self.store.files.note_change()
 
     def _key(self, part: PackPart) -> tuple[Handle, PackKey]:
@@ -283,22 +283,24 @@ class _Index:
     def refresh(self, namespace: str, changes: str) -> None:
         if changes == self._changes and changes:
             return
-        listed = {
+        versions = {
             entry: stat.version
             for key, stat in self._files.blobs.list(f"packs/{namespace}/")
             if key.endswith(".safetensors") and (entry := handle_of(key))
         }
-        stale = {entry for entry, version in self._known.items() if listed.get(entry) != version}
+        stale = {entry for entry, version in self._known.items() if versions.get(entry) != version}
         for packs in chain.from_iterable(behind.values() for behind in self._found.values()):
             for entry in stale & packs.keys():
                 del packs[entry]
-        for entry in listed.keys() - (self._known.keys() - stale):
+        for entry in versions.keys() - (self._known.keys() - stale):
             pack = self._files.look(*entry)
             if pack is not None and self._serves(pack):
                 prefix, ids = pack.prefix.token_ids, pack.token_ids
-                behind = self._found.setdefault(prefix, defaultdict(dict))
-                behind[ids[:_FIRST]][entry] = PackPart(len(prefix), ids, str(entry[0]), prefix, pack.fingerprint)
-        self._known, self._changes = listed, changes
+                packs_by_start = self._found.setdefault(prefix, defaultdict(dict))
+                packs_by_start[ids[:_FIRST]][entry] = PackPart(
+                    len(prefix), ids, str(entry[0]), prefix, pack.fingerprint
+                )
+        self._known, self._changes = versions, changes
 
     def find(self, token_ids: Sequence[int]) -> Iterator[PackPart]:
         for prefix, packs in self._found.items():
@@ -311,5 +313,5 @@ class _Index:
                         yield part
 
     def _serves(self, pack: KnowledgePack) -> bool:
-        made = pack.fingerprint
-        return bool(pack.token_ids) and made.same_model(self._model) and made.dtype == self._model.dtype
+        fingerprint = pack.fingerprint
+        return bool(pack.token_ids) and fingerprint.same_model(self._model) and fingerprint.dtype == self._model.dtype

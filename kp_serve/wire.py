@@ -40,8 +40,8 @@ class Visit:
     @property
     def namespaces(self) -> list[str]:
         """Namespaces in the query (`?namespace=`) that the key may read; without any, all that the key may read."""
-        asked = self.query.get("namespace", self.access.namespaces)
-        return [name for name in self.access.namespaces if name in asked]
+        requested = self.query.get("namespace", self.access.namespaces)
+        return [name for name in self.access.namespaces if name in requested]
 
     def need_write(self) -> None:
         """Raise `HTTPError` 403 for a key that may only read."""
@@ -61,12 +61,12 @@ class Visit:
             if not message.get("more_body"):
                 break
         try:
-            found = json.loads(bytes(data))
+            parsed = json.loads(bytes(data))
         except (ValueError, RecursionError) as error:
             raise HTTPError(400, f"The body is not JSON ({error}).") from error
-        if not isinstance(found, dict):
-            raise HTTPError(400, f"Got a body of type {type(found).__name__}; expected a JSON object.")
-        return found
+        if not isinstance(parsed, dict):
+            raise HTTPError(400, f"Got a body of type {type(parsed).__name__}; expected a JSON object.")
+        return parsed
 
     async def answer(self, body: object) -> None:
         """Answer with JSON."""
@@ -99,9 +99,9 @@ class HTTPError(Exception):
     def body(self) -> dict[str, Any]:
         """The error as JSON in OpenAI's form."""
         kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-        usual = "invalid_request_error" if self.status < 500 else "server_error"
-        about = {"message": str(self), "type": kind.get(self.status, usual)}
-        return {"error": {**about, "param": None, "code": self.status}}
+        default_kind = "invalid_request_error" if self.status < 500 else "server_error"
+        detail = {"message": str(self), "type": kind.get(self.status, default_kind)}
+        return {"error": {**detail, "param": None, "code": self.status}}
 
 
 async def send_json(send: Send, status: int, body: object) -> None:

@@ -35,11 +35,11 @@ def play(
     The page is for this machine alone, and sends nothing anywhere. Documents are gone when it is closed (Ctrl-C).
     """
     out = console()
-    if missing := [str(each) for each in files or () if not each.exists()]:
+    if missing := [str(path) for path in files or () if not path.exists()]:
         raise SourceError(f"There is no file {missing[0]}.")
     if port is not None:
         _check_port(port)
-    paths = [path for each in files or () for path in ([each] if each.is_file() else sorted(each.rglob("*")))]
+    paths = [path for root in files or () for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
         # Uploads are deleted with this folder.
         os.environ["GRADIO_TEMP_DIR"] = str(Path(folder) / "uploads")

@@ -29,11 +29,11 @@ _ENDS = (90, 30)
 
 def head_html(session: Session, address: str = "") -> str:
     """The top of the page: what this is, which model answers, and its server's address if it has one."""
-    where = f"answered by {address}" if address else "runs on this machine, talks to no other"
-    about = escape(f"{session.name} · {session.max_positions:,} positions · {where}")
+    location = f"answered by {address}" if address else "runs on this machine, talks to no other"
+    intro = escape(f"{session.name} · {session.max_positions:,} positions · {location}")
     return (
         '<div class="kp-head"><h1>Knowledge Packs <span>playground</span></h1>'
-        f"<p>Documents are compiled once into KV caches; the model reads those, not the text.</p><p>{about}</p></div>"
+        f"<p>Documents are compiled once into KV caches; the model reads those, not the text.</p><p>{intro}</p></div>"
     )
 
 
@@ -49,20 +49,20 @@ def empty_html(message: str) -> str:
 
 def documents_html(documents: Iterable[Document], used: Iterable[str] = ()) -> str:
     """The documents with their tokens and bytes. Those in `used` were sent with the last question."""
-    rows, named = list(documents), set(used)
+    rows, used_names = list(documents), set(used)
     items = "".join(
-        f"<li{' class=kp-used' if row.name in named else ''}><b>{escape(row.name)}</b>"
+        f"<li{' class=kp-used' if row.name in used_names else ''}><b>{escape(row.name)}</b>"
         f"<span>{row.tokens:,} tokens</span><span>{_size(row.kv_bytes)} of KV</span></li>"
         for row in rows
     )
     total = f"{len(rows)} pack{'s' * (len(rows) != 1)}, {_size(sum(row.kv_bytes for row in rows))} of KV on disk"
-    shown = f"<ul>{items}</ul><p>{total}</p>" if rows else empty_html("None yet.")
-    return f'<div class="kp-docs"><h2>Documents</h2>{shown}</div>'
+    listing = f"<ul>{items}</ul><p>{total}</p>" if rows else empty_html("None yet.")
+    return f'<div class="kp-docs"><h2>Documents</h2>{listing}</div>'
 
 
 def answers_html(answers: Sequence[Answer], kv_bytes: int, badge: str = "") -> str:
     """Both answers side by side, each with its clock and counts. `kv_bytes` is the size of the packs' KV on disk."""
-    slowest = max([each.clock for each in answers] + [1e-9])
+    slowest = max([answer.clock for answer in answers] + [1e-9])
     by_way = {answer.way: answer for answer in answers}
     cards = "".join(_card(way, by_way.get(way), slowest, kv_bytes, badge) for way in _ABOUT)
     return f'<div class="kp-duel">{cards}</div><p class="kp-verdict" aria-live="polite">{_verdict(by_way)}</p>'
@@ -83,35 +83,35 @@ def plan_html(plan: Explanation, token_ids: Sequence[int], session: Session) -> 
 
 def steps_html(steps: Sequence[Step], task: str, running: str | None = None) -> str:
     """The steps of an agent, and the length of its prompt at each, with handles and as text."""
-    most = max([step.text_tokens for step in steps] + [1])
-    rows = "".join(_step(step, most) for step in steps)
+    most_tokens = max([step.text_tokens for step in steps] + [1])
+    rows = "".join(_step(step, most_tokens) for step in steps)
     if running is not None:
         rows += f'<li class="kp-step kp-running"><b>{len(steps) + 1}</b><p>{escape(running) or "reading …"}</p></li>'
     return f'<div class="kp-agent"><h3>{escape(task)}</h3><ol>{rows}</ol></div>'
 
 
 def _card(way: Way, answer: Answer | None, slowest: float, kv_bytes: int, badge: str) -> str:
-    title, about = _ABOUT[way]
+    title, intro = _ABOUT[way]
     if answer is None:
         return (
-            f'<section class="kp-card kp-way-{way}"><h3>{title}</h3><p class="kp-about">{about}</p>'
+            f'<section class="kp-card kp-way-{way}"><h3>{title}</h3><p class="kp-about">{intro}</p>'
             '<p class="kp-wait">comes next, so that the two do not share the processor</p></section>'
         )
     state = "waiting for the first token" if answer.first is None else "to the first token"
     share = min(100.0, 100 * answer.clock / slowest)
-    marked = f' <em class="kp-badge">{escape(badge)}</em>' if badge and way == "packs" else ""
+    mark = f' <em class="kp-badge">{escape(badge)}</em>' if badge and way == "packs" else ""
     counts = dict.fromkeys(("sent", "delivered", "at hand", "computed"), "...")
     if answer.generation is not None:
         usage = answer.generation.usage
-        told = (usage.prompt_tokens, usage.pack_tokens, usage.reused_tokens, usage.computed_tokens)
-        counts = {name: f"{count:,}" for name, count in zip(counts, told, strict=True)}
+        token_counts = (usage.prompt_tokens, usage.pack_tokens, usage.reused_tokens, usage.computed_tokens)
+        counts = {name: f"{count:,}" for name, count in zip(counts, token_counts, strict=True)}
         if usage.approximate_tokens:
             counts["approximate"] = f"{usage.approximate_tokens:,}"
     counts["KV on disk"] = _size(kv_bytes) if way == "packs" else "none"
     cells = "".join(f"<div><dt>{name}</dt><dd>{count}</dd></div>" for name, count in counts.items())
-    done = "" if answer.generation is None else " kp-done"
+    css = "" if answer.generation is None else " kp-done"
     return (
-        f'<section class="kp-card kp-way-{way}{done}"><h3>{title}{marked}</h3><p class="kp-about">{about}</p>'
+        f'<section class="kp-card kp-way-{way}{css}"><h3>{title}{mark}</h3><p class="kp-about">{intro}</p>'
         f'<p class="kp-clock"><b>{answer.clock:.2f} s</b> {state}</p>'
         f'<div class="kp-bar"><i style="width:{share:.1f}%"></i></div>'
         f'<p class="kp-answer">{escape(answer.text)}</p><dl>{cells}</dl></section>'
@@ -124,46 +124,46 @@ def _verdict(by_way: Mapping[Way, Answer]) -> str:
         return ""
     ratio = text.usage.ttft_s / max(packs.usage.ttft_s, 1e-9)
     pace = f"<b>{ratio:.1f} times</b> sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
-    said = f"The first token came {pace} from packs. "
+    sentence = f"The first token came {pace} from packs. "
     if packs.prompt.token_ids != text.prompt.token_ids:
-        return f"{said}The prompts differ."
-    same = "the same" if packs.text == text.text else "not the same"
-    return f"{said}Both read the same {len(text.prompt):,} tokens, and the answers are {same}."
+        return f"{sentence}The prompts differ."
+    comparison = "the same" if packs.text == text.text else "not the same"
+    return f"{sentence}Both read the same {len(text.prompt):,} tokens, and the answers are {comparison}."
 
 
 def _region(row: Row, token_ids: Sequence[int], session: Session) -> str:
     ids = list(token_ids[row.start : row.stop])
     first, last = _ENDS
     cut = len(ids) > first + last + 10
-    shown = _tokens(ids[:first] if cut else ids, session)
+    body = _tokens(ids[:first] if cut else ids, session)
     if cut:
-        shown += f"<u>… {len(ids) - first - last:,} more …</u>{_tokens(ids[-last:], session)}"
-    name, about = SOURCES[row.source]
-    what = f"{name}{f' ({row.method})' if row.method else ''}, {row.tokens:,} tokens"
-    return f'<span class="kp-run kp-{row.source}" title="{escape(about)}"><small>{escape(what)}</small>{shown}</span>'
+        body += f"<u>… {len(ids) - first - last:,} more …</u>{_tokens(ids[-last:], session)}"
+    name, hint = SOURCES[row.source]
+    label = f"{name}{f' ({row.method})' if row.method else ''}, {row.tokens:,} tokens"
+    return f'<span class="kp-run kp-{row.source}" title="{escape(hint)}"><small>{escape(label)}</small>{body}</span>'
 
 
 def _tokens(ids: Iterable[int], session: Session) -> str:
-    said = (session.tokenizer.decode([each]).replace("\ufffd", "·").replace("\n", "⏎") for each in ids)
-    return "".join(f"<i>{escape(each)}</i>" for each in said)
+    pieces = (session.tokenizer.decode([token]).replace("\ufffd", "·").replace("\n", "⏎") for token in ids)
+    return "".join(f"<i>{escape(piece)}</i>" for piece in pieces)
 
 
 def _step(step: Step, most: int) -> str:
     usage = step.generation.usage
-    sent = usage.prompt_tokens
+    sent_tokens = usage.prompt_tokens
     if step.words:
-        what = f"searched for <q>{escape(step.words)}</q>, read <b>{escape(step.found)}</b>"
+        action = f"searched for <q>{escape(step.words)}</q>, read <b>{escape(step.found)}</b>"
     else:
-        what = f"answered: <b>{escape(step.generation.text)}</b>"
-    by_packs = f"{sent:,} tokens sent, {usage.pack_tokens:,} by packs, {usage.computed_tokens:,} computed"
+        action = f"answered: <b>{escape(step.generation.text)}</b>"
+    by_packs = f"{sent_tokens:,} tokens sent, {usage.pack_tokens:,} by packs, {usage.computed_tokens:,} computed"
     bars = "".join(
         f'<div class="kp-bar kp-way-{way}"><i style="width:{100 * count / most:.1f}%"></i><span>{label}</span></div>'
         for way, count, label in (
-            ("packs", sent, by_packs),
+            ("packs", sent_tokens, by_packs),
             ("text", step.text_tokens, f"{step.text_tokens:,} as text"),
         )
     )
-    return f'<li class="kp-step"><b>{step.number}</b><p>{what}</p>{bars}</li>'
+    return f'<li class="kp-step"><b>{step.number}</b><p>{action}</p>{bars}</li>'
 
 
 def _size(nbytes: int) -> str:

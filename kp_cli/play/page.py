@@ -96,8 +96,8 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
             app_kwargs={"middleware": [Middleware(_Here)]},
         )
     except OSError as error:
-        wanted = f"Port {port} cannot be used" if port else "No port from 7860 to 7959 is free"
-        raise ModelError(f"{wanted}; give another one with --port.") from error
+        reason = f"Port {port} cannot be used" if port else "No port from 7860 to 7959 is free"
+        raise ModelError(f"{reason}; give another one with --port.") from error
     return page
 
 
@@ -120,28 +120,28 @@ def make_page(world: World) -> gr.Blocks:
 
 
 def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
-    shown = _html()
+    listing = _html()
     with gr.Accordion("Add your own", open=False):
         text = gr.Textbox(
             label="Paste text", lines=4, max_lines=8, max_length=400_000, placeholder="Some paragraphs ..."
         )
-        about = "Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines"
-        files = gr.File(label=about, file_count="multiple", height=120)
+        label = "Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines"
+        files = gr.File(label=label, file_count="multiple", height=120)
         add = gr.Button("Compile", variant="primary")
     with gr.Accordion("Correct a fact", open=False):
         chosen = gr.Dropdown(label="Document", choices=[], interactive=True)
-        old, new = gr.Textbox(_OLD, label="It says"), gr.Textbox("Ada Finch", label="It shall say")
+        old_text, new_text = gr.Textbox(_OLD, label="It says"), gr.Textbox("Ada Finch", label="It shall say")
         ways = [("a line behind it", "amend"), ("computed anew", "rebuild"), ("its KV alone", "overwrite")]
-        how = gr.Radio(ways, value="amend", label="How")
+        method = gr.Radio(ways, value="amend", label="How")
         correct = gr.Button("Correct, then ask again")
 
     def adding(pasted: str, dropped: list[str] | None) -> Iterator[tuple[Any, ...]]:
         try:
             yield _listed(world, empty_html("Reading ...")), gr.skip(), gr.skip(), gr.skip()
-            takes = [world.add(list(map(Path, dropped)))] if dropped else []
-            for made in chain(*takes, world.paste(pasted) if pasted.strip() or not dropped else ()):
-                said = empty_html(f"Compiled {made.name}: {made.tokens:,} tokens.")
-                yield _listed(world, said), gr.skip(), gr.skip(), gr.skip()
+            streams = [world.add(list(map(Path, dropped)))] if dropped else []
+            for document in chain(*streams, world.paste(pasted) if pasted.strip() or not dropped else ()):
+                status = empty_html(f"Compiled {document.name}: {document.tokens:,} tokens.")
+                yield _listed(world, status), gr.skip(), gr.skip(), gr.skip()
             yield _listed(world), _names(world), "", None
         except ERRORS as error:
             yield _listed(world, problem_html(message_of(error))), _names(world), gr.skip(), None
@@ -152,16 +152,16 @@ def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
     def correcting(name: str | None, said: str, shall: str, way: Any) -> Iterator[str]:  # noqa: ANN401
         yield _listed(world, empty_html("Correcting ..."))
         try:
-            before, made = world.edit(name or "", said, shall, way)
-            lines = " ".join(each.line for each in made.edits.corrections)
-            done = f"{len(before.token_ids):,} tokens before, {len(made.token_ids):,} now. {lines}"
-            yield _listed(world, empty_html(done))
+            old_pack, new_pack = world.edit(name or "", said, shall, way)
+            lines = " ".join(correction.line for correction in new_pack.edits.corrections)
+            status = f"{len(old_pack.token_ids):,} tokens before, {len(new_pack.token_ids):,} now. {lines}"
+            yield _listed(world, empty_html(status))
         except ERRORS as error:
             yield _listed(world, problem_html(message_of(error)))
 
-    add.click(adding, [text, files], [shown, chosen, text, files], show_progress="hidden", **_ONE)
-    correct.click(correcting, [chosen, old, new, how], shown, show_progress="hidden", **_ONE)
-    return shown, chosen
+    add.click(adding, [text, files], [listing, chosen, text, files], show_progress="hidden", **_ONE)
+    correct.click(correcting, [chosen, old_text, new_text, method], listing, show_progress="hidden", **_ONE)
+    return listing, chosen
 
 
 def _steering() -> tuple[gr.Slider, gr.Dropdown]:
@@ -177,9 +177,9 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
         question = gr.Textbox(
             label="Question", value=_QUESTIONS[0], max_length=4000, elem_id="kp-question", scale=6, min_width=260
         )
-        ask = gr.Button("Ask", variant="primary", min_width=90)
+        ask_button = gr.Button("Ask", variant="primary", min_width=90)
         stop = gr.Button("Stop", min_width=90)
-    gr.Examples([[each] for each in _QUESTIONS], question, label="Of the sample")
+    gr.Examples([[example] for example in _QUESTIONS], question, label="Of the sample")
     with gr.Accordion("How it is sent", open=False):
         k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
         composer = gr.Radio(
@@ -192,27 +192,27 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
     def asking(text: str, count: int, made: str, name: str, strength: float) -> Iterator[tuple[Any, ...]]:
         try:
             yield empty_html("Looking for documents ..."), "", gr.skip()
-            asked = world.ask(text, int(count), composer=made, style=name, alpha=strength)
-            kv_bytes = sum(document.kv_bytes for document in asked.documents)
-            listed = _listed(world, used=[document.name for document in asked.documents])
+            prepared = world.ask(text, int(count), composer=made, style=name, alpha=strength)
+            kv_bytes = sum(document.kv_bytes for document in prepared.documents)
+            documents_view = _listed(world, used=[document.name for document in prepared.documents])
             badge = f"steered: {name} {strength:+g}" if strength else ""
             answers: dict[Way, Answer] = {}
-            shown = ""
+            plan_view = ""
             for way in ("packs", "text"):
-                with closing(world.watch(way, asked.requests[way])) as watched:
-                    for answer in watched:
+                with closing(world.watch(way, prepared.requests[way])) as answer_stream:
+                    for answer in answer_stream:
                         answers[way] = answer
                         # Only a server knows which KV it has.
                         if answer.generation is not None and way == "packs" and not world.address:
-                            shown = plan_html(asked.plan, answer.generation.prompt.token_ids, world.session)
-                        yield answers_html([*answers.values()], kv_bytes, badge), shown or gr.skip(), listed
+                            plan_view = plan_html(prepared.plan, answer.generation.prompt.token_ids, world.session)
+                        yield answers_html([*answers.values()], kv_bytes, badge), plan_view or gr.skip(), documents_view
         except ERRORS as error:
             yield problem_html(message_of(error)), "", gr.skip()
 
-    given = [question, k, composer, style, alpha]
+    inputs = [question, k, composer, style, alpha]
     events: list[Any] = [
-        trigger(asking, given, [board, plan, documents], show_progress="hidden", **_ONE)
-        for trigger in (ask.click, question.submit)
+        trigger(asking, inputs, [board, plan, documents], show_progress="hidden", **_ONE)
+        for trigger in (ask_button.click, question.submit)
     ]
     stop.click(None, cancels=events)
 
@@ -220,22 +220,22 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
 def _agent(world: World) -> None:
     with gr.Row(equal_height=True):
         task = gr.Textbox(label="Task", value="Who is the miller of Veyl?", max_length=4000, scale=6, min_width=260)
-        step, again = gr.Button("Next step", variant="primary", min_width=110), gr.Button("Start over", min_width=110)
+        step, restart = gr.Button("Next step", variant="primary", min_width=110), gr.Button("Start over", min_width=110)
     board, state = _html(empty_html(_AGENT_FIRST), elem_id="kp-agent"), gr.State()
 
     def stepping(text: str, agent: Agent | None) -> Iterator[tuple[Any, ...]]:
         try:
             if agent is None or agent.is_done or agent.task != text:
                 agent = Agent(world, text)
-            with closing(agent.step()) as written:
-                for answer in written:
+            with closing(agent.step()) as answers:
+                for answer in answers:
                     yield steps_html(agent.steps, agent.task, answer.text), gr.skip()
             yield steps_html(agent.steps, agent.task), agent
         except ERRORS as error:
             yield problem_html(message_of(error)), None
 
     step.click(stepping, [task, state], [board, state], show_progress="hidden", **_ONE)
-    again.click(lambda: (empty_html(_AGENT_FIRST), None), None, [board, state])
+    restart.click(lambda: (empty_html(_AGENT_FIRST), None), None, [board, state])
 
 
 def _html(value: str = "", **about: Any) -> gr.HTML:  # noqa: ANN401 - of `gr.HTML`

@@ -138,12 +138,12 @@ class World:
         Nothing is added unless all files can be read. Raises `SourceError` for a file that holds no text or is of an
         unknown type, and for more than 200,000 characters.
         """
-        read, size, title = dict[str, list[Fact]](), 0, ""
+        facts_by_name, size, title = dict[str, list[Fact]](), 0, ""
         for file in files:
-            name = file.name if file.name not in read else f"{file.parent.name}/{file.name}"
-            read[name] = []
+            name = file.name if file.name not in facts_by_name else f"{file.parent.name}/{file.name}"
+            facts_by_name[name] = []
             for fact in self._read(file):
-                read[name].append(fact)
+                facts_by_name[name].append(fact)
                 size += len(fact.text) + len(fact.title) * (fact.title != title)
                 title = fact.title
                 if size > MOST_CHARACTERS:  # Stop reading: the file may go on without limit.
@@ -151,15 +151,17 @@ class World:
                         f"Got too many characters; the playground takes {MOST_CHARACTERS:,} at once. "
                         "`kp build` makes a collection of any size."
                     )
-            if not read[name]:
+            if not facts_by_name[name]:
                 raise SourceError(f"{file.name}: holds no text; expected at least a sentence.")
-        for source, facts in read.items():
+        for source, facts in facts_by_name.items():
             parts = list(self._parts(facts))
             names = [f"{source}, part {n}" if len(parts) > 1 else source for n in range(1, len(parts) + 1)]
             texts = [text for text, _ in parts]
-            made = zip(names, parts, self.session.build_packs(texts, namespace=_NAMESPACE, progress=False), strict=True)
-            gone = {name for name, document in self.documents.items() if document.file == source} - set(names)
-            for name, (_, paragraphs), pack in made:
+            compiled = zip(
+                names, parts, self.session.build_packs(texts, namespace=_NAMESPACE, progress=False), strict=True
+            )
+            removed = {name for name, document in self.documents.items() if document.file == source} - set(names)
+            for name, (_, paragraphs), pack in compiled:
                 self._keep(name, source, pack)
                 self._forget_facts(name)
                 self._facts.add(
@@ -170,7 +172,7 @@ class World:
                     overwrite=True,
                 )
                 yield self.documents[name]
-            for name in gone:
+            for name in removed:
                 self._forget_facts(name)
                 del self.documents[name]
 
@@ -182,53 +184,53 @@ class World:
 
         Raises `FactError` for a blank question or without documents, and the errors of `Session.explain`.
         """
-        found = self.search(question, k)
+        documents = self.search(question, k)
         content = {
-            "packs": "\n".join(str(document.handle) for document in found),
-            "text": "\n".join(self.text_of(document) for document in found),
+            "packs": "\n".join(str(document.handle) for document in documents),
+            "text": "\n".join(self.text_of(document) for document in documents),
         }
-        asked: dict[Way, dict[str, Any]] = {}
+        requests: dict[Way, dict[str, Any]] = {}
         for way, parts in content.items():
             message = f"{parts}\n\n{_INSTRUCTION}\nQuestion: {question.strip()}"
-            asked[way] = {"messages": [{"role": "user", "content": message}], "max_tokens": 64}  # type: ignore[index]
-        asked["packs"] |= {"view": self.view, "composer": composer, "recognise": False}
+            requests[way] = {"messages": [{"role": "user", "content": message}], "max_tokens": 64}  # type: ignore[index]
+        requests["packs"] |= {"view": self.view, "composer": composer, "recognise": False}
         if alpha:
-            asked["packs"]["steering"] = (self._steering(style), alpha)
-        asked["text"] |= {"reuse": False}
-        return Question(question.strip(), tuple(found), asked, self.session.explain(**asked["packs"]))
+            requests["packs"]["steering"] = (self._steering(style), alpha)
+        requests["text"] |= {"reuse": False}
+        return Question(question.strip(), tuple(documents), requests, self.session.explain(**requests["packs"]))
 
     def search(self, question: str, k: int, without: Iterable[str] = ()) -> list[Document]:
         """The `k` documents with the paragraphs nearest to `question`, best first, except those in `without`."""
         if not self.documents:
             raise FactError("There are no documents yet; add one first.")
         hits = self._facts.search(question, len(self._facts), namespace=_NAMESPACE)
-        named = dict.fromkeys(hit.fact.source for hit in hits)
-        return [self.documents[name] for name in named if name not in set(without)][:k]
+        sources = dict.fromkeys(hit.fact.source for hit in hits)
+        return [self.documents[name] for name in sources if name not in set(without)][:k]
 
     def watch(self, way: Way, request: dict[str, Any]) -> Generator[Answer, None, None]:
         """Yield the answer so far, ten times a second and at its end. Closing the iterator stops the answer."""
-        cancel, pieces, done = threading.Event(), list[str](), Future[Generation]()
+        cancel, pieces, future = threading.Event(), list[str](), Future[Generation]()
 
         def run() -> None:
             try:
                 with closing(self.session.stream(**request, cancel=cancel)) as stream:
                     for piece in stream:
                         pieces.append(piece)
-                    done.set_result(stream.result())
+                    future.set_result(stream.result())
             except BaseException as error:  # noqa: BLE001 - raised where the answer is read
-                done.set_exception(error)
+                future.set_exception(error)
 
         began, answer = time.perf_counter(), Answer(way)
         threading.Thread(target=run, daemon=True, name="kp-play").start()
         try:
-            while not done.done():
+            while not future.done():
                 yield answer
-                wait([done], _TICK_S)
+                wait([future], _TICK_S)
                 seconds, text = time.perf_counter() - began, "".join(pieces)
                 first = seconds if text and answer.first is None else answer.first
                 answer = replace(answer, text=text, seconds=seconds, first=first)
-            made = done.result()
-            yield replace(answer, text=made.text, first=made.usage.ttft_s, generation=made)
+            generation = future.result()
+            yield replace(answer, text=generation.text, first=generation.usage.ttft_s, generation=generation)
         finally:
             cancel.set()
 
@@ -241,18 +243,18 @@ class World:
             raise FactError("There is no document to correct; add one, and choose it.")
         document = self.documents[name]
         pack = self._pack(document)
-        made = editing.edit(pack, old, new, self.session, how=how, compiled_for="user")
-        self._keep(name, document.file, made)
+        edited = editing.edit(pack, old, new, self.session, how=how, compiled_for="user")
+        self._keep(name, document.file, edited)
         for fact in list(self._facts.facts(where={"kp:source": name}, namespace=_NAMESPACE)):
             if fact.text.count(old) == 1:
                 with suppress(FactError):  # Another paragraph already has this text.
                     self._facts.update(replace(fact, text=fact.text.replace(old, new)))
-        return pack, made
+        return pack, edited
 
     def saying(self, statement: str) -> str | None:
         """The name of the first document that makes a statement exactly once."""
-        for name, each in self.documents.items():
-            pack = self.store.peek(each.handle)  # Its KV is not needed.
+        for name, document in self.documents.items():
+            pack = self.store.peek(document.handle)  # Its KV is not needed.
             if pack is not None and pack.text.count(statement) == 1:
                 return name
         return None
@@ -286,15 +288,15 @@ class World:
 
     def _parts(self, facts: Iterable[Fact]) -> Iterator[tuple[str, list[Fact]]]:
         """Divide `facts` into pieces that fit one pack: the text of each, and its paragraphs."""
-        most = min(_PART_TOKENS, self.session.max_positions // 4)
+        max_tokens = min(_PART_TOKENS, self.session.max_positions // 4)
         text, paragraphs, tokens, title = "", list[Fact](), 0, ""
         for fact in facts:
-            headed = fact.text if fact.title in ("", title) else f"{fact.title}\n{fact.text}"
-            count = len(self.session.tokenizer.encode(headed, add_special_tokens=False))
-            if paragraphs and tokens + count > most:
+            paragraph = fact.text if fact.title in ("", title) else f"{fact.title}\n{fact.text}"
+            count = len(self.session.tokenizer.encode(paragraph, add_special_tokens=False))
+            if paragraphs and tokens + count > max_tokens:
                 yield text, paragraphs
                 text, paragraphs, tokens = "", [], 0
-            text = f"{text}\n{headed}" if text else headed
+            text = f"{text}\n{paragraph}" if text else paragraph
             paragraphs.append(fact)
             tokens, title = tokens + count, fact.title
         if paragraphs:
@@ -338,11 +340,11 @@ class Agent:
 
         Raises `FactError` if there is nothing to read, and the errors of `Session.stream`.
         """
-        read = [step.found for step in self.steps]
-        left = self.world.search(self.task, 1, without=read) if len(read) < _MOST_SEARCHES else []
-        tail = [] if left else [{"role": "user", "content": _ANSWER + self.task.strip()}]
-        request: dict[str, Any] = {"messages": self._messages + tail, "view": self.world.view, "max_tokens": 128}
-        request |= {"tools": [_SEARCH], "tool_choice": "search" if left else "none"}
+        read_names = [step.found for step in self.steps]
+        unread = self.world.search(self.task, 1, without=read_names) if len(read_names) < _MOST_SEARCHES else []
+        instruction = [] if unread else [{"role": "user", "content": _ANSWER + self.task.strip()}]
+        request: dict[str, Any] = {"messages": self._messages + instruction, "view": self.world.view, "max_tokens": 128}
+        request |= {"tools": [_SEARCH], "tool_choice": "search" if unread else "none"}
         generation = None
         for answer in self.world.watch("packs", request | {"compact": True}):
             generation = answer.generation
@@ -351,14 +353,14 @@ class Agent:
             return
         rows = self.world.session.explain(**request).rows
         words = str(generation.tool_calls[0].arguments.get("words", "")) if generation.tool_calls else ""
-        found = self.world.search(words if words.strip() else self.task, 1, without=read) if left else []
-        for document in found:
-            called = {"type": "function", "id": "search", "function": {"name": "search", "arguments": {"words": words}}}
+        hits = self.world.search(words if words.strip() else self.task, 1, without=read_names) if unread else []
+        for document in hits:
+            call = {"type": "function", "id": "search", "function": {"name": "search", "arguments": {"words": words}}}
             self._messages += [
-                {"role": "assistant", "content": "", "tool_calls": [called]},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "name": "search", "tool_call_id": "search", "content": str(document.handle)},
             ]
-        name = found[0].name if found else ""
+        name = hits[0].name if hits else ""
         text_tokens = rows[-1].stop if rows else 0  # Positions in the plan count packs as their text.
-        said = (words or self.task) if found else ""
-        self.steps.append(Step(len(self.steps) + 1, generation, text_tokens, said, name))
+        query = (words or self.task) if hits else ""
+        self.steps.append(Step(len(self.steps) + 1, generation, text_tokens, query, name))
