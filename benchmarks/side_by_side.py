@@ -175,9 +175,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run, print the table, write the JSON file."""
     parser = common.argument_parser(__doc__, "")
     parser.add_argument("--other", type=Path, metavar="PATH", help="the other checkout")
-    parser.add_argument("--rev", default="f8ef676", help="its revision, without --other; default: %(default)s")
+    parser.add_argument("--rev", default="e54cf58", help="its revision, without --other; default: %(default)s")
     parser.add_argument("--pairs", type=int, default=20, metavar="N", help="default: %(default)s")
-    parser.add_argument("--packs", type=int, nargs="+", default=[250, 1000, 4000], metavar="N", help="tokens of packs")
+    parser.add_argument("--packs", type=int, nargs="+", default=[1000, 4000], metavar="N", help="tokens of packs")
     parser.add_argument(
         "--behind", type=int, nargs="*", default=[50, 1000, 4000], metavar="N", help="tokens decoded behind"
     )
