@@ -46,7 +46,8 @@ from benchmarks.vllm_desk import ASKED, Desk, passages, restarted
 from benchmarks.vllm_questions import compared
 from benchmarks.vllm_restart import after_restart, spliced
 from benchmarks.vllmserver import KpServer
-from kp_core import KnowledgePack, KVTensors, Session
+from kp_core import Handle, KnowledgePack, KVTensors, Packs, Session
+from kp_core.packs.pack import PackKey
 from kp_core.packs.view import PackView
 from kp_core.steering import preset
 
@@ -194,8 +195,8 @@ def _first(session: Session, pack: KnowledgePack, content: str) -> float:
     """The logarithm of the likeliest first token's probability behind this very pack."""
     handle = f"kp:{pack.namespace}/" + "a" * 21
 
-    class Source:
-        def peek(self, _handle: object, _key: object = None) -> KnowledgePack:
+    class Source(Packs):
+        def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:  # noqa: ARG002
             return pack
 
         get = peek
