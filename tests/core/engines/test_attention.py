@@ -66,6 +66,20 @@ def test_many_tiles_are_added_in_one_order_whatever_the_number_of_rows(monkeypat
     assert torch.equal(attend(query[:, :, -12:], key, value, last), found)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_tokens_on_both_sides_of_the_edge_of_any_tile_are_what_each_is_alone(has_sinks):
+    """A row beside one that sees a tile more: its sums go over one number more, which is zero."""
+    tiles = 34  # More than twice as many as are added at once, and than a vector of the processor holds.
+    query, key, value = states(tiles * TILE + 2, torch.bfloat16, heads=4)
+    sinks = torch.randn(4) if has_sinks else None
+    for edge in range(TILE, (tiles + 1) * TILE, TILE):
+        places = range(edge - 3, edge + 2)
+        together = attend(query[:, :, places.start : places.stop], key, value, places, sinks=sinks)
+        for at in places:
+            alone = attend(query[:, :, at : at + 1], key, value, range(at, at + 1), sinks=sinks)
+            assert torch.equal(together[:, :, at - places.start : at - places.start + 1], alone), at
+
+
 def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
     model = CausalModel(tiny_model("llama"))
     ids = torch.randint(256, (1, 2 * TILE), generator=torch.Generator().manual_seed(0))
