@@ -68,12 +68,12 @@ def test_many_tiles_are_added_in_one_order_whatever_the_number_of_rows(monkeypat
 
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_tokens_on_both_sides_of_the_edge_of_any_tile_are_what_each_is_alone(has_sinks):
-    """A row beside one that sees a tile more: its sums go over one number more, which is zero."""
+    """A row beside one that sees a tile more: its sum has one more term, which is zero."""
     tiles = 34  # More than twice as many as are added at once, and than a vector of the processor holds.
-    query, key, value = states(tiles * TILE + 2, torch.bfloat16, heads=4)
-    sinks = torch.randn(4) if has_sinks else None
+    query, key, value = states(tiles * TILE + 20, heads=8)
+    sinks = torch.randn(8) if has_sinks else None
     for edge in range(TILE, (tiles + 1) * TILE, TILE):
-        places = range(edge - 3, edge + 2)
+        places = range(edge - 20, edge + 2)
         together = attend(query[:, :, places.start : places.stop], key, value, places, sinks=sinks)
         for at in places:
             alone = attend(query[:, :, at : at + 1], key, value, range(at, at + 1), sinks=sinks)
