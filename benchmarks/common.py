@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
+import statistics
 import string
 import tempfile
 from collections import Counter
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from scipy.stats import quantile_test
 from transformers import AutoModelForCausalLM
 
 import kp_core
@@ -35,6 +38,7 @@ __all__ = [
     "first_line",
     "load_engine",
     "mean",
+    "median_ratio",
     "model_path",
     "normalise",
     "read_examples",
@@ -156,6 +160,14 @@ def f1(said: str, expected: str) -> float:
         return float(mine == theirs)
     precision, recall = shared / len(mine.split()), shared / len(theirs.split())
     return 2 * precision * recall / (precision + recall)
+
+
+def median_ratio(dividends: Sequence[float], divisors: Sequence[float]) -> dict[str, float | None]:
+    """The median `ratio` of pairs, and its 95 % interval by order statistics, `low` to `high` (none below 6 pairs)."""
+    ratios = [dividend / divisor for dividend, divisor in zip(dividends, divisors, strict=True)]
+    interval = quantile_test(ratios, q=1, p=0.5).confidence_interval(0.95)
+    low, high = (None if math.isnan(bound) else float(bound) for bound in interval)
+    return {"ratio": statistics.median(ratios), "low": low, "high": high}
 
 
 def mean(values: Iterable[float]) -> float:

@@ -5,8 +5,9 @@ choice, with nothing in memory, with two of them seen together (`free, 2 seen`),
 each approximate composer, with the packs in the store and nothing in memory, and splice where these packs were spliced
 before (`splice, all seen`). All run on one engine, one after the other for each question, with the prefix tree cleared
 and the system head warm before each; times are medians over `--pairs` questions, and `ratio` is the median of text over
-packs, question by question. `computed` are the tokens that passed all layers; `kl` (nats) and `agree` compare the first
-token with that of exact composition. Combinations above 7,500 tokens are left out and named.
+packs, question by question, with its 95 % interval, `low` to `high`. `computed` are the tokens that passed all layers;
+`kl` (nats) and `agree` compare the first token with that of exact composition. Combinations above 7,500 tokens are left
+out and named.
 
 Quality (`--limit` questions of each of `--sets`): HotpotQA questions with their gold facts or with distractors beside
 them, each paragraph a pack, and a needle test of this file: one code among several that differ in their key alone.
@@ -142,7 +143,7 @@ def _speed_of(
             "order": variant.order,
             "ttft_s": statistics.median(mine for _, mine in times[variant.name]),
             "text_s": statistics.median(text for text, _ in times[variant.name]),
-            "ratio": statistics.median(text / mine for text, mine in times[variant.name]),
+            **common.median_ratio(*zip(*times[variant.name], strict=True)),
             "computed": statistics.median(computed for computed, _, _ in about[variant.name]),
             "kl": common.mean(kl for _, kl, _ in about[variant.name]),
             "agree": common.mean(same for *_, same in about[variant.name]),
@@ -190,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"got the variants {sorted(unknown)}; expected some of {known}")
     figures = run(arguments)
     timed = [row for row in figures["rows"] if row["ttft_s"] is not None]
-    columns = ("packs", "tokens", "ttft_s", "text_s", "ratio", "computed", "kl", "agree")
+    columns = ("packs", "tokens", "ttft_s", "text_s", "ratio", "low", "high", "computed", "kl", "agree")
     if timed:
         common.show_table(
             f"Time to first token, seconds ({arguments.dtype})",

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from statistics import median
 from typing import IO, Any
 
 from rich.progress import track
-from scipy.stats import quantile_test
 
 from benchmarks import common
 
@@ -100,10 +98,7 @@ def _worktree(rev: str) -> Iterator[Path]:
 
 def compared(new: Sequence[float], old: Sequence[float]) -> dict[str, float | None]:
     """Medians in seconds, and the median of the ratios new to old with its interval."""
-    ratios = [mine / theirs for mine, theirs in zip(new, old, strict=True)]
-    interval = quantile_test(ratios, q=1, p=0.5).confidence_interval(0.95)
-    low, high = (None if math.isnan(bound) else float(bound) for bound in interval)
-    return {"new_s": median(new), "old_s": median(old), "ratio": median(ratios), "low": low, "high": high}
+    return {"new_s": median(new), "old_s": median(old), **common.median_ratio(new, old)}
 
 
 _Ask = Callable[[int], dict[str, Any]]

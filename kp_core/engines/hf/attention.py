@@ -21,7 +21,17 @@ from transformers import AttentionInterface
 
 from kp_core.engines.local.buffer import TILE
 
-__all__ = ["NAME", "Sees", "attend", "grouped_rows", "joined", "over_tiles", "tile_of_each", "tiled_attention"]
+__all__ = [
+    "NAME",
+    "Sees",
+    "attend",
+    "grouped_rows",
+    "joined",
+    "keys_to_read",
+    "over_tiles",
+    "tile_of_each",
+    "tiled_attention",
+]
 
 NAME = "kp_tiles"
 
@@ -34,6 +44,8 @@ _TOGETHER = 16
 """The results of tiles are added in groups of this many."""
 _SMALL = 1 << 16
 """Up to this many elements of a result, one call adds all tiles. A larger sum would not fit the processor's cache."""
+
+_HALF, _STEP = TILE // 2, 32
 
 _sdpa = nn.functional.scaled_dot_product_attention
 
@@ -131,12 +143,20 @@ def tile_of_each(
 ) -> tuple[Tensor, Tensor]:
     """Attention of rows `(batch, kv_heads, rows, dim)`, each batch entry over its own tile.
 
-    Keys and values are `(batch, kv_heads, TILE, dim)`. Returns the results and their log-sum-exps, both from the CPU
-    kernel of flash attention.
+    Keys and values are `(batch, kv_heads, TILE, dim)`, or have fewer keys (`keys_to_read`). Returns the results and
+    their log-sum-exps, both from the CPU kernel of flash attention.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no public function returns it
     output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
     return output, weight
+
+
+def keys_to_read(visible: int) -> int:
+    """How many first keys of a tile a row has to read that sees `visible` of them, to get the same bits as from all.
+
+    The CPU kernel adds over up to half a tile in the same order as over a whole one with the rest masked.
+    """
+    return -(-visible // _STEP) * _STEP if visible <= _HALF else TILE
 
 
 def _tiles(side: Tensor, tiles: range) -> Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kp_core.engines.hf.attention import attend
+from kp_core.engines.hf.attention import attend, grouped_rows, keys_to_read, tile_of_each
 from kp_core.engines.hf.packed import PackedLinear, rows_agree, rows_needed
 from kp_core.engines.local.buffer import TILE, KVBuffer
 
@@ -33,6 +33,8 @@ _UNPACKED_ROWS = 2048
 _FEWEST_ROWS, _DIVIDED = 321, 2**18
 """Fewest rows and elements for a test of activations, enough for several threads. The number of rows is odd, so that
 the boundary between two threads falls within a row."""
+_STRIDE = 31
+"""Tokens between the fillings of a tile that are tried."""
 _LONG = 2 * TILE + 70
 _LONG_CUTS = ((TILE,), (100, 2 * TILE - 3), (2 * TILE + 1, 2 * TILE + 2), (_LONG - 1,), (_LONG - 9, _LONG - 4))
 
@@ -123,6 +125,23 @@ def _attention_agrees(model: CausalModel) -> bool:
                 part = attend(query[:, :, start:stop], key[:, :, :stop], value[:, :, :stop], range(start, stop))
                 if not torch.equal(part, expected[:, :, start:stop]):
                     return False
+        if dim == value_dim and not _short_tiles_agree(query[:, :, :1], key[:, :, :TILE], value[:, :, :TILE]):
+            return False
+    return True
+
+
+def _short_tiles_agree(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the first keys of a tile give the same bits as the whole tile with the other keys masked."""
+    grouped, _ = grouped_rows(query, key.shape[1])
+    for visible in range(1, TILE, _STRIDE):
+        mask = grouped.new_zeros(1, 1, grouped.shape[2], TILE)
+        mask[..., visible:] = -torch.inf
+        short, whole = (
+            tile_of_each(grouped, key[:, :, :keys], value[:, :, :keys], mask[..., :keys], None)
+            for keys in (keys_to_read(visible), TILE)
+        )
+        if not all(map(torch.equal, short, whole)):
+            return False
     return True
 
 

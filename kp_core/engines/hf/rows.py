@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, over_tiles, tile_of_each
+from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, keys_to_read, over_tiles, tile_of_each
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.tree import common_tokens
 
@@ -42,7 +42,12 @@ class Rows:
         self._groups = [_Group(buffers, rows, tiles, layers) for rows, tiles in _grouped(buffers)]
         grouped = {row for group in self._groups for row in group.rows}
         self._alone = [row for row in range(len(buffers)) if row not in grouped]
-        self._cache = _cache_of(buffers)
+        can_defer = all(buffer.stacked for buffer in buffers) and len(layers) == len(sees)
+        self._deferred = sorted(grouped) if can_defer else []
+        """Rows whose new KV is written after the pass, all layers at once. Attention reads it from the groups' copies.
+        """
+        self._new: list[tuple[Tensor, Tensor]] = []
+        self._cache = _cache_of(buffers, rows=[row for row in range(len(buffers)) if row not in self._deferred])
 
     @torch.inference_mode()
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -52,6 +57,7 @@ class Rows:
             buffer.blank(buffer.length + 1)
         for group in self._groups:
             group.begin()
+        self._new.clear()
         output = self._model(
             input_ids=torch.tensor(tokens, device=device)[:, None],
             position_ids=torch.tensor([[buffer.length] for buffer in self._buffers], device=device),
@@ -60,13 +66,19 @@ class Rows:
             kp_attend=self.attend,
             **self._options,
         )
+        if self._deferred:
+            keys, values = (torch.stack(side)[:, :, :, 0] for side in zip(*self._new, strict=True))
+            for row in self._deferred:
+                self._buffers[row].append_token(keys[:, row], values[:, row])
         last_logits: Tensor = output.logits[:, -1]
         return last_logits.clone()
 
     def attend(  # noqa: PLR0913
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None, sinks: Tensor | None
     ) -> Tensor:
-        """Attention of `query`, `(rows, heads, 1, head_dim)`. The buffers already hold the keys and values."""
+        """Attention of `query`, `(rows, heads, 1, head_dim)`. Buffers of rows not deferred hold the keys and values."""
+        if self._deferred:
+            self._new.append((key, value))
         output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
         alone = range(len(self._buffers)) if self._sees[layer].window else self._alone
         for row in alone:
@@ -179,6 +191,7 @@ class _Group:
         visible = torch.arange(TILE) + self._tile_of[:, None] * TILE <= ends[self._row_of, None]
         dtype = self._buffers[0].layers[0].keys.dtype
         self._mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None, None]
+        self._calls = _calls((ends[self._row_of] - self._tile_of * TILE + 1).tolist())
         self._place = (
             torch.tensor([self._at[tile, row] for row, tile in enumerate(last_tiles)]),
             slice(None),
@@ -204,9 +217,17 @@ class _Group:
         share = query.shape[1] // kv_heads
         grouped, _ = grouped_rows(query, kv_heads)
         tile_queries, mask = grouped[self._row_of], self._mask.expand(-1, -1, grouped.shape[2], -1)
-        output, weight = tile_of_each(
-            tile_queries, own_keys[: len(tile_queries)], own_values[: len(tile_queries)], mask, scale
-        )
+        parts = [
+            tile_of_each(
+                tile_queries[pairs],
+                own_keys[pairs, :, :keys],
+                own_values[pairs, :, :keys],
+                mask[pairs, ..., :keys],
+                scale,
+            )
+            for pairs, keys in self._calls
+        ]
+        output, weight = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         output, weight = self._by_tile(output[:, :, :share], 0), self._by_tile(weight[:, :, :share], -torch.inf)
         outputs, weights = [output], [weight]
         if self._tiles:
@@ -251,10 +272,26 @@ class _Group:
         return copies[0], copies[1]
 
 
-def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = ()) -> Cache:
-    """The buffers as one cache, for one new token each, or for `counts` new tokens in one sequence."""
+def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
+    """Which pairs of tile and row share a call of the kernel, and how many keys of each tile it reads.
+
+    `visible` is the number of keys that each pair sees. The last pairs are often those of tiles that have just begun,
+    of which few keys are read.
+    """
+    counts = [keys_to_read(keys) for keys in visible]
+    whole = next((stop for stop in range(len(counts), 0, -1) if counts[stop - 1] == TILE), 0)
+    calls = [(slice(0, whole), TILE), (slice(whole, len(counts)), max(counts[whole:], default=0))]
+    return [(pairs, keys) for pairs, keys in calls if pairs.start < pairs.stop]
+
+
+def _cache_of(buffers: Sequence[KVBuffer], counts: Sequence[int] = (), rows: Sequence[int] | None = None) -> Cache:
+    """The buffers as one cache, for one new token each, or for `counts` new tokens in one sequence.
+
+    A pass writes the new tokens of `rows`; by default, of all.
+    """
+    rows = range(len(buffers)) if rows is None else rows
     layers = range(len(buffers[0].layers))
-    return Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers], counts) for at in layers])
+    return Cache(layers=[_RowsLayer([buffer.layers[at] for buffer in buffers], counts, rows) for at in layers])
 
 
 class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
@@ -262,9 +299,9 @@ class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     is_sliding = False
 
-    def __init__(self, layers: list[BufferLayer], counts: Sequence[int]) -> None:
+    def __init__(self, layers: list[BufferLayer], counts: Sequence[int], rows: Sequence[int]) -> None:
         super().__init__()
-        self._layers, self._counts = layers, list(counts)
+        self._layers, self._counts, self._rows = layers, list(counts), rows
         self.keys, self.values = layers[0].keys, layers[0].values
         self.is_initialized = True
 
@@ -273,12 +310,13 @@ class _RowsLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write row by row; attention reads earlier tokens from the buffers."""
-        parts = [
-            side.split_with_sizes(self._counts, 2) if self._counts else side.chunk(len(self._layers))
-            for side in (key_states, value_states)
-        ]
-        for layer, keys, values in zip(self._layers, *parts, strict=True):
-            layer.write(keys, values)
+        if self._rows:
+            keys, values = (
+                side.split_with_sizes(self._counts, 2) if self._counts else side.chunk(len(side))
+                for side in (key_states, value_states)
+            )
+            for row in self._rows:
+                self._layers[row].write(keys[row], values[row])
         return key_states, value_states
 
     def get_seq_length(self) -> int:

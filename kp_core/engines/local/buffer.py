@@ -108,15 +108,23 @@ class KVBuffer:
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
         self.capacity = capacity = -(-capacity // TILE) * TILE
-        placed_layers = zip(shape.layers, shape.devices or [shape.device] * len(shape.layers), strict=True)
 
-        def empty(heads: int, dim: int, device: torch.device) -> Tensor:
-            return torch.empty(1, heads, capacity, dim, dtype=shape.dtype, device=device)
+        def empty(layers: int, heads: int, dim: int, device: torch.device) -> Tensor:
+            return torch.empty(layers, heads, capacity, dim, dtype=shape.dtype, device=device)
 
-        self.layers = [
-            BufferLayer(empty(heads, key, device), empty(heads, value, device))
-            for (heads, key, value), device in placed_layers
-        ]
+        self.stacked: tuple[Tensor, Tensor] | None = None
+        """Keys and values of all layers, `(layers, kv_heads, capacity, head_dim)`, if the layers are alike."""
+        if len(set(shape.layers)) == 1 and not shape.devices:
+            count, (heads, key, value) = len(shape.layers), shape.layers[0]
+            keys, values = empty(count, heads, key, shape.device), empty(count, heads, value, shape.device)
+            self.stacked = keys, values
+            self.layers = [BufferLayer(keys[at : at + 1], values[at : at + 1]) for at in range(count)]
+        else:
+            placed_layers = zip(shape.layers, shape.devices or [shape.device] * len(shape.layers), strict=True)
+            self.layers = [
+                BufferLayer(empty(1, heads, key, device), empty(1, heads, value, device))
+                for (heads, key, value), device in placed_layers
+            ]
         self.view: object = None
         """The buffer in the form that the model's library needs; the code for that library makes it once."""
         self.nbytes = self.bytes_for(shape, capacity)
@@ -172,6 +180,12 @@ class KVBuffer:
         for layer in self.layers:
             layer.length = length
         self._states_at = length
+
+    def append_token(self, keys: Tensor, values: Tensor) -> None:
+        """Append one token to a `stacked` buffer: keys and values of all layers, `(layers, kv_heads, head_dim)`."""
+        for side, token in zip(self.stacked or (), (keys, values), strict=True):
+            side[:, :, self.length] = token
+        self.passed(self.length + 1)
 
     def append(self, kv: KVTensors) -> None:
         """Append `kv` to the filled tokens."""

@@ -80,6 +80,25 @@ def test_tokens_on_both_sides_of_the_edge_of_any_tile_are_what_each_is_alone(has
             assert torch.equal(together[:, :, at - places.start : at - places.start + 1], alone), at
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [16, 64, 80, 256])
+def test_the_first_keys_of_a_tile_give_the_bits_of_the_whole_tile(dtype, dim):
+    if "bitwise" not in tiny_engine("llama", dtype).engine.supports:
+        pytest.skip("on this processor rows depend on one another")
+    query, key, value = states(TILE, dtype, dim=dim)
+    rows, _ = attention.grouped_rows(query[:, :, :1], 2)
+    read = set()
+    for visible in range(1, TILE + 1):
+        mask = torch.zeros(1, 1, rows.shape[2], TILE, dtype=dtype)
+        mask[..., visible:] = -torch.inf
+        keys = attention.keys_to_read(visible)
+        read.add(keys)
+        short = attention.tile_of_each(rows, key[:, :, :keys], value[:, :, :keys], mask[..., :keys], None)
+        whole = attention.tile_of_each(rows, key, value, mask, None)
+        assert all(map(torch.equal, short, whole)), visible
+    assert read == {32, 64, 96, 128, TILE}
+
+
 def test_what_stands_behind_the_end_of_a_buffer_is_never_seen():
     model = CausalModel(tiny_model("llama"))
     ids = torch.randint(256, (1, 2 * TILE), generator=torch.Generator().manual_seed(0))
