@@ -42,8 +42,7 @@ class Rows:
         self._groups = [_Group(buffers, rows, tiles, layers) for rows, tiles in _grouped(buffers)]
         grouped = {row for group in self._groups for row in group.rows}
         self._alone = [row for row in range(len(buffers)) if row not in grouped]
-        can_defer = all(buffer.stacked for buffer in buffers) and len(layers) == len(sees)
-        self._deferred = sorted(grouped) if can_defer else []
+        self._deferred = sorted(grouped) if len(layers) == len(sees) else []
         """Rows whose new KV is written after the pass, all layers at once. Attention reads it from the groups' copies.
         """
         self._new: list[tuple[Tensor, Tensor]] = []
@@ -136,10 +135,11 @@ def run_ragged(
 def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
     """Groups of rows that begin with the same tiles, and the number of these tiles.
 
-    Short rows without common tiles form one group with 0 tiles. Long ones are left out, and on an accelerator all are.
+    Short rows without common tiles form one group with 0 tiles. Long ones are left out. On an accelerator, and where
+    layers have different shapes, all are.
     """
     groups: list[tuple[list[int], int]] = []
-    if buffers[0].layers[0].keys.device.type != "cpu":
+    if buffers[0].layers[0].keys.device.type != "cpu" or not all(buffer.stacked for buffer in buffers):
         return groups
     for row, buffer in enumerate(buffers):
         for at, (rows, tiles) in enumerate(groups):
@@ -164,7 +164,9 @@ class _Group:
         self.rows, self._layers, self._tiles = rows, layers, range(tiles)
         self._buffers = [buffers[row] for row in rows]
         self._index = torch.tensor(rows)
-        self._own: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layer_index = {layer: at for at, layer in enumerate(layers)}
+        self._own: list[Tensor] = []
+        """Copies of the keys and values of the rows' own tiles, `(layers, room, kv_heads, TILE, head_dim)` each."""
         self._at: dict[tuple[int, int], int] = {}
         """Index in `_own` of each pair of tile and row. Tiles that begin later are appended."""
         self._room = 0
@@ -179,11 +181,14 @@ class _Group:
             for row in range(len(last_tiles))
             if tile <= last_tiles[row]
         ]
-        for pair in needed:
-            self._at.setdefault(pair, len(self._at))
+        started = [pair for pair in needed if pair not in self._at]
+        self._at |= {pair: len(self._at) + number for number, pair in enumerate(started)}
         if len(needed) > self._room:
             self._room = len(needed) + len(last_tiles)
-            self._own = {layer: self._copied(layer) for layer in self._layers}
+            self._own = [self._copied(0), self._copied(1)]
+        else:
+            for own in self._own:  # Attention reads what is masked, too, and it must be finite.
+                own[:, len(self._at) - len(started) : len(self._at)] = 0
         self._tile_of, self._row_of = torch.tensor(list(self._at)).unbind(1)
         self._is_full = list(self._at) == [
             (tile, row) for tile in range(max(last_tiles) + 1) for row in range(len(last_tiles))
@@ -211,7 +216,7 @@ class _Group:
         """Write the attention of these rows of `query`, `(all rows, heads, 1, head_dim)`, to their rows of `found`."""
         if len(self.rows) < len(query):
             query, key, value = query[self._index], key[self._index], value[self._index]
-        own_keys, own_values = self._own[layer]
+        own_keys, own_values = (own[self._layer_index[layer]] for own in self._own)
         own_keys[self._place], own_values[self._place] = key[:, :, 0], value[:, :, 0]
         rows, kv_heads = len(query), key.shape[1]
         share = query.shape[1] // kv_heads
@@ -258,18 +263,17 @@ class _Group:
         filled[self._tile_of, self._row_of] = side
         return filled
 
-    def _copied(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values of the rows' own tiles, `(room, kv_heads, TILE, head_dim)`, with room for more."""
-        stored = [buffer.layers[layer] for buffer in self._buffers]
-        copies = []
-        for sides in ([kv.keys for kv in stored], [kv.values for kv in stored]):
-            copied = sides[0].new_zeros(self._room, sides[0].shape[1], TILE, sides[0].shape[3])
-            for (tile, row), at in self._at.items():
-                start = (len(self._tiles) + tile) * TILE
-                tokens = sides[row][0, :, start : min(start + TILE, self._buffers[row].length)]
-                copied[at, :, : tokens.shape[1]] = tokens
-            copies.append(copied)
-        return copies[0], copies[1]
+    def _copied(self, side: int) -> Tensor:
+        """A copy of the keys, side 0, or values of the rows' own tiles, with room for more."""
+        sources = [(buffer.stacked or ())[side] for buffer in self._buffers]
+        _, kv_heads, _, dim = sources[0].shape
+        own = sources[0].new_empty(len(self._layers), self._room, kv_heads, TILE, dim)
+        for (tile, row), at in self._at.items():
+            start = (len(self._tiles) + tile) * TILE
+            stop = min(start + TILE, self._buffers[row].length)
+            own[:, at, :, : stop - start] = sources[row][self._layers, :, start:stop]
+            own[:, at, :, stop - start :] = 0
+        return own
 
 
 def _calls(visible: Sequence[int]) -> list[tuple[slice, int]]:
