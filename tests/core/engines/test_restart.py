@@ -1,5 +1,6 @@
 """An agent whose process ended goes on in another one; run as a module, this file is that agent."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -33,10 +34,14 @@ def test_an_agent_of_ten_searches_goes_on_in_another_process(tmp_path):
     assert after["reused_tokens"] >= after["pack_tokens"] == before["pack_tokens"]
     assert after["computed_tokens"] <= after["prompt_tokens"]
     assert after["same"]
+    again = step(str(tmp_path / "store"), str(messages), "replay")
+    assert len(again["steps"]) == len({logits for _, logits in again["steps"]}) == 10
+    assert again["steps"] == before["steps"]
 
 
 def searched(engine, store, messages: list) -> dict:
-    """Ten searches, each of them answered; what the last answer cost."""
+    """Ten searches, each of them answered; what the last answer cost, and what each step gave."""
+    steps = []
     for at in range(10):
         text = f"Note {at}. Keeper {at * 7} of the light counted {at * 31 + 2} ships in the year {1800 + at}.\n"
         handle = str(store.put(engine.build_pack(text, namespace="notes")))
@@ -44,8 +49,27 @@ def searched(engine, store, messages: list) -> dict:
         calls = [{"id": f"call{at}", "type": "function", "function": function}]
         messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         messages.append({"role": "tool", "tool_call_id": f"call{at}", "content": handle})
-        answer = engine.generate(messages, view=store.view("notes"), keep="always", compact=True, max_tokens=4)
-    return answer.usage.to_dict()
+        answer = answered(engine, store, messages)
+        steps.append(result(engine, store, messages, answer))
+        messages.append({"role": "assistant", "content": answer.text})
+        messages.append({"role": "user", "content": "Go on."})
+    return {**answer.usage.to_dict(), "steps": steps}
+
+
+def replayed(engine, store, messages: list) -> dict:
+    """What each step gives when its conversation is sent again."""
+    ends = [at + 1 for at, message in enumerate(messages) if message["role"] == "tool"]
+    return {"steps": [result(engine, store, messages[:end], answered(engine, store, messages[:end])) for end in ends]}
+
+
+def answered(engine, store, messages: list):
+    return engine.generate(messages, view=store.view("notes"), keep="always", compact=True, max_tokens=4)
+
+
+def result(engine, store, messages: list, answer) -> list:
+    """The answer and a digest of the logits before it."""
+    logits = engine.prefill(messages, view=store.view("notes"), keep="always", compact=True).logits
+    return [answer.text, hashlib.sha256(logits.float().numpy().tobytes()).hexdigest()]
 
 
 def gone_on(engine, store, messages: list) -> dict:
@@ -58,7 +82,7 @@ def gone_on(engine, store, messages: list) -> dict:
 if __name__ == "__main__":
     place, path, mode = sys.argv[1:]
     asked = json.loads(Path(path).read_text(encoding="utf-8"))
-    act = searched if mode == "search" else gone_on
+    act = {"search": searched, "go on": gone_on, "replay": replayed}[mode]
     cost = act(load_engine(dtype="bfloat16", device="cpu"), PackStore(place), asked)
     Path(path).write_text(json.dumps(asked), encoding="utf-8")
     sys.stdout.write(json.dumps(cost) + "\n")
