@@ -87,7 +87,7 @@ class CausalModel:
         if self.kind.is_recurrent:
             self._check_states()
         self.lacks = self._found_lacks()
-        """See `LocalModel.lacks`."""
+        """Capabilities that this model does not allow, each with the reason."""
         let_go()  # Other threads may run the requests.
 
     def renew(self) -> None:
@@ -191,7 +191,10 @@ class CausalModel:
 
     @cached_property
     def batches(self) -> bool:
-        """Whether several sequences can decode in one pass: attention is tiled, and the logits of a probe agree."""
+        """Whether several sequences can decode in one pass: attention is tiled, and the logits of a probe agree.
+
+        First read when two answers wait.
+        """
         if not self._is_ours("plain", "windows") or self.shape.devices:
             return False
         with self._narrowed():
@@ -223,12 +226,18 @@ class CausalModel:
         )
 
     def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
-        """A function that decodes one token of each of these sequences in one pass."""
+        """A function that decodes one token of each of these sequences in one pass.
+
+        It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`.
+        """
         options = {"logits_to_keep": 1} if self.keeps_logits else {}
         return Rows(self._model, buffers, self.sees, **options).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Run `tokens` behind each of these sequences in one pass; returns the logits at the last token of each."""
+        """Run `tokens` behind each of these sequences in one pass.
+
+        Returns the logits at the last token of each, `(rows, vocabulary)`.
+        """
         return run_ragged(self._model, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
 
     @property
@@ -255,14 +264,14 @@ class CausalModel:
         *,
         layers: int | None = None,
     ) -> KVTensors:
-        """KV of `ids` at any `positions`; see `kp_core.engines.hf.placed`."""
+        """See `Forward`."""
         self._refuse_moving()
         return forward_at(
             self._model.base_model, self.shape, ids, positions, past, past_positions, self._attention, layers=layers
         )
 
     @torch.inference_mode()
-    def forward_among(  # noqa: PLR0913 - the signature of `LocalModel`
+    def forward_among(  # noqa: PLR0913
         self,
         ids: Sequence[int],
         positions: Sequence[int],
@@ -273,7 +282,12 @@ class CausalModel:
         weights: list[Tensor] | None = None,
         logits: bool = False,
     ) -> Tensor | None:
-        """Write KV of `ids` to any `places` of `buffer`; see `kp_core.engines.hf.placed`."""
+        """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
+
+        Each token attends to all KV in the buffer up to its own position, except to the places `unseen`. `weights`
+        takes the attention weights of each layer, `(tokens,)`. With `logits`, returns those after the last of `ids`,
+        `(1, vocabulary)`.
+        """
         self._refuse_moving()
         if not logits:
             forward_among(
@@ -286,7 +300,7 @@ class CausalModel:
         return last_logits.clone()
 
     def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """KV of soft tokens and `ids`; see `kp_core.engines.hf.placed`."""
+        """See `Forward.soft`."""
         self._refuse_moving()
         return forward_soft(self._model.base_model, self.shape, before, header, ids, trailer, self._attention)
 
@@ -301,7 +315,10 @@ class CausalModel:
             raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
 
     def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
-        """A function that chooses the next token."""
+        """A function that chooses the next token.
+
+        It takes logits, `(vocabulary,)`, and the number of tokens that may still come, this one included.
+        """
         return Sampler(sampling, prompt_ids, self.shape.device, constraint)
 
     @torch.inference_mode()

@@ -68,7 +68,7 @@ def forward_among(  # noqa: PLR0913
     goes_on: bool = False,
     **options: int,
 ) -> Any:  # noqa: ANN401 - as transformers
-    """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `LocalModel.forward_among`.
+    """Write the KV of `ids`, at `positions`, to the `places` of `buffer`; see `CausalModel.forward_among`.
 
     `held` are the positions of the tokens in the buffer, by default their places. The buffer may have the first layers
     alone. If every token stands at its position, tokens attend as `attention` says. The pass stops at the keys of the

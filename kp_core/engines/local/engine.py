@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -12,7 +12,6 @@ from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.build import build
 from kp_core.engines.local.fill import Filler, Run
 from kp_core.engines.local.grammar import Grammars
-from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.pool import Cancelled
 from kp_core.engines.local.scheduler import Decoding
 from kp_core.engines.local.tree import Node
@@ -21,11 +20,14 @@ from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.plan import Plan
 
+if TYPE_CHECKING:
+    from kp_core.engines.hf.model import CausalModel
+
 __all__ = ["LocalEngine"]
 
 
 class LocalEngine:
-    """Runs plans with a `LocalModel`. It is a `CachingEngine` with all capabilities that the model allows.
+    """Runs plans with a `CausalModel`. It is a `CachingEngine` with all capabilities that the model allows.
 
     `identity` gives the fingerprint, and may take seconds. `check` is called before each request, and raises when the
     model has changed. After `renew`, both go by the model as it is then. `cache_bytes` is the budget for all KV in
@@ -37,7 +39,7 @@ class LocalEngine:
 
     def __init__(  # noqa: PLR0913 - what it is made of
         self,
-        model: LocalModel,
+        model: CausalModel,
         tokenizer: Any,  # noqa: ANN401
         *,
         identity: Callable[[], ModelFingerprint],

@@ -5,13 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import KVBuffer
-from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.openmp import let_go
 from kp_core.engines.local.packs import PackKV
 from kp_core.engines.local.pool import BufferPool, Cancelled
@@ -19,6 +19,9 @@ from kp_core.engines.local.scheduler import Decoding, Scheduler
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.kv import KVTensors
 from kp_core.plan import Limit, Plan, Region
+
+if TYPE_CHECKING:
+    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["Filler", "Run"]
 
@@ -49,7 +52,7 @@ class Filler:
     A forward pass has at most `pass_tokens` tokens, so other requests wait no longer than that.
     """
 
-    def __init__(self, model: LocalModel, cache_bytes: int, pass_tokens: int) -> None:
+    def __init__(self, model: CausalModel, cache_bytes: int, pass_tokens: int) -> None:
         self.model, self.pass_tokens = model, pass_tokens
         self.tree = self._tree(cache_bytes)
         self.pool = BufferPool(model.shape, self.tree, cache_bytes)

@@ -19,8 +19,8 @@ from kp_core.plan import Plan, Region
 from kp_core.prompt.prompt import Span
 
 if TYPE_CHECKING:
+    from kp_core.engines.hf.model import CausalModel
     from kp_core.engines.local.fill import Run
-    from kp_core.engines.local.model import LocalModel
 
 __all__ = ["PackKV"]
 
@@ -33,7 +33,7 @@ _TOGETHER_TOKENS = 256
 class PackKV:
     """Loads the KV of packs for a model's cache. The forward passes of composers take their turns in `scheduler`."""
 
-    def __init__(self, model: LocalModel, scheduler: Scheduler) -> None:
+    def __init__(self, model: CausalModel, scheduler: Scheduler) -> None:
         self._model, self._scheduler = model, scheduler
 
     def load(self, region: Region, run: Run) -> KVTensors | None:

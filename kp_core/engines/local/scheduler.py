@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kp_core.engines.local.buffer import KVBuffer
-from kp_core.engines.local.model import LocalModel
 from kp_core.engines.local.openmp import let_go
+
+if TYPE_CHECKING:
+    from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["Decoding", "Scheduler"]
 
@@ -50,7 +53,7 @@ class Scheduler:
     Prompts that arrive together are prefilled before the next step, which they then share.
     """
 
-    def __init__(self, model: LocalModel) -> None:
+    def __init__(self, model: CausalModel) -> None:
         self._model = model
         self._changed = threading.Condition()
         self._is_busy, self._prefilling, self._coming, self._is_in_vain = False, 0, 0, False
