@@ -17,16 +17,27 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import PackView, explicit_packs
-from kp_core.plan import Limit, Plan, Region, plan_regions, plan_steered
+from kp_core.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.conversation import Message, placed
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
 
-__all__ = ["Planner"]
+__all__ = ["Planned", "Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
 _REMEMBERED = 4096  # Most positions of recognised texts that are counted.
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a request, and what to compute when the engine is idle, for later requests."""
+
+    plan: Plan
+    learned: Sequence[tuple[KnowledgePack, Plan]] = ()
+    """Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
+    upgrade: Plan | None = None
+    """With `upgrade="background"`, the exact plan in place of one with composed packs."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +75,14 @@ class Planner:
         self,
         messages: Sequence[Message] | str,
         request: Request,
-        limit: Limit,
         *,
         tokens: int | None = None,
         learn: bool = True,
-    ) -> tuple[Plan, Sequence[tuple[KnowledgePack, Plan]]]:
-        """The plan of one request, and the packs to compile for their positions in it.
+    ) -> Planned:
+        """The plan of one request.
 
-        The answer may take `tokens` tokens, by default as many as the request allows. Each pack to compile comes
-        without KV, and with the plan for it. Without `learn`, recognised texts and kept KV are not counted as met.
+        The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
+        and kept KV are not counted as met.
         Raises `PromptError` and its subclasses, `FingerprintMismatchError` for packs, steerings and wrappers of another
         model, and `SteeringError`.
         """
@@ -80,7 +90,7 @@ class Planner:
         if view is not None:
             recognise = view.recognise and request.recognise
             view = replace(view, recognise=recognise, model=self._identity, mismatch=request.mismatch)
-        prompt, reordered = self._ordering.prompt(
+        prompt = self._ordering.prompt(
             placed(
                 messages,
                 view=view,
@@ -111,18 +121,21 @@ class Planner:
         plan = Plan(
             sourced.prompt,
             sourced.regions(steered),
-            request,
+            request.sampling,
             self._budget(sourced.prompt, request, tokens),
             packs=view,
             reuse=request.reuse,
-            plain=None if laid_prompt is prompt else prompt,
-            reordered=reordered,
-            limit=limit,
         )
         if steered:
             below = self._sourced(prompt.until(steered[0].stop), request, view)
             plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
-        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), learned
+        plan = replace(plan, kept=self._keeper.of(plan, request, learn=learn))
+        upgrade = None
+        if request.upgrade == "background" and any(region.composer for region in plan.regions):
+            upgrade = self._exact(prompt, view, reuse=plan.reuse)
+            if laid_prompt is prompt:  # Otherwise the parts of `kept` are positions between the composer's tokens.
+                upgrade = replace(upgrade, kept=plan.kept)
+        return Planned(plan, learned, upgrade)
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
@@ -227,18 +240,16 @@ class Planner:
             return None
         return entry if entry.token_ids == prompt.token_ids[span.start : span.stop] else None
 
-    def exact(self, plan: Plan) -> Plan:
-        """The plan for the same prompt without composers."""
-        sourced = self._sourced(plan.plain or plan.prompt, Request(), plan.packs)
-        # Parts of `kept` are positions in the prompt with the composer's tokens.
-        kept = None if plan.plain else plan.kept
-        return replace(plan, prompt=sourced.prompt, regions=sourced.regions(), plain=None, kept=kept)
+    def _exact(self, prompt: Prompt, source: PackView | None, *, reuse: bool) -> Plan:
+        """The plan that prefills `prompt` without composers."""
+        sourced = self._sourced(prompt, Request(), source)
+        return Plan(sourced.prompt, sourced.regions(), packs=source, reuse=reuse)
 
     def _is_upgraded(self, prompt: Prompt, request: Request, source: PackView | None) -> bool:
         """Whether the exact KV of a prompt, up to the end of its last pack, is in memory."""
         if request.composer.exact or not prompt.spans:
             return False
-        return self._found(self.exact(Plan(prompt, (), packs=source, reuse=request.reuse))) >= prompt.spans[-1].stop
+        return self._found(self._exact(prompt, source, reuse=request.reuse)) >= prompt.spans[-1].stop
 
     def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
         """How many tokens of a prompt would be computed now."""

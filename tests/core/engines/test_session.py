@@ -1,7 +1,7 @@
 """Sessions on engines of any kind, plans, and background work."""
 
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from kp_core import PackStore, Session, TokenStream
 from kp_core.engines.request import OPTIONS
 from kp_core.errors import BusyError, ModelError, OptionError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.plan import Sampling
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 
@@ -53,6 +54,22 @@ def test_an_engine_of_seven_members_answers(parrot, tmp_path):
         "Two islands.",
         len(parrot.build_pack("Two islands.", lazy=True).token_ids),
     )
+
+
+def test_a_plan_holds_nothing_of_the_session(parrot, tmp_path):
+    parrot.generate("Hi", temperature=0, stop="x", max_tokens=2, cancel=threading.Event(), timeout=60)
+    [plan] = parrot.engine.plans
+    assert plan.sampling == Sampling(stop="x", max_tokens=2)
+    assert type(plan.sampling) is Sampling
+    assert not {field.name for field in fields(plan)} & {"limit", "cancel", "request", "view"}
+
+
+def test_an_engine_that_never_looks_at_the_limit_is_cancelled_after_the_token_in_progress(parrot):
+    cancel = threading.Event()
+    stream = parrot.stream("Good morning", cancel=cancel, max_tokens=12)
+    assert next(stream) == "G"
+    cancel.set()
+    assert (stream.result().text, stream.result().finish_reason) == ("G", "cancelled")
 
 
 @pytest.mark.parametrize(
