@@ -6,6 +6,7 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
 
@@ -25,7 +26,6 @@ __all__ = ["Keeper"]
 _GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
 _BEGINS = 8  # First tokens of a part that belong to its key.
 _REMEMBERED = 4096  # Most keys whose uses are counted.
-_PROBE = "The lighthouse keeper counts ships, and writes each of them into a long book."
 
 
 class Keeper:
@@ -139,11 +139,8 @@ class Keeper:
         heads = []
         roles: tuple[CompiledFor, ...] = ("user", "system")
         for role in roles:
-            try:
-                tokenised = self._template.tokenise_pack(_PROBE, role)
-            except KnowledgePackError:  # Not every template has a system message.
-                continue
-            heads.append(tokenised.prompt.token_ids[: tokenised.prompt.spans[0].start])
+            with suppress(KnowledgePackError):  # Not every template has a system message.
+                heads.append(self._template.prefix(role).token_ids)
         return heads
 
 

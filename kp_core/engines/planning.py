@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -177,51 +177,51 @@ class Planner:
         """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, text_spans = list[Span](), list[Span]()
-        composable, accepts_mismatch, identity = (
-            set(request.composer.regions(prompt)),
-            request.mismatch == "accept",
-            self._identity,
-        )
+        composable = set(request.composer.regions(prompt))
         for span in prompt.spans:
-            pack, ids = span.pack, prompt.token_ids[span.start : span.stop]
-            fits, is_own = pack.token_ids == ids, pack.fingerprint == identity
+            pack = span.pack
             is_home = pack.prefix.token_ids == prompt.token_ids[: span.start]
-            entry = None if is_home or not is_own else self._entry(span, prompt, source)
-            stored_span = span if entry is None else replace(span, reference=replace(span.reference, pack=entry))
+            fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
+            is_exact = is_home and fits and pack.fingerprint == self._identity
             if span.recognised:
-                has_kv = entry is not None or (
-                    is_home and fits and is_own and (pack.kv is not None or pack.stored_bytes > 0)
-                )
                 is_plain = pack.steering is None and request.steering is None
-                if is_plain and has_kv:
-                    spans.append(stored_span)
-                    packs.add(stored_span)
+                is_read = is_exact and (pack.kv is not None or pack.stored_bytes > 0)
+                read = span if is_read else self._stored(span, prompt, source) if is_plain else None
+                if is_plain and read:
+                    packs.add(read)
+                    spans.append(read)
                 elif is_plain and self._again(span, prompt, learn=learn):
                     spans.append(span)
                     learned.append(self._compiled(span, prompt))
                 else:
                     text_spans.append(span)
                 continue
-            if is_home and fits and is_own:
+            if is_exact:
                 packs.add(span)
-            elif (
-                fits
-                and span in composable
-                and not is_home
-                and (is_own or (accepts_mismatch and pack.fingerprint.same_model(identity)))
-            ):
-                composed[span] = request.composer
-            elif fits and is_home and accepts_mismatch:
-                composed[span] = NaiveComposer("accept")
+            elif composer := self._composer(span, prompt, request, composable, is_home=is_home):
+                composed[span] = composer
             elif is_home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
                 # The store has only KV that another engine computed, so this engine compiles the pack too.
                 learned.append(self._compiled(span, prompt))
-            elif entry is not None:
-                span = stored_span  # noqa: PLW2901 - the same place, and KV that was computed for it
+            elif stored := self._stored(span, prompt, source):
+                span = stored  # noqa: PLW2901 - the same place, and KV that was computed for it
                 packs.add(span)
             spans.append(span)
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *text_spans))
         return _Sourced(prompt, frozenset(packs), composed, learned)
+
+    def _composer(
+        self, span: Span, prompt: Prompt, request: Request, composable: Collection[Span], *, is_home: bool
+    ) -> Composer | None:
+        """What makes the KV of a pack that is not exact at its place; `None` if it is computed or read."""
+        pack, accepts_mismatch = span.pack, request.mismatch == "accept"
+        if pack.token_ids != prompt.token_ids[span.start : span.stop]:
+            return None
+        if is_home:
+            return NaiveComposer("accept") if accepts_mismatch else None
+        is_own = pack.fingerprint == self._identity
+        may_compose = is_own or (accepts_mismatch and pack.fingerprint.same_model(self._identity))
+        return request.composer if may_compose and span in composable else None
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""
@@ -230,15 +230,19 @@ class Planner:
         before = [earlier for earlier in (*prompt.spans, *prompt.as_text) if earlier.start < span.start]
         return pack, self.wanted(prefix, ids, pack.namespace, before)
 
-    def _entry(self, span: Span, prompt: Prompt, source: PackView | None) -> KnowledgePack | None:
-        """The stored entry of a pack for exactly the tokens before it in `prompt`; `None` if `source` has none."""
-        if source is None or span.pack.steering is not None or not find_handles(span.handle):
+    def _stored(self, span: Span, prompt: Prompt, source: PackView | None) -> Span | None:
+        """The span with the stored entry of its pack for exactly the tokens before it, if `source` has one."""
+        pack, key = span.pack, PackKey(self._identity, prompt.prefix_of(span))
+        if source is None or pack.steering is not None or not find_handles(span.handle):
             return None
-        key = PackKey(self._identity, prompt.prefix_of(span))
+        if pack.fingerprint != self._identity or pack.prefix == key.prefix:
+            return None
         entry = source.peek(Handle.parse(span.handle), key)
         if entry is None or not key.fits(entry) or not entry.stored_bytes:
             return None
-        return entry if entry.token_ids == prompt.token_ids[span.start : span.stop] else None
+        if entry.token_ids != prompt.token_ids[span.start : span.stop]:
+            return None
+        return replace(span, reference=replace(span.reference, pack=entry))
 
     def _exact(self, prompt: Prompt, source: PackView | None, *, reuse: bool) -> Plan:
         """The plan that prefills `prompt` without composers."""

@@ -78,6 +78,11 @@ class Session:
         """The model and its numerics. The weights are hashed on first use."""
         return self.engine.identity
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether all packs are built without KV, because a server computes it."""
+        return "lazy" in self.engine.supports and "kv" not in self.engine.supports
+
     @cached_property
     def _planner(self) -> Planner:
         return Planner(self.template, self.engine.identity, self.max_positions, self._found)
@@ -212,7 +217,7 @@ class Session:
         any of it is computed), is left out and passed to `on_short`; without `on_short`, its error is raised. A
         progress bar appears after one second.
         """
-        lazy = lazy or ("lazy" in self.engine.supports and "kv" not in self.engine.supports)
+        lazy = lazy or self.is_lazy
         self._need("kv", "building packs", needed=not lazy)
         annotated_texts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
         environment = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
