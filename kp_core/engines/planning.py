@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
-from kp_core.engines.keeping import Keeper
+from kp_core.engines.keeping import Keeper, Met
 from kp_core.engines.ordering import Ordering, missing_tokens
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
@@ -26,7 +24,6 @@ from kp_core.steering import as_steering
 __all__ = ["Planned", "Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
-_REMEMBERED = 4096  # Most positions of recognised texts that are counted.
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ class Planner:
         self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._keeper = Keeper(template, identity)
-        self._met: Counter[tuple[str, int]] = Counter()
-        self._counting = Lock()
+        self._met = Met()
 
     def plan(
         self,
@@ -190,7 +186,7 @@ class Planner:
                 if is_plain and read:
                     packs.add(read)
                     spans.append(read)
-                elif is_plain and self._again(span, prompt, learn=learn):
+                elif is_plain and self._met((span.handle, hash(prompt.token_ids[: span.start])), learn=learn):
                     spans.append(span)
                     learned.append(self._compiled(span, prompt))
                 else:
@@ -260,17 +256,6 @@ class Planner:
         sourced = self._sourced(prompt, request, source)
         plan = Plan(sourced.prompt, sourced.regions(), reuse=request.reuse)
         return missing_tokens(plan, self._found(plan))
-
-    def _again(self, span: Span, prompt: Prompt, *, learn: bool) -> bool:
-        """Whether a pack that was recognised by its text was met after these tokens before. With `learn`, count it."""
-        place = (span.handle, hash(prompt.token_ids[: span.start]))
-        with self._counting:
-            was_met = self._met[place] > 0
-            if learn:
-                if not was_met and len(self._met) >= _REMEMBERED:
-                    del self._met[next(iter(self._met))]
-                self._met[place] += 1
-        return was_met
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""
