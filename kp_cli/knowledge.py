@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -38,7 +37,7 @@ from kp_cli.shared import (
     tell,
 )
 from kp_core import edit as editing
-from kp_core.compiling import MUCH_BYTES, compile_cost, provenance_of
+from kp_core.compiling import MUCH_BYTES, compile_cost, find_compiled, provenance_of
 from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
@@ -47,11 +46,11 @@ from kp_core.facts.banking import BANK_SIZE
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 from kp_core.facts.sources.drafts import STDIN
 from kp_core.packs.codec import Compression
-from kp_core.packs.fingerprint import NUMERICS
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey
 from kp_core.packs.store import PackStore
 from kp_core.progress import bar_of
+from kp_core.units import estimate_units
 from kp_serve.engine import VLLMEngine
 
 __all__ = ["add", "build", "edit", "gc", "remove", "size"]
@@ -148,16 +147,18 @@ class CompileOptions(ModelOptions):
     def plan(self, units: Iterable[Fact], store: PackStore | None, session: Session) -> dict[str, Any]:
         """The cost of compiling the units that have no pack yet."""
         compress = self.chosen(session)
-        texts, stored, allowed = [], 0, set(NUMERICS if compress == "int8" else ())
-        for unit in units:
-            pack = store and store.peek(store.handle(unit.text, unit.namespace))
-            differences = pack.fingerprint.diff(session.fingerprint).keys() if pack else set()
-            if pack and differences <= allowed and (pack.stored_bytes or self.kv == "lazy"):
-                stored += 1
-            else:
-                texts.append(unit.text)
-        cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
-        report: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+        units, is_lazy = list(units), self.kv == "lazy"
+        compiled: Collection[tuple[str, str]] = ()
+        if store is not None:
+            compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
+        texts = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
+        cost = compile_cost(texts, session, lazy=is_lazy, compress=compress)
+        report = {
+            "packs": cost.packs,
+            "tokens": cost.tokens,
+            "stored": len(units) - len(texts),
+            "compress": compress,
+        }
         if server := self.server(session):  # Only the server knows bytes and time.
             return report | {"server": server.base_url}
         return report | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
@@ -216,7 +217,7 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
                 banks = bank_size or existing.bank_size
                 facts, folder = itertools.chain(existing.facts(), facts), options.folder(place, existing)
                 store = PackStore(folder) if is_store(folder) else None
-            plan = compiling.plan(_units_of(facts, compiling.unit, banks), store, compiling.load())
+            plan = compiling.plan(estimate_units(facts, compiling.unit, banks), store, compiling.load())
             if as_json:
                 print_json({"dry_run": True, "plan": plan, "skipped": [str(error) for error in skipped]})
             else:
@@ -382,7 +383,7 @@ def size(
             facts, banks = list(collection.facts()), collection.bank_size
     else:
         facts, banks = list(SourceOptions().facts([Path(path) for path in places], [])), BANK_SIZE
-    units = [fact.text for fact in _units_of(facts, unit, banks)]
+    units = [fact.text for fact in estimate_units(facts, unit, banks)]
     session = model.load()
     costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
     tokens, text_bytes = costs["none"].tokens, sum(len(text.encode()) for text in units)
@@ -444,15 +445,6 @@ def _ingested(told: Mapping[str, Any]) -> str:
             f"Corrected in the collection since, and left as they are: {ids}. (Files still say what they said.)"
         )
     return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
-
-
-def _units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
-    """The units that facts will make. Banks are an estimate until they are made."""
-    groups = defaultdict[object, list[str]](list)
-    for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
-        key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
-        groups[space, key].append(text)
-    return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
 
 
 def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> None:

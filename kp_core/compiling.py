@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
-from kp_core.errors import FactError, PackError, PromptError
+from kp_core.errors import FactError, PackError, PromptError, ShortTextError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.embed import Embedder, SentenceTransformerEmbedder, as_embedder
 from kp_core.packs.codec import Compression, check_compression
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
-from kp_core.packs.pack import KnowledgePack
+from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.view import Packs
 from kp_core.units import Unit
 
@@ -26,6 +28,7 @@ __all__ = [
     "CompileCost",
     "compile_cost",
     "compile_facts",
+    "find_compiled",
     "open_facts",
     "provenance_of",
     "refuse_unreadable",
@@ -62,34 +65,101 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     the model, has no pack: its handle is `None`, and a warning names it. Raises `PackError` for an unknown `compress`.
     """
     check_compression(compress)
-    accept = accept or compress == "int8"
     facts = [fact.moved(namespace) for fact in facts]
-    results: dict[tuple[str, str], Handle] = {}
-    for space in dict.fromkeys(fact.namespace for fact in facts):
-        units: dict[str, Fact] = {}
-        for fact in facts:
-            if fact.namespace == space:
-                units.setdefault(fact.text, fact)
+    results, outdated = find_compiled(
+        *(facts, engine, store),
+        compiled_for=compiled_for,
+        lazy=lazy or engine.is_lazy,
+        accept=accept or compress == "int8",
+    )
+    missing = defaultdict[str, dict[str, Fact]](dict)
+    for fact in facts:
+        if (fact.namespace, fact.text) not in results:
+            missing[fact.namespace].setdefault(fact.text, fact)
+    for space, units in missing.items():
 
         def short(text: str, error: PromptError, wanted: dict[str, Fact] = units) -> None:
             # A template that carries no packs has already logged a warning.
             level = logging.WARNING if engine.template.carries_packs else logging.DEBUG
             logger.log(level, "The text %r of fact %s goes as text: %s", text, wanted[text].id, error)
 
-        is_current = partial(_is_stored, store, lazy=lazy, accept=accept)
-        build = partial(engine.build_packs, namespace=space, compiled_for=compiled_for, on_short=short)
-        is_there = set(store).__contains__ if len(units) > _LOOKED_AT else lambda handle: store.peek(handle) is not None
-        stored = {text: handle for text in units if is_there(handle := store.handle(text, space))}
-        compiled = _done(stored, build, store, is_current, progress=progress)
-        results |= {(space, text): stored[text] for text in compiled}
-        missing = [text for text in units if text not in compiled]
-        history = {text: _edited(store.peek(stored[text])) for text in missing if text in stored}
-        provenances = [provenance_of(units[text], unit) | history.get(text, {}) for text in missing]
-        if progress and len(missing) >= _MANY:
-            _say_cost(compile_cost(missing, engine, lazy=lazy, compress=compress))
-        for pack in build(missing, lazy=lazy, compress=compress, provenance=provenances, progress=progress):
+        provenances = [
+            provenance_of(fact, unit) | (_edits_of(outdated[space, text]) if (space, text) in outdated else {})
+            for text, fact in units.items()
+        ]
+        if progress and len(units) >= _MANY:
+            _say_cost(compile_cost(list(units), engine, lazy=lazy, compress=compress))
+        settings: dict[str, Any] = {"lazy": lazy, "compress": compress, "progress": progress}
+        settings |= {"namespace": space, "compiled_for": compiled_for, "provenance": provenances, "on_short": short}
+        for pack in engine.build_packs(list(units), **settings):
             results[space, pack.text] = store.put(pack)
     return [results.get((fact.namespace, fact.text)) for fact in facts]
+
+
+def find_compiled(  # noqa: PLR0913 - as `compile_facts`
+    units: Iterable[Fact],
+    engine: Session,
+    store: Packs,
+    *,
+    compiled_for: CompiledFor = "user",
+    lazy: bool = False,
+    accept: bool = False,
+) -> tuple[dict[tuple[str, str], Handle], dict[tuple[str, str], KnowledgePack]]:
+    """The handles of the units whose packs need no compiling, and the stored packs of others, by namespace and text.
+
+    Looks up each pack once, and tokenises only a text that has tokens in common with its prefix. If there are very many
+    packs, it looks up a sample. If the sample is right, the rest is assumed to be; a search looks them up.
+    """
+    handles = {(unit.namespace, unit.text): store.handle(unit.text, unit.namespace) for unit in units}
+    if len(handles) > _LOOKED_AT:
+        listed = set(store)
+        handles = {unit: handle for unit, handle in handles.items() if handle in listed}
+    if not handles:
+        return {}, {}
+    try:
+        prefix = engine.template.prefix(compiled_for)
+    except ShortTextError:  # The template carries no packs.
+        return {}, {}
+    key = PackKey(engine.fingerprint, prefix)
+    is_compiled = partial(_is_compiled, engine, store, compiled_for, key, lazy=lazy, accept=accept)
+    if len(handles) > _LOOKED_AT:
+        sample = list(handles.values())[:: len(handles) // _SAMPLE]
+        if all(is_compiled(handle, store.peek(handle, key)) for handle in sample):
+            return handles, {}
+    stored = {unit: pack for unit, handle in handles.items() if (pack := store.peek(handle, key))}
+    compiled = {unit: handles[unit] for unit, pack in stored.items() if is_compiled(handles[unit], pack)}
+    return compiled, {unit: pack for unit, pack in stored.items() if unit not in compiled}
+
+
+def _is_compiled(  # noqa: PLR0913 - as `find_compiled`
+    engine: Session,
+    store: Packs,
+    compiled_for: CompiledFor,
+    key: PackKey,
+    handle: Handle,
+    pack: KnowledgePack | None,
+    *,
+    lazy: bool,
+    accept: bool,
+) -> bool:
+    """Whether a stored pack has this model and position, and its KV unless `lazy`."""
+
+    def is_of_model(pack: KnowledgePack) -> bool:
+        return pack.fingerprint.same_model(key.model) if accept else pack.fingerprint == key.model
+
+    if pack is None or not is_of_model(pack):
+        return False
+    if pack.prefix != key.prefix:
+        # The first characters of some texts share a token with the text before them, so their prefix is another one.
+        try:
+            tokenised = engine.template.tokenise_pack(pack.text, compiled_for)
+        except ShortTextError:
+            return False
+        prefix = tokenised.prompt.prefix_of(tokenised.prompt.spans[0])
+        pack = store.peek(handle, PackKey(key.model, prefix))
+        if pack is None or not is_of_model(pack) or (pack.prefix, pack.token_ids) != (prefix, tokenised.token_ids):
+            return False
+    return lazy or pack.stored_bytes > 0 or not store.get(handle, pack.key).is_lazy
 
 
 @dataclass(frozen=True)
@@ -140,48 +210,9 @@ def provenance_of(fact: Fact, unit: Unit) -> dict[str, str]:
     return {name: value for name, value in fields.items() if value}
 
 
-def _done(
-    stored: Mapping[str, Handle],
-    build: Callable[..., Iterator[KnowledgePack]],
-    store: Packs,
-    stands: Callable[[KnowledgePack, KnowledgePack], bool],
-    *,
-    progress: bool,
-) -> set[str]:
-    """Return the texts whose packs need no compiling.
-
-    If there are very many, it checks a sample. If the sample is right, the rest is assumed to be; a search checks it.
-    """
-    # The prefix is nearly always the same for all packs; the others are planned again.
-    first = next(iter(build(list(stored)[:1], lazy=True, progress=False)), None)
-    if first is None:
-        return set()
-
-    def is_done(text: str) -> bool:
-        pack = store.peek(stored[text], first.key)
-        return pack is not None and stands(pack, first)
-
-    if len(stored) > _LOOKED_AT and all(map(is_done, list(stored)[:: len(stored) // _SAMPLE])):
-        return set(stored)
-    compiled = set(filter(is_done, stored))
-    for plan in build([text for text in stored if text not in compiled], lazy=True, progress=progress):
-        pack = store.peek(stored[plan.text], plan.key)
-        if pack and pack.token_ids == plan.token_ids and stands(pack, plan):
-            compiled.add(plan.text)
-    return compiled
-
-
-def _edited(pack: KnowledgePack | None) -> dict[str, str]:
+def _edits_of(pack: KnowledgePack) -> dict[str, str]:
     """Return the edits of a stored pack as provenance, for a text that is compiled again."""
-    return replace(pack.edits, starts=()).written({}) if pack is not None and pack.history else {}
-
-
-def _is_stored(store: Packs, pack: KnowledgePack, plan: KnowledgePack, *, lazy: bool, accept: bool) -> bool:
-    """Whether a stored pack has the model and position of `plan`, and its KV unless `lazy`."""
-    fits = pack.fingerprint.same_model(plan.fingerprint) if accept else pack.fingerprint == plan.fingerprint
-    if not fits or pack.prefix != plan.prefix:
-        return False
-    return lazy or pack.stored_bytes > 0 or not store.get(store.handle(pack.text, pack.namespace), pack.key).is_lazy
+    return replace(pack.edits, starts=()).written({}) if pack.history else {}
 
 
 def refuse_unreadable(facts: Iterable[Fact], engine: Session, compiled_for: CompiledFor) -> None:

@@ -112,7 +112,10 @@ class Limit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything an engine needs to answer one request; made once, and printable (`Session.explain`)."""
+    """What an engine needs to answer one request; made once, and printable (`Session.explain`).
+
+    It does not say when the answer must end early: that is `TokenStream.limit`.
+    """
 
     prompt: Prompt
     regions: tuple[Region, ...]
@@ -134,17 +137,12 @@ class Plan:
     """The token range whose KV `Engine.kv` returns. Regions provide it as far as they go; the rest is computed behind
     them."""
     reuse: bool = True
-    plain: Prompt | None = None
-    """The canonical prompt, if a composer added tokens to `prompt`."""
-    reordered: int = 0
-    """Number of packs whose order among their neighbours changed."""
-    limit: Limit = field(default_factory=Limit, compare=False)
 
     def until(self, stop: int) -> Plan:
         """Return the plan that only prefills the first `stop` tokens of the prompt."""
         regions = tuple(replace(region, stop=min(region.stop, stop)) for region in self.regions if region.start < stop)
         prompt = self.prompt.until(stop)
-        return replace(self, prompt=prompt, regions=regions, token_budget=0, grammar=None, limit=Limit())
+        return replace(self, prompt=prompt, regions=regions, token_budget=0, grammar=None)
 
     @property
     def owners(self) -> frozenset[str]:

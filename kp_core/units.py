@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -9,7 +10,7 @@ from typing import Literal, TypeAlias
 from kp_core.errors import FactError
 from kp_core.facts import Fact, FactStore
 
-__all__ = ["Unit", "Units"]
+__all__ = ["Unit", "Units", "estimate_units"]
 
 Unit: TypeAlias = Literal["fact", "bank", "document"]
 
@@ -58,9 +59,22 @@ class Units:
             members = tuple(self.facts.facts(where={"kp:source": source}, namespace=fact.namespace))
         titles = {member.title for member in members}
         return Fact(
-            "\n".join(member.text for member in members),
+            _joined(member.text for member in members),
             title=title or (titles.pop() if len(titles) == 1 else ""),
             source=source,
             metadata={"facts": " ".join(member.id for member in members)},
             namespace=fact.namespace,
         )
+
+
+def estimate_units(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
+    """Return the units that facts of no store will make, to estimate their cost; banks are consecutive facts."""
+    groups = defaultdict[object, list[str]](list)
+    for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
+        key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
+        groups[space, key].append(text)
+    return [Fact(_joined(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "\n".join(texts)

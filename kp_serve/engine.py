@@ -176,8 +176,8 @@ class VLLMEngine:
         computed_before = 0  # Tokens that the server computed before it could steer or move.
         spans = plan.prompt.spans
         headers = {FIRST_PACK: spans[0].handle} if spans and find_handles(spans[0].handle) else {}
-        for event in self._events(body, headers, plan.limit):
-            if plan.limit.is_set():
+        for event in self._events(body, headers, stream.limit):
+            if stream.limit.is_set():
                 break
             computed_before = event.get(COMPUTED, computed_before)
             for choice in event.get("choices", ()):
@@ -189,7 +189,7 @@ class VLLMEngine:
             if usage := event.get("usage"):
                 details = usage.get("prompt_tokens_details") or {}
                 stream.computed_tokens = computed_before + usage["prompt_tokens"] - details.get("cached_tokens", 0)
-        if plan.limit.is_set():
+        if stream.limit.is_set():
             stream.finish = "cancelled"
             return
         if ended is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
 from kp_core.packs.fingerprint import ModelFingerprint
-from kp_core.plan import Plan
+from kp_core.plan import Limit, Plan
 
 __all__ = ["CAPABILITIES", "CachingEngine", "Engine", "FinishReason", "TokenStream", "refusal"]
 
@@ -52,6 +52,9 @@ class TokenStream:
         """Logits after the prompt, `(vocabulary,)`. Engines that support `logits` set them after the prefill."""
         self.losses: list[float] = []
         """The negative log-probability of each token of a forced answer."""
+        self.limit = Limit()
+        """When a long prefill must end early, with the finish `"cancelled"` and no token. The session sets it before it
+        reads the first token, and checks it itself after each token."""
         self._tokens = tokens(self)
 
     def __iter__(self) -> TokenStream:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
 
@@ -20,12 +20,29 @@ from kp_core.plan import Plan
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "Met"]
 
 _GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
 _BEGINS = 8  # First tokens of a part that belong to its key.
-_REMEMBERED = 4096  # Most keys whose uses are counted.
-_PROBE = "The lighthouse keeper counts ships, and writes each of them into a long book."
+_REMEMBERED = 4096
+
+
+class Met:
+    """Says of a key whether it was met before. Remembers the latest 4,096; threads may share it."""
+
+    def __init__(self) -> None:
+        self._keys = dict[Hashable, None]()
+        self._lock = threading.Lock()
+
+    def __call__(self, key: Hashable, *, learn: bool = True) -> bool:
+        """Whether `key` was met before. With `learn`, it is met now."""
+        with self._lock:
+            was_met = key in self._keys
+            if learn and not was_met:
+                if len(self._keys) >= _REMEMBERED:
+                    del self._keys[next(iter(self._keys))]
+                self._keys[key] = None
+            return was_met
 
 
 class Keeper:
@@ -33,8 +50,7 @@ class Keeper:
 
     def __init__(self, template: ChatTemplate, identity: ModelFingerprint) -> None:
         self._template, self._identity = template, identity
-        self._met = Counter[KeptEntry]()
-        self._counting = threading.Lock()
+        self._met = Met()
 
     def of(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
         """The kept KV for `plan`; with `learn`, also the parts that this request must keep.
@@ -54,19 +70,10 @@ class Keeper:
         )
         if learn:
             missing = (part for part in kept.keys if not kept.has(*part))
-            kept.wanted = frozenset(part for part in missing if self._again(kept.keys[part], request.keep))
+            kept.wanted = frozenset(part for part in missing if request.keep == "always" or self._met(kept.keys[part]))
         # A wrapped pack is compiled once and kept then, under every policy except `never`.
         kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
-
-    def _again(self, key: KeptEntry, keep: str) -> bool:
-        if keep == "always":
-            return True
-        with self._counting:
-            if key not in self._met and len(self._met) >= _REMEMBERED:
-                del self._met[next(iter(self._met))]
-            self._met[key] += 1
-            return self._met[key] > 1
 
     def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
         """The key of each pack that is not read from its own entry, by the part `start:stop` of the prompt.
@@ -139,11 +146,8 @@ class Keeper:
         heads = []
         roles: tuple[CompiledFor, ...] = ("user", "system")
         for role in roles:
-            try:
-                tokenised = self._template.tokenise_pack(_PROBE, role)
-            except KnowledgePackError:  # Not every template has a system message.
-                continue
-            heads.append(tokenised.prompt.token_ids[: tokenised.prompt.spans[0].start])
+            with suppress(KnowledgePackError):  # Not every template has a system message.
+                heads.append(self._template.prefix(role).token_ids)
         return heads
 
 

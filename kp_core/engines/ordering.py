@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -68,8 +68,8 @@ class Ordering:
         *,
         is_free: bool,
         learn: bool,
-    ) -> tuple[Prompt, int]:
-        """The prompt, and how many packs moved. It never costs more to compute than the prompt in the given order.
+    ) -> Prompt:
+        """The prompt. It never costs more to compute than the prompt in the given order.
 
         A set of packs that was sent before at the same place keeps its order, so a conversation keeps its orders.
         """
@@ -83,7 +83,7 @@ class Ordering:
             for at, order in orders.items()
             for handle, original in zip(order, groups[at].handles, strict=True)
         ]
-        return prompt, sum(moved)
+        return replace(prompt, reordered=sum(moved))
 
     def _best(
         self,

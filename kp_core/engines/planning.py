@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
-from kp_core.engines.keeping import Keeper
+from kp_core.engines.keeping import Keeper, Met
 from kp_core.engines.ordering import Ordering, missing_tokens
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError
@@ -17,16 +15,26 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, find_handles
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.packs.view import PackView, explicit_packs
-from kp_core.plan import Limit, Plan, Region, plan_regions, plan_steered
+from kp_core.plan import Plan, Region, plan_regions, plan_steered
 from kp_core.prompt.conversation import Message, placed
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
 
-__all__ = ["Planner"]
+__all__ = ["Planned", "Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
-_REMEMBERED = 4096  # Most positions of recognised texts that are counted.
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a request, and what to compute when the engine is idle, for later requests."""
+
+    plan: Plan
+    learned: Sequence[tuple[KnowledgePack, Plan]] = ()
+    """Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
+    upgrade: Plan | None = None
+    """With `upgrade="background"`, the exact plan in place of one with composed packs."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +65,20 @@ class Planner:
         self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
         self._keeper = Keeper(template, identity)
-        self._met: Counter[tuple[str, int]] = Counter()
-        self._counting = Lock()
+        self._met = Met()
 
     def plan(
         self,
         messages: Sequence[Message] | str,
         request: Request,
-        limit: Limit,
         *,
         tokens: int | None = None,
         learn: bool = True,
-    ) -> tuple[Plan, Sequence[tuple[KnowledgePack, Plan]]]:
-        """The plan of one request, and the packs to compile for their positions in it.
+    ) -> Planned:
+        """The plan of one request.
 
-        The answer may take `tokens` tokens, by default as many as the request allows. Each pack to compile comes
-        without KV, and with the plan for it. Without `learn`, recognised texts and kept KV are not counted as met.
+        The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
+        and kept KV are not counted as met.
         Raises `PromptError` and its subclasses, `FingerprintMismatchError` for packs, steerings and wrappers of another
         model, and `SteeringError`.
         """
@@ -80,7 +86,7 @@ class Planner:
         if view is not None:
             recognise = view.recognise and request.recognise
             view = replace(view, recognise=recognise, model=self._identity, mismatch=request.mismatch)
-        prompt, reordered = self._ordering.prompt(
+        prompt = self._ordering.prompt(
             placed(
                 messages,
                 view=view,
@@ -111,18 +117,21 @@ class Planner:
         plan = Plan(
             sourced.prompt,
             sourced.regions(steered),
-            request,
+            request.sampling,
             self._budget(sourced.prompt, request, tokens),
             packs=view,
             reuse=request.reuse,
-            plain=None if laid_prompt is prompt else prompt,
-            reordered=reordered,
-            limit=limit,
         )
         if steered:
             below = self._sourced(prompt.until(steered[0].stop), request, view)
             plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
-        return replace(plan, kept=self._keeper.of(plan, request, learn=learn)), learned
+        plan = replace(plan, kept=self._keeper.of(plan, request, learn=learn))
+        upgrade = None
+        if request.upgrade == "background" and any(region.composer for region in plan.regions):
+            upgrade = self._exact(prompt, view, reuse=plan.reuse)
+            if laid_prompt is prompt:  # Otherwise the parts of `kept` are positions between the composer's tokens.
+                upgrade = replace(upgrade, kept=plan.kept)
+        return Planned(plan, learned, upgrade)
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
@@ -164,51 +173,51 @@ class Planner:
         """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, text_spans = list[Span](), list[Span]()
-        composable, accepts_mismatch, identity = (
-            set(request.composer.regions(prompt)),
-            request.mismatch == "accept",
-            self._identity,
-        )
+        composable = set(request.composer.regions(prompt))
         for span in prompt.spans:
-            pack, ids = span.pack, prompt.token_ids[span.start : span.stop]
-            fits, is_own = pack.token_ids == ids, pack.fingerprint == identity
+            pack = span.pack
             is_home = pack.prefix.token_ids == prompt.token_ids[: span.start]
-            entry = None if is_home or not is_own else self._entry(span, prompt, source)
-            stored_span = span if entry is None else replace(span, reference=replace(span.reference, pack=entry))
+            fits = pack.token_ids == prompt.token_ids[span.start : span.stop]
+            is_exact = is_home and fits and pack.fingerprint == self._identity
             if span.recognised:
-                has_kv = entry is not None or (
-                    is_home and fits and is_own and (pack.kv is not None or pack.stored_bytes > 0)
-                )
                 is_plain = pack.steering is None and request.steering is None
-                if is_plain and has_kv:
-                    spans.append(stored_span)
-                    packs.add(stored_span)
-                elif is_plain and self._again(span, prompt, learn=learn):
+                is_read = is_exact and (pack.kv is not None or pack.stored_bytes > 0)
+                read = span if is_read else self._stored(span, prompt, source) if is_plain else None
+                if is_plain and read:
+                    packs.add(read)
+                    spans.append(read)
+                elif is_plain and self._met((span.handle, hash(prompt.token_ids[: span.start])), learn=learn):
                     spans.append(span)
                     learned.append(self._compiled(span, prompt))
                 else:
                     text_spans.append(span)
                 continue
-            if is_home and fits and is_own:
+            if is_exact:
                 packs.add(span)
-            elif (
-                fits
-                and span in composable
-                and not is_home
-                and (is_own or (accepts_mismatch and pack.fingerprint.same_model(identity)))
-            ):
-                composed[span] = request.composer
-            elif fits and is_home and accepts_mismatch:
-                composed[span] = NaiveComposer("accept")
+            elif composer := self._composer(span, prompt, request, composable, is_home=is_home):
+                composed[span] = composer
             elif is_home and pack.fingerprint == ModelFingerprint.unknown() and pack.text:
                 # The store has only KV that another engine computed, so this engine compiles the pack too.
                 learned.append(self._compiled(span, prompt))
-            elif entry is not None:
-                span = stored_span  # noqa: PLW2901 - the same place, and KV that was computed for it
+            elif stored := self._stored(span, prompt, source):
+                span = stored  # noqa: PLW2901 - the same place, and KV that was computed for it
                 packs.add(span)
             spans.append(span)
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *text_spans))
         return _Sourced(prompt, frozenset(packs), composed, learned)
+
+    def _composer(
+        self, span: Span, prompt: Prompt, request: Request, composable: Collection[Span], *, is_home: bool
+    ) -> Composer | None:
+        """What makes the KV of a pack that is not exact at its place; `None` if it is computed or read."""
+        pack, accepts_mismatch = span.pack, request.mismatch == "accept"
+        if pack.token_ids != prompt.token_ids[span.start : span.stop]:
+            return None
+        if is_home:
+            return NaiveComposer("accept") if accepts_mismatch else None
+        is_own = pack.fingerprint == self._identity
+        may_compose = is_own or (accepts_mismatch and pack.fingerprint.same_model(self._identity))
+        return request.composer if may_compose and span in composable else None
 
     def _compiled(self, span: Span, prompt: Prompt) -> tuple[KnowledgePack, Plan]:
         """The pack of `span` as compiled for its position, without KV, and the plan that computes its KV."""
@@ -217,45 +226,36 @@ class Planner:
         before = [earlier for earlier in (*prompt.spans, *prompt.as_text) if earlier.start < span.start]
         return pack, self.wanted(prefix, ids, pack.namespace, before)
 
-    def _entry(self, span: Span, prompt: Prompt, source: PackView | None) -> KnowledgePack | None:
-        """The stored entry of a pack for exactly the tokens before it in `prompt`; `None` if `source` has none."""
-        if source is None or span.pack.steering is not None or not find_handles(span.handle):
+    def _stored(self, span: Span, prompt: Prompt, source: PackView | None) -> Span | None:
+        """The span with the stored entry of its pack for exactly the tokens before it, if `source` has one."""
+        pack, key = span.pack, PackKey(self._identity, prompt.prefix_of(span))
+        if source is None or pack.steering is not None or not find_handles(span.handle):
             return None
-        key = PackKey(self._identity, prompt.prefix_of(span))
+        if pack.fingerprint != self._identity or pack.prefix == key.prefix:
+            return None
         entry = source.peek(Handle.parse(span.handle), key)
         if entry is None or not key.fits(entry) or not entry.stored_bytes:
             return None
-        return entry if entry.token_ids == prompt.token_ids[span.start : span.stop] else None
+        if entry.token_ids != prompt.token_ids[span.start : span.stop]:
+            return None
+        return replace(span, reference=replace(span.reference, pack=entry))
 
-    def exact(self, plan: Plan) -> Plan:
-        """The plan for the same prompt without composers."""
-        sourced = self._sourced(plan.plain or plan.prompt, Request(), plan.packs)
-        # Parts of `kept` are positions in the prompt with the composer's tokens.
-        kept = None if plan.plain else plan.kept
-        return replace(plan, prompt=sourced.prompt, regions=sourced.regions(), plain=None, kept=kept)
+    def _exact(self, prompt: Prompt, source: PackView | None, *, reuse: bool) -> Plan:
+        """The plan that prefills `prompt` without composers."""
+        sourced = self._sourced(prompt, Request(), source)
+        return Plan(sourced.prompt, sourced.regions(), packs=source, reuse=reuse)
 
     def _is_upgraded(self, prompt: Prompt, request: Request, source: PackView | None) -> bool:
         """Whether the exact KV of a prompt, up to the end of its last pack, is in memory."""
         if request.composer.exact or not prompt.spans:
             return False
-        return self._found(self.exact(Plan(prompt, (), packs=source, reuse=request.reuse))) >= prompt.spans[-1].stop
+        return self._found(self._exact(prompt, source, reuse=request.reuse)) >= prompt.spans[-1].stop
 
     def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
         """How many tokens of a prompt would be computed now."""
         sourced = self._sourced(prompt, request, source)
         plan = Plan(sourced.prompt, sourced.regions(), reuse=request.reuse)
         return missing_tokens(plan, self._found(plan))
-
-    def _again(self, span: Span, prompt: Prompt, *, learn: bool) -> bool:
-        """Whether a pack that was recognised by its text was met after these tokens before. With `learn`, count it."""
-        place = (span.handle, hash(prompt.token_ids[: span.start]))
-        with self._counting:
-            was_met = self._met[place] > 0
-            if learn:
-                if not was_met and len(self._met) >= _REMEMBERED:
-                    del self._met[next(iter(self._met))]
-                self._met[place] += 1
-        return was_met
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""

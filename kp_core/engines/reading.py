@@ -57,16 +57,19 @@ class Reading:
         try:
             for token in stream:
                 tokens.append(token)
-                ttft = ttft or plan.limit.spent
+                ttft = ttft or stream.limit.spent
                 if stream.finish == "stop":
                     break
                 if piece := text.push(token):
                     yield from parts.push(piece)
                 if text.stopped:
                     break
-                check_time(plan.limit, len(tokens))
+                check_time(stream.limit, len(tokens))
+                if stream.limit.is_set():
+                    stream.finish = "cancelled"
+                    break
             if not tokens:
-                check_time(plan.limit, 0)
+                check_time(stream.limit, 0)
             yield from parts.push(text.flush())
             yield from parts.finish()
             reason = "stop" if text.stopped else stream.finish
@@ -167,7 +170,7 @@ def usage_of(plan: Plan, stream: TokenStream, completion: int, ttft: float) -> U
         ttft_s=ttft,
         recognised_tokens=prompt.recognised_tokens,
         approximate_tokens=stream.approximate_tokens,
-        reordered_packs=plan.reordered,
+        reordered_packs=prompt.reordered,
         errata_tokens=sum(span.errata_tokens for span in prompt.spans if not span.recognised),
         state_bytes=stream.state_bytes,
     )

@@ -196,6 +196,11 @@ class Request(Sampling):
         checked = checked_options(options, "A request")
         return cls(**checked) if base is None else replace(base, **checked)
 
+    @property
+    def sampling(self) -> Sampling:
+        """The part of the options that says how the next token is chosen."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
     @cached_property
     def shape(self) -> AnswerShape:
         """The shape that the answer must have. Raises `ToolError` for tools and schemas that contradict themselves."""

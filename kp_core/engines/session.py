@@ -78,6 +78,11 @@ class Session:
         """The model and its numerics. The weights are hashed on first use."""
         return self.engine.identity
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether all packs are built without KV, because a server computes it."""
+        return "lazy" in self.engine.supports and "kv" not in self.engine.supports
+
     @cached_property
     def _planner(self) -> Planner:
         return Planner(self.template, self.engine.identity, self.max_positions, self._found)
@@ -100,9 +105,10 @@ class Session:
     def stream(self, messages: Sequence[Message] | str, **options: Any) -> Stream:  # noqa: ANN401
         """The answer in pieces. Raises as `generate`, at the call."""
         request = Request.of(options)
+        limit = Limit(request.cancel, request.timeout)
         plan, reading = self._plan(messages, request)
         self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
-        return Stream(self._answer(plan, reading, self.engine.run(plan)))
+        return Stream(self._answer(plan, reading, self._start(plan, limit)))
 
     def generate_many(
         self,
@@ -135,14 +141,16 @@ class Session:
     def prefill(self, messages: Sequence[Message] | str, **options: Any) -> Prefill:  # noqa: ANN401
         """Prefill a conversation without answering it. Warms the cache, and returns the logits after the prompt."""
         self._need("logits", "a prefill alone")
-        plan, _ = self._plan(messages, Request.of(options), tokens=0)
-        stream = self._run(plan)
+        request = Request.of(options)
+        limit = Limit(request.cancel, request.timeout)
+        plan, _ = self._plan(messages, request, tokens=0)
+        stream = self._run(plan, limit)
         if plan.kept:
             plan.kept.write(self.when_idle)
-        check_time(plan.limit, 0)
+        check_time(limit, 0)
         if stream.first_logits is None:
             raise CancelledError("The prefill was cancelled.")
-        return Prefill(stream.first_logits, usage_of(plan, stream, 0, plan.limit.spent), plan.prompt)
+        return Prefill(stream.first_logits, usage_of(plan, stream, 0, limit.spent), plan.prompt)
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it."""
@@ -162,9 +170,11 @@ class Session:
         tokens = tuple(self.tokenizer.encode(answer, add_special_tokens=False))
         if not tokens:
             return 1.0
-        plan, _ = self._plan(messages, Request.of(options), forced=tokens, tokens=len(tokens))
-        losses = self._run(plan).losses
-        check_time(plan.limit, 0)
+        request = Request.of(options)
+        limit = Limit(request.cancel, request.timeout)
+        plan, _ = self._plan(messages, request, forced=tokens, tokens=len(tokens))
+        losses = self._run(plan, limit).losses
+        check_time(limit, 0)
         if not losses:
             raise CancelledError("The measurement was cancelled.")
         return math.exp(fmean(losses))
@@ -207,7 +217,7 @@ class Session:
         any of it is computed), is left out and passed to `on_short`; without `on_short`, its error is raised. A
         progress bar appears after one second.
         """
-        lazy = lazy or ("lazy" in self.engine.supports and "kv" not in self.engine.supports)
+        lazy = lazy or self.is_lazy
         self._need("kv", "building packs", needed=not lazy)
         annotated_texts = zip(texts, provenance or itertools.repeat({}, len(texts)), strict=True)
         environment = {"device": platform.machine(), "torch": importlib.metadata.version("torch"), "engine": self.name}
@@ -308,10 +318,10 @@ class Session:
         forced: tuple[int, ...] = (),
         learn: bool = True,
     ) -> tuple[Plan, Reading]:
-        limit = Limit(request.cancel, request.timeout)
         with self._planning:
             planner = self._planner
-        plan, learned = planner.plan(messages, request, limit, tokens=tokens, learn=learn)
+        planned = planner.plan(messages, request, tokens=tokens, learn=learn)
+        plan = planned.plan
         reading = Reading(self.template, self.tokenizer, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)
@@ -319,10 +329,10 @@ class Session:
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         if learn:
             self._doubts.say(plan, request.view, self.fingerprint.identity)
-            self._compile(learned, request)
-            if request.upgrade == "background" and any(region.composer for region in plan.regions):
+            self._compile(planned.learned, request)
+            if planned.upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.
-                    self.when_idle(partial(self._prefill_steps, planner.exact(plan)))
+                    self.when_idle(partial(self._prefill_steps, planned.upgrade))
         return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
 
     def _prefill_steps(self, plan: Plan) -> Iterator[None]:
@@ -332,10 +342,15 @@ class Session:
                 pass
             yield
 
-    def _run(self, plan: Plan) -> TokenStream:
+    def _start(self, plan: Plan, limit: Limit) -> TokenStream:
+        stream = self.engine.run(plan)
+        stream.limit = limit
+        return stream
+
+    def _run(self, plan: Plan, limit: Limit) -> TokenStream:
         """The stream of `plan`, run to its end."""
         with self._idle.request():
-            stream = self.engine.run(plan)
+            stream = self._start(plan, limit)
             for _ in stream:
                 pass
         return stream

@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from hashlib import blake2b
 from typing import Any, Literal, TypeAlias
 
@@ -44,6 +45,8 @@ _ANY_FOLLOWER = ("\n", "\n\n", " ", "  ", "a", "A", " a", "1", ".", ",", ")", "'
 # After a final line feed only the next pack or the caller's system message can follow, which begin with a letter or a
 # sign.
 _PRINTED_FOLLOWER = tuple(follower for follower in _ANY_FOLLOWER if not follower.isspace() and follower[0] != " ")
+_PROBE = "The lighthouse keeper counts ships, and writes each of them into a long book."
+_MOST_PREFIXES = 64
 _FREE = AnswerShape()
 _Inputs: TypeAlias = tuple[list[dict[str, Any]], Mapping[str, Any]]
 
@@ -94,6 +97,7 @@ class ChatTemplate:
         self.thought = thought_of(self.source)
         """The marks around reasoning at the beginning of an answer, or `None`."""
         self._doubted = False
+        self._prefixes: dict[Hashable, Prefix] = {}
         self.carries_packs = True
         """Whether packs can be found in prompts. A template that changes the text of messages hides them, and they go
         as text."""
@@ -194,6 +198,20 @@ class ChatTemplate:
         if not token_ids:
             raise ShortTextError(f"The text {text[:40]!r} is too short: what follows it may change every token.")
         return TokenisedPack(text, token_ids, prompt)
+
+    def prefix(self, compiled_for: Sequence[Message] | Literal["user", "system"] = "user") -> Prefix:
+        """Return the tokens before a pack at the position `compiled_for`, computed once; raises as `tokenise_pack`.
+
+        A text whose first characters share a token with the text before it has a shorter prefix.
+        """
+        # Some templates print the date.
+        key = (self.source, repr(compiled_for), datetime.now().astimezone().date())
+        if key not in self._prefixes:
+            prompt = self.tokenise_pack(_PROBE, compiled_for).prompt
+            if len(self._prefixes) >= _MOST_PREFIXES:
+                self._prefixes.clear()
+            self._prefixes[key] = prompt.prefix_of(prompt.spans[0])
+        return self._prefixes[key]
 
     def ends(self, prompt: Prompt) -> tuple[int, ...]:
         """For each pack, return the end of its text and the blanks behind it, in tokens, within its message."""

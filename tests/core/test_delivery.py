@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import chromadb
 import pytest
 
-from kp_core import Fact, Handle, Hit, KnowledgePack, MemoryFactStore, Message, PackStore, load_engine
+from kp_core import Fact, Hit, MemoryFactStore, Message, PackStore, load_engine
 from kp_core.compiling import compile_facts, open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
+from kp_core.prompt.encoding import PromptEncoder
+from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
 from tests.core.facts.test_facts import HashEmbedder
@@ -258,38 +261,69 @@ def test_what_is_no_unit_is_refused(facts: MemoryFactStore, tmp_path: Path) -> N
 
 
 class Watched:
-    """An engine that notes what it tokenises, and for which of it KV is computed."""
+    """Counts what is tokenised, rendered and looked up."""
 
-    def __init__(self) -> None:
-        self.engine, self.planned, self.built = tiny_engine(), list[str](), list[str]()
-        self.build_pack = self.engine.build_pack
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts = Counter[str]()
+        for kind, name in (
+            (PromptEncoder, "encode"),
+            (ChatTemplate, "_render"),
+            (Session, "build_packs"),
+            (PackStore, "peek"),
+            (PackStore, "get"),
+        ):
+            monkeypatch.setattr(kind, name, self._counted(name, getattr(kind, name)))
 
-    def build_packs(self, texts: Sequence[str], *, lazy: bool = False, **options: Any) -> Iterator[KnowledgePack]:
-        for pack in self.engine.build_packs(texts, lazy=lazy, **options):
-            (self.planned if lazy else self.built).append(pack.text)
-            yield pack
+    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            self.counts[name] += 1 if name != "build_packs" else len(arguments[1])
+            return original(*arguments, **options)
+
+        return counted
 
 
-def compiled(facts: Sequence[Fact], store: PackStore, **options: Any) -> tuple[Watched, list[Handle | None]]:
-    engine = Watched()
-    return engine, compile_facts(facts, engine, store, progress=False, **options)  # type: ignore[arg-type]
-
-
-def test_each_text_is_read_once_whether_it_is_stored_or_not(tmp_path: Path) -> None:
-    store, facts = PackStore(tmp_path), [Fact("One."), Fact("Two."), Fact("Three.")]
-    first, handles = compiled(facts[:1], store)
-    assert (first.planned, first.built) == ([], ["One."])
-    second, more = compiled(facts, store)
-    assert (second.planned, second.built) == (["One."], ["Two.", "Three."])
-    third, again = compiled(facts, store)
-    assert (third.planned, third.built) == (["One."], [])
-    assert again == more == [store.handle(fact.text, "default") for fact in facts]
+def test_each_text_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, store, facts = tiny_engine(), PackStore(tmp_path), [Fact("One."), Fact("Two."), Fact("Three.")]
+    watched = Watched(monkeypatch)
+    handles = compile_facts(facts[:1], engine, store, progress=False)
+    assert watched.counts["build_packs"] == 1
+    more = compile_facts(facts, engine, store, progress=False)
+    assert watched.counts["build_packs"] == 3
+    assert compile_facts(facts, engine, store, progress=False) == more
+    assert watched.counts["build_packs"] == 3
+    assert more == [store.handle(fact.text, "default") for fact in facts]
     assert handles == more[:1]
+
+
+@pytest.mark.parametrize("kv", ["stored", "lazy"])
+def test_a_search_that_finds_stored_packs_compiles_nothing(
+    facts: MemoryFactStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv: str
+) -> None:
+    packs(facts, tmp_path, kv=kv).search("Part 2 of a.md.", 3)
+    watched, delivery = Watched(monkeypatch), packs(facts, tmp_path, kv=kv)
+    assert all(found.handle for found in delivery.search("Part 2 of a.md.", 3))
+    assert watched.counts == {"peek": 3}, "one look-up for each pack, no rendering and no tokenisation"
+
+
+def test_a_text_that_shares_a_token_with_its_prefix_is_compiled_once(tmp_path: Path) -> None:
+    engine = load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(merges=1))  # It merges two line feeds.
+    store, place = PackStore(tmp_path), [{"role": "user", "content": "Know:\n{pack}"}]
+    facts = [Fact("\nOne."), Fact("Two.")]
+    first = compile_facts(facts, engine, store, compiled_for=place, progress=False)
+    one, two = (store.peek(handle) for handle in first if handle)
+    assert one is not None
+    assert two is not None
+    assert one.prefix != two.prefix
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        watched = Watched(monkeypatch)
+        assert compile_facts(facts, engine, store, compiled_for=place, progress=False) == first
+    assert watched.counts["build_packs"] == 0
 
 
 def test_a_fact_is_compiled_in_its_own_namespace(tmp_path: Path) -> None:
     store = PackStore(tmp_path)
-    _, handles = compiled([Fact("One."), Fact("One.", namespace="theirs"), Fact("Two.")], store, namespace="mine")
+    facts = [Fact("One."), Fact("One.", namespace="theirs"), Fact("Two.")]
+    handles = compile_facts(facts, tiny_engine(), store, namespace="mine", progress=False)
     assert [str(handle).partition("/")[0] for handle in handles] == ["kp:mine", "kp:theirs", "kp:mine"]
     assert all(handle and store.get(handle).namespace == handle.namespace for handle in handles)
 

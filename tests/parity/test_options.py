@@ -1,6 +1,7 @@
 """The table of options in every place that takes options; `python -m tests.parity.test_options` writes its page."""
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from langchain_core.language_models import BaseChatModel
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from kp_core import NaiveComposer, PackStore
 from kp_core.engines.base import CAPABILITIES
+from kp_core.engines.planning import Planner
 from kp_core.engines.request import OPTIONS
 from kp_core.errors import OptionError, PromptError, SamplingError
 from kp_core.testing import CHATML
@@ -97,9 +99,10 @@ def heard(adapter, store, fields, **options):
     """The request that the engine is asked when a model with `fields` is called with `options`."""
     fixed = FixedEngine(CAPABILITIES, like=engine())
     model = ADAPTERS[adapter](engine=fixed, store=store, namespaces=["open"], **fields)
-    (model.invoke if adapter == "langchain" else model.complete)("Hi", **options)
-    [plan] = fixed.plans
-    return plan.sampling
+    with mock.patch.object(Planner, "plan", autospec=True, side_effect=Planner.plan) as planned:
+        (model.invoke if adapter == "langchain" else model.complete)("Hi", **options)
+    [call] = planned.call_args_list
+    return call.args[2]
 
 
 def plain(value):

@@ -199,8 +199,13 @@ class KVBuffer:
 
     def holds(self, kv: KVTensors) -> bool:
         """Whether `kv` is a view of the memory right after the filled tokens, so that it is already in place."""
-        next_keys = self.layers[0].keys[0, :, self.length :]
-        return bool(kv.keys[0].numel()) and kv.keys[0].data_ptr() == next_keys.data_ptr()
+        places = [
+            (tensor, own[0, :, self.length :])
+            for layer, key, value in zip(self.layers, kv.keys, kv.values, strict=True)
+            for tensor, own in ((key, layer.keys), (value, layer.values))
+            if tensor.numel()
+        ]
+        return bool(places) and all(tensor.data_ptr() == place.data_ptr() for tensor, place in places)
 
     def _restore(self, states: Sequence[Tensor]) -> None:
         """Set the states after the last token. Without `states`, they are unknown there."""

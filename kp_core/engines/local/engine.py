@@ -139,7 +139,7 @@ class LocalEngine:
     def _start(self, plan: Plan, stream: TokenStream, room: int, *, asks: bool = False) -> Run | None:
         """Prefill the prompt. Returns `None` when the request was cancelled meanwhile."""
         try:
-            return self._filler.start(plan, len(plan.prompt) + room, asks=asks)
+            return self._filler.start(plan, len(plan.prompt) + room, asks=asks, limit=stream.limit)
         except Cancelled:
             stream.finish = "cancelled"
             return None
@@ -155,7 +155,7 @@ class LocalEngine:
         try:
             if run.question:
                 self._filler.ask(run, decoding)
-                if plan.limit.is_set():
+                if stream.limit.is_set():
                     stream.finish = "cancelled"
                     return
             _tell(stream, run)
@@ -167,9 +167,6 @@ class LocalEngine:
                     stream.finish = "stop"
                 yield tokens[-1]
                 if stream.finish == "stop":
-                    return
-                if plan.limit.is_set():
-                    stream.finish = "cancelled"
                     return
                 # The KV of a token is computed when the caller requests the next token.
                 if remaining > 1:

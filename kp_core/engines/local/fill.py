@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Filler", "Run"]
 
+_NEVER = Limit()
+
 
 @dataclass
 class Run:
@@ -34,6 +36,7 @@ class Run:
     """
 
     plan: Plan
+    limit: Limit
     buffer: KVBuffer
     path: Path
     logits: Tensor | None
@@ -92,18 +95,26 @@ class Filler:
         token_losses = torch.nn.functional.cross_entropy(logits.float(), ids[0].to(logits.device), reduction="none")
         return [float(loss) for loss in token_losses]
 
-    def start(self, plan: Plan, capacity: int, *, logits: bool = True, asks: bool = False) -> Run:
+    def start(
+        self,
+        plan: Plan,
+        capacity: int,
+        *,
+        logits: bool = True,
+        asks: bool = False,
+        limit: Limit = _NEVER,
+    ) -> Run:
         """Prefill the prompt of `plan` into a buffer for `capacity` tokens.
 
         With `asks`, the end of the prompt may be left to `ask`, if it is short and other requests are computing.
         Waits until the buffer fits into the budget. Raises `CacheBudgetError` if it can never fit, and `Cancelled`
-        when the limit of the plan is reached.
+        at `limit`.
         """
         # One prompt at a time, so that a second prompt with the same beginning finds the KV of the first.
-        with self.scheduler.coming(), self.pool.turn(plan.limit):
+        with self.scheduler.coming(), self.pool.turn(limit):
             tree = self.tree if plan.reuse else self._tree(0)
             fill = self._steered if plan.below else self._plain
-            return fill(plan, capacity, tree, logits=logits, asks=asks and plan.reuse)
+            return fill(plan, capacity, tree, limit, logits=logits, asks=asks and plan.reuse)
 
     def ask(self, run: Run, decoding: Decoding) -> None:
         """Compute the tokens that `start` left in `run.question`, in one pass with the steps of other requests."""
@@ -127,8 +138,10 @@ class Filler:
         searched = self.tree if tree is None else tree
         return searched.match(plan.prompt.token_ids, owners=plan.owners, labels=plan.labels, logits=logits)
 
-    def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool = False) -> Run:
-        run = self._at(plan, capacity, tree, logits=logits)
+    def _plain(  # noqa: PLR0913 - as `start`
+        self, plan: Plan, capacity: int, tree: PrefixTree, limit: Limit, *, logits: bool, asks: bool = False
+    ) -> Run:
+        run = self._at(plan, capacity, tree, limit, logits=logits)
         try:
             self._packs.prefetch(plan, run.buffer.length)
             for region in plan.regions:
@@ -174,7 +187,7 @@ class Filler:
         start = run.buffer.length
         run.buffer.append(kv)
         self._extend(run, start, kv)
-        _check(run.plan.limit)
+        _check(run.limit)
 
     def _compose(self, run: Run, region: Region) -> None:
         """Write the KV that a composer makes for a region."""
@@ -203,21 +216,23 @@ class Filler:
                 if self.model.shape.fits(kv):
                     run.plan.kept.take(start, stop, kv.to("cpu"))
 
-    def _steered(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool) -> Run:
+    def _steered(  # noqa: PLR0913 - as `start`
+        self, plan: Plan, capacity: int, tree: PrefixTree, limit: Limit, *, logits: bool, asks: bool
+    ) -> Run:
         if plan.below is None:
             raise AssertionError("a steered plan has a plain one below it")
         first_region = next(region for region in plan.regions if region.parts)
-        run, kv = self._at(plan, capacity, tree, logits=logits), None
+        run, kv = self._at(plan, capacity, tree, limit, logits=logits), None
         if run.buffer.length < first_region.stop:
             # Only plain KV precedes the first steered region. So its plain KV comes from the same sources as that of a
             # plain prompt: the tree, then packs, then a forward pass.
             self.finish(run)
-            plain_run = self._plain(plan.below, capacity, tree, logits=False)
+            plain_run = self._plain(plan.below, capacity, tree, limit, logits=False)
             try:
                 kv, computed = plain_run.buffer.read(0, first_region.stop), plain_run.computed
             finally:
                 self.finish(plain_run)
-            run = self._at(plan, capacity, tree, logits=logits)
+            run = self._at(plan, capacity, tree, limit, logits=logits)
             run.computed = computed
         try:
             if kv is not None and (filled := run.buffer.length) < first_region.stop:
@@ -233,7 +248,7 @@ class Filler:
             raise
         return run
 
-    def _at(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool) -> Run:
+    def _at(self, plan: Plan, capacity: int, tree: PrefixTree, limit: Limit, *, logits: bool) -> Run:
         """A run whose buffer holds the KV that the tree has of the prompt. Waits until there is room for the buffer."""
         while True:
             path = self.match(plan, tree, logits=logits)
@@ -243,10 +258,10 @@ class Filler:
                 path.release()
                 raise
             if buffer is not None:
-                return Run(plan, buffer, path, path.last.logits if path.tokens == len(plan.prompt) else None)
+                return Run(plan, limit, buffer, path, path.last.logits if path.tokens == len(plan.prompt) else None)
             # The nodes of the path may take up the room. They were used last, so the tree evicts them last.
             path.release()
-            self.pool.wait(capacity, plan.limit)
+            self.pool.wait(capacity, limit)
 
     def _compute(self, run: Run, until: int, *, logits: bool = False, asks: bool = False) -> None:
         """Compute the tokens up to `until`, in passes of at most `pass_tokens`.
@@ -265,7 +280,7 @@ class Filler:
             run.logits = self._pass(run, ids, logits=is_last)
             run.computed += stop - start
             self._extend(run, start)
-            _check(run.plan.limit)
+            _check(run.limit)
 
     def _extend(self, run: Run, start: int, kv: KVTensors | None = None) -> None:
         """Insert the tokens of the buffer from `start` on into the tree, as one node for each owner.
@@ -306,7 +321,7 @@ class Filler:
             ids = run.plan.prompt.token_ids[start : min(region.stop, start + self.pass_tokens)]
             self.forward(ids, run.buffer, logits=False)
             run.computed += len(ids)
-            _check(run.plan.limit)
+            _check(run.limit)
         kv = run.buffer.read(region.start, region.stop)
         run.buffer.truncate(region.start)
         self._alter(run, region, kv)

@@ -1,7 +1,8 @@
 """Sessions on engines of any kind, plans, and background work."""
 
 import threading
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ from kp_core import PackStore, Session, TokenStream
 from kp_core.engines.request import OPTIONS
 from kp_core.errors import BusyError, ModelError, OptionError, UnsupportedRequestError
 from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.plan import Sampling
+from kp_core.prompt.encoding import PromptEncoder
+from kp_core.prompt.template import ChatTemplate
 from kp_core.testing import tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine
 
@@ -53,6 +57,22 @@ def test_an_engine_of_seven_members_answers(parrot, tmp_path):
         "Two islands.",
         len(parrot.build_pack("Two islands.", lazy=True).token_ids),
     )
+
+
+def test_a_plan_holds_nothing_of_the_session(parrot, tmp_path):
+    parrot.generate("Hi", temperature=0, stop="x", max_tokens=2, cancel=threading.Event(), timeout=60)
+    [plan] = parrot.engine.plans
+    assert plan.sampling == Sampling(stop="x", max_tokens=2)
+    assert type(plan.sampling) is Sampling
+    assert not {field.name for field in fields(plan)} & {"limit", "cancel", "request", "view"}
+
+
+def test_an_engine_that_never_looks_at_the_limit_is_cancelled_after_the_token_in_progress(parrot):
+    cancel = threading.Event()
+    stream = parrot.stream("Good morning", cancel=cancel, max_tokens=12)
+    assert next(stream) == "G"
+    cancel.set()
+    assert (stream.result().text, stream.result().finish_reason) == ("G", "cancelled")
 
 
 @pytest.mark.parametrize(
@@ -124,6 +144,31 @@ def test_one_request_is_planned_once(monkeypatch, tmp_path):
         calls.clear()
         engine.generate(question, view=store.view("isles"), max_tokens=2)
         assert calls == ["plan_regions"]
+
+
+def _count(monkeypatch, counts, kind, name):
+    original = getattr(kind, name)
+
+    def counted(*arguments, **options):
+        counts[(name, arguments[1]) if name == "peek" else name] += 1
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(kind, name, counted)
+
+
+def test_a_request_is_rendered_and_tokenised_once_and_a_handle_is_resolved_once(monkeypatch, tmp_path):
+    engine, store = tiny_engine(), PackStore(tmp_path)
+    handles = [store.put(engine.build_pack(f"Island {n} is green.", namespace="isles")) for n in range(2)]
+    question, counts = f"{handles[0]}\n{handles[1]}\n\nWhich?", Counter()
+    engine.generate(question, view=store.view("isles"), max_tokens=2)  # Keeps the prefixes of packs.
+    for kind, name in ((ChatTemplate, "_prompt"), (PromptEncoder, "encode"), (PackStore, "peek")):
+        _count(monkeypatch, counts, kind, name)
+    engine.generate(question, view=store.view("isles"), max_tokens=2, composer="splice")
+    assert counts == {"_prompt": 1, "encode": 1, ("peek", handles[0]): 1, ("peek", handles[1]): 1}
+    counts.clear()
+    # A pack behind another one may have an entry for this place, which only the rendered prompt names.
+    engine.generate(question, view=store.view("isles"), max_tokens=2)
+    assert counts == {"_prompt": 1, "encode": 1, ("peek", handles[0]): 1, ("peek", handles[1]): 2}
 
 
 def test_a_plan_tells_where_kv_comes_from_before_anything_is_computed(tmp_path):

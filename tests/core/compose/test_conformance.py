@@ -1,0 +1,100 @@
+"""The conformance kit of composers, on toys written against the protocol alone."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kp_core import KVTensors, load_engine
+from kp_core.testing import check_composer, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """An engine that toys may spoil."""
+    return load_engine(tiny_model("llama"), tokenizer=tiny_tokenizer(merges=7))
+
+
+@dataclass
+class Toy:
+    """Keeps the KV of packs as it is, and computes the tokens between them."""
+
+    exact = False
+    key = "toy"
+
+    def regions(self, prompt):
+        return prompt.spans
+
+    def fill(self, region, packs, forward):
+        kv = forward.room(region.stop - region.start)
+        for span, pack in zip(region.spans, packs, strict=True):
+            place = kv.slice(span.start - region.start, span.stop - region.start)
+            for target, tensor in zip((*place.keys, *place.values), (*pack.kv.keys, *pack.kv.values), strict=True):
+                target.copy_(tensor)
+        return forward.anew(kv, region.between)
+
+
+class Keyless(Toy):
+    key = ""
+
+
+class Elsewhere(Toy):
+    def regions(self, prompt):
+        return (*prompt.spans, prompt.until(3))
+
+
+class Boasting(Toy):
+    exact = True
+
+
+class Short(Toy):
+    def fill(self, region, packs, forward):
+        return packs[0].kv.slice(0, 3)
+
+
+class Random(Toy):
+    def fill(self, region, packs, forward):
+        kv = super().fill(region, packs, forward)
+        return KVTensors(kv.keys, tuple(value + torch.rand_like(value) for value in kv.values))
+
+
+class Grasping(Toy):
+    """Changes the KV of its packs."""
+
+    def fill(self, region, packs, forward):
+        with torch.inference_mode():
+            packs[0].kv.values[0].mul_(2)
+        return super().fill(region, packs, forward)
+
+
+class Trampling(Toy):
+    """Changes the KV before its region."""
+
+    def fill(self, region, packs, forward):
+        with torch.inference_mode():
+            forward.before.values[0].mul_(2)
+        return super().fill(region, packs, forward)
+
+
+def test_a_composer_of_four_members_passes(engine):
+    check_composer(Toy(), engine)
+    check_composer(Toy())
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (object, "has all members of `Composer`"),
+        (Keyless, "`key` is a text that does not change"),
+        (Elsewhere, "`regions` returns spans of the prompt"),
+        (Boasting, "An `exact` composer gives the logits of a plain prefill"),
+        (Short, r"`fill` returns KV of the tokens of its region. Got: .* made KV of 3 tokens"),
+        (Random, "Equal regions get equal KV each time"),
+        (Grasping, "`fill` leaves the KV of packs as it is"),
+        (Trampling, "`fill` leaves KV outside of its region as it is"),
+    ],
+)
+def test_a_broken_rule_is_named(engine, broken, rule):
+    engine.clear_cache()
+    with pytest.raises(AssertionError, match=rule):
+        check_composer(broken(), engine)
