@@ -80,7 +80,11 @@ class FolderBlobs:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> memoryview:
         """As `Blobs.read`; the caller owns the returned memory and may write to it."""
-        with open(self._file(key), "rb", buffering=0) as file:  # noqa: PTH123 - as `_file`
+        try:
+            file = open(self._file(key), "rb", buffering=0)  # noqa: PTH123, SIM115 - a string, as `_file`; closed below
+        except NotADirectoryError as error:  # There is a blob under the first part of the key.
+            raise FileNotFoundError(key) from error
+        with file:
             size = os.fstat(file.fileno()).st_size
             data = np.empty(max(0, min(size if stop is None else stop, size) - start), np.uint8).data
             file.seek(start)
