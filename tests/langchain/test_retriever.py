@@ -265,11 +265,16 @@ class Toy(Packs):
     """All that a store of packs has to be."""
 
     def __init__(self, shelf):
-        self.handle, self.peek, self.get, self.put = shelf.handle, shelf.peek, shelf.get, shelf.put
-        self.remove, self.handles = shelf.remove, shelf.handles
+        self.shelf, self.handle, self.put, self.remove = shelf, shelf.handle, shelf.put, shelf.remove
+
+    def peek(self, handle, key=None):
+        return self.shelf.peek(handle, key)
+
+    def get(self, handle, key=None):
+        return self.shelf.get(handle, key)
 
     def __iter__(self):
-        return self.handles()
+        return self.shelf.handles()
 
 
 def test_any_store_that_keeps_the_protocol_will_do(facts, shelf, embedder):
