@@ -44,6 +44,10 @@ class Blobs(Protocol):
     storage. I/O errors are `OSError`.
     """
 
+    @property
+    def is_far(self) -> bool:
+        """Whether each access takes long and the storage is not ours, so that it never holds the secret of handles."""
+
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return the bytes of one version of the blob, whole or `start:stop`; raises `FileNotFoundError`."""
 
@@ -68,6 +72,8 @@ class FolderBlobs:
 
     Raises `PackError` for a key that is not lower-case names joined by `/`, so no key points outside the folder.
     """
+
+    is_far = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()

@@ -101,8 +101,8 @@ class Packs(ABC):
         """Yield the packs of these namespaces that are not in `known`, with the texts to recognise."""
         return iter(())
 
-    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:  # noqa: ARG002
-        """Look up several entries in parallel, with `kv` also their KV, for stores where each access is slow."""
+    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]]) -> None:  # noqa: ARG002
+        """Look up several entries in parallel, for stores where each access is slow."""
         return
 
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
@@ -149,10 +149,6 @@ class PackView:
         """Return the pack with its KV."""
         return self._usable(self.source.get(handle, self._key(key)), handle)
 
-    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
-        """As `Packs.prefetch`."""
-        self.source.prefetch([(handle, self._key(key)) for handle, key in wanted], kv=kv)
-
     def _key(self, key: PackKey | None) -> PackKey | None:
         return PackKey(self.model) if key is None and self.model is not None else key
 
@@ -177,7 +173,8 @@ class PackView:
         """Split `text` into plain text, the packs of its handles, and packs whose texts it contains."""
         handles = find_handles(text)
         if handles and role in self.trusted_roles:
-            self.prefetch({(handle, None) for *_, handle in handles if handle.namespace in self.namespaces})
+            readable = {handle for *_, handle in handles if handle.namespace in self.namespaces}
+            self.source.prefetch([(handle, self._key(None)) for handle in readable])
         spans: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
         segments: list[Segment] = []
         end = 0

@@ -127,7 +127,6 @@ class Filler:
     def _plain(self, plan: Plan, capacity: int, tree: PrefixTree, *, logits: bool, asks: bool = False) -> Run:
         run = self._at(plan, capacity, tree, logits=logits)
         try:
-            self._packs.prefetch(plan, run.buffer.length)
             for region in plan.regions:
                 if region.composer is not None:
                     self._compose(run, region)

@@ -25,6 +25,8 @@ from tests.core.packs.made import make_pack, same
 class MemoryBlobs:
     """All that a new place for packs has to have."""
 
+    is_far = False
+
     def __init__(self) -> None:
         self.held: dict[str, tuple[bytes, BlobStat]] = {}
         self.lock, self.writes = threading.Lock(), 0
