@@ -230,9 +230,6 @@ class FactStore(Protocol):
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
         """Return the bank of each fact; raises `FactError` for a fact in no bank."""
 
-    def route(self, question: str, *, namespace: str | None = None) -> str:
-        """Return the bank whose centroid has the highest cosine with `question`."""
-
     def rebuild(self) -> None:
         """Make all banks anew."""
 

@@ -124,7 +124,8 @@ class BaseFactStore(ABC):
         """See `FactStore.get`."""
         for fact in self.facts(ids=[fact_id], namespace=namespace):
             return fact
-        raise FactError(f"There is no fact with the id {fact_id!r}{_within(namespace)}.")
+        where = "" if namespace is None else f" in the namespace {namespace!r}"
+        raise FactError(f"There is no fact with the id {fact_id!r}{where}.")
 
     def search(  # noqa: PLR0913 - what may be asked for, each with a default that works
         self,
@@ -186,16 +187,6 @@ class BaseFactStore(ABC):
                 "another process made banks. `rebuild()` puts all facts into banks."
             )
         return [names[fact.namespace, fact.id] for fact in facts]
-
-    def route(self, question: str, *, namespace: str | None = None) -> str:
-        """See `FactStore.route`."""
-        query = self._query(question)
-        with self._writing:
-            for space, number in self._ranked(self._spaces(namespace), query):
-                if self._living(space, number):
-                    return _name(space, number)
-        self._check_filled()
-        raise FactError(f"There are no facts{_within(namespace)}.")
 
     def _probed(self, spaces: list[str], query: Vectors, wanted: int, probes: int, where: Filter | None) -> list[Hit]:
         """Return hits in the `probes` nearest banks, and in further ones, nearest first, until there are enough."""
@@ -468,7 +459,3 @@ def _conflict(fact: Fact, held: Fact) -> FactError:
 
 def _name(namespace: str, number: int) -> str:
     return f"{namespace}/{number}"
-
-
-def _within(namespace: str | None) -> str:
-    return "" if namespace is None else f" in the namespace {namespace!r}"

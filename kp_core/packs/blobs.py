@@ -44,6 +44,10 @@ class Blobs(Protocol):
     storage. I/O errors are `OSError`.
     """
 
+    @property
+    def is_far(self) -> bool:
+        """Whether each access takes long and the storage is not ours, so that it never holds the secret of handles."""
+
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return the bytes of one version of the blob, whole or `start:stop`; raises `FileNotFoundError`."""
 
@@ -69,6 +73,8 @@ class FolderBlobs:
     Raises `PackError` for a key that is not lower-case names joined by `/`, so no key points outside the folder.
     """
 
+    is_far = False
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self._root = str(self.path)
@@ -80,7 +86,11 @@ class FolderBlobs:
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> memoryview:
         """As `Blobs.read`; the caller owns the returned memory and may write to it."""
-        with open(self._file(key), "rb", buffering=0) as file:  # noqa: PTH123 - as `_file`
+        try:
+            file = open(self._file(key), "rb", buffering=0)  # noqa: PTH123, SIM115 - a string, as `_file`; closed below
+        except NotADirectoryError as error:  # There is a blob under the first part of the key.
+            raise FileNotFoundError(key) from error
+        with file:
             size = os.fstat(file.fileno()).st_size
             data = np.empty(max(0, min(size if stop is None else stop, size) - start), np.uint8).data
             file.seek(start)

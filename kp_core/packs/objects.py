@@ -6,8 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime
 from hashlib import blake2b
@@ -23,7 +22,6 @@ _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
 _CACHE_BYTES = 8 * 2**30
 _FRESH_SECONDS = 1.0
 _LARGE = 32 * 2**20  # Larger blobs are read in parallel parts.
-_AT_ONCE = 8
 _DIGEST_BYTES = 16  # Bytes of the digest that ends each local copy.
 _TRIES = 5
 _BUCKETS = {"s3", "s3a", "gs", "gcs"}
@@ -59,17 +57,17 @@ class ObjectBlobs:
         self._options = {**(_S3 if self.protocol in {"s3", "s3a"} else {}), **options}
         self._connected = dict[int, Any]()
         self.root = str(self._system._strip_protocol(self._url)).rstrip("/")  # noqa: SLF001 - fsspec's name for it
-        self._near = NearBlobs(self._url, cache_bytes) if cache_bytes and self.is_shared else None
+        self._near = NearBlobs(self._url, cache_bytes) if cache_bytes and self.is_far else None
         self._seen = dict[str, tuple[float, BlobStat]]()
         # Other storage makes a conditional write atomic itself.
-        self._turn: AbstractContextManager[object] = nullcontext() if self.is_shared else _IN_MEMORY
+        self._turn: AbstractContextManager[object] = nullcontext() if self.is_far else _IN_MEMORY
 
     def __str__(self) -> str:
         return self._url
 
     @property
-    def is_shared(self) -> bool:
-        """Whether other processes can read it; only the memory of this process is private."""
+    def is_far(self) -> bool:
+        """As `Blobs.is_far`: only the memory of this process is near."""
         return self.protocol != "memory"
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
@@ -162,19 +160,6 @@ class ObjectBlobs:
             self._seen.pop(key, None)
         return True
 
-    def look_at(self, keys: Collection[str], *, bytes_too: bool = False) -> None:
-        """Fetch several blobs in parallel into the caches of `stat` and `read`; those calls report errors."""
-
-        def fetch(key: str) -> None:
-            with suppress(OSError):
-                found = self.stat(key, recent=True)
-                if bytes_too and self._near and found and not self._near.has(key, found.version):
-                    self.read(key)
-
-        if len(keys) > 1:
-            with ThreadPoolExecutor(min(_AT_ONCE, len(keys))) as pool:
-                list(pool.map(fetch, keys))
-
     def _get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         try:
             # Without a start, s3fs would first ask for the size.
@@ -245,10 +230,6 @@ class NearBlobs:
 
     def __init__(self, place: str, max_bytes: int) -> None:
         self._blobs, self._place, self.max_bytes = FolderBlobs(cache_directory() / "objects"), place, max_bytes
-
-    def has(self, key: str, version: str) -> bool:
-        """Whether there is a copy of this version, damaged or not."""
-        return self._blobs.stat(self._name(key, version)) is not None
 
     def read(self, key: str, version: str) -> memoryview | None:
         """Return the copy of this version, in memory that the caller owns; `None` if there is no intact copy."""

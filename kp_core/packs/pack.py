@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING
 
 from kp_core.errors import FingerprintMismatchError, KVShapeError, PackError, SteeringError
 from kp_core.kv import KVTensors
@@ -15,25 +15,12 @@ from kp_core.packs.edits import Edit, Edits
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
-__all__ = ["KnowledgePack", "PackKey", "PackSteering", "Prefix", "common_length"]
+if TYPE_CHECKING:
+    from kp_core.steering.value import Steering
+
+__all__ = ["KnowledgePack", "PackKey", "Prefix", "common_length"]
 
 _ROUNDED = "/int8"  # Suffix of a fingerprint's dtype: int8 has numerics of its own, and never counts as exact.
-
-
-class PackSteering(Protocol):
-    """What a pack needs of a steering. `kp_core.steering.Steering` implements it."""
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether it changes nothing."""
-
-    def check(self, fingerprint: ModelFingerprint) -> None:
-        """Raise `FingerprintMismatchError` unless this model made the steering."""
-
-    def at_alpha(self, alpha: float | None, *, with_knowledge: bool) -> Self:
-        """Return the steering times `alpha`; without `alpha`, at its default strength."""
-
-    def __add__(self, other: Self) -> Self: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +68,7 @@ class KnowledgePack:
     """Where the pack comes from (`title`, `source`) and what computed it (`device`, `torch`), as readable strings."""
     stored_bytes: int = field(default=0, compare=False)
     """Bytes of KV that the store holds but has not loaded."""
-    steering: PackSteering | None = None
+    steering: Steering | None = None
     """What the engine adds to the pack's values wherever it places them (see `steer`). `kv` is always the plain KV, so
     steered KV is never mistaken for what the model computed."""
 
@@ -151,7 +138,7 @@ class KnowledgePack:
             fingerprint = replace(fingerprint, dtype=fingerprint.dtype + _ROUNDED)
         return replace(self, kv=rounded(self.kv), fingerprint=fingerprint, compression=compression)
 
-    def steer(self, steering: PackSteering, alpha: float | None = None) -> KnowledgePack:
+    def steer(self, steering: Steering, alpha: float | None = None) -> KnowledgePack:
         """Return the pack with steering applied: values `V + alpha * delta` (arXiv 2604.03270, section 2.6).
 
         The default `alpha` is the strength beside knowledge: the calibrated value of the steering, else 0.7. Steering

@@ -20,16 +20,16 @@ _NAMED = re.compile(rf"{_FOLDER}/[0-9a-f]{{32}}")
 _HOW = "a secret of 64 hexadecimal digits, e.g. of `openssl rand -hex 32`, or several, newest first, with commas"
 
 
-def load_secrets(blobs: Blobs, configured: str | None, *, is_far: bool) -> tuple[bytes, ...]:
+def load_secrets(blobs: Blobs, configured: str | None) -> tuple[bytes, ...]:
     """Return the secrets of the store, the one for new handles first; creates one for an empty folder.
 
-    A folder keeps its secret in a file, unless `configured` gives one. With `is_far` (object storage) a secret is
+    A folder keeps its secret in a file, unless `configured` gives one. For a far storage a secret is
     always configured, by default in `KP_SECRET`, and the store holds only its name. Raises `PackError` if the place
     holds other things, if the store was made with another secret, or if its secret is missing.
     """
-    text = configured or (os.environ.get(_VARIABLE) if is_far else None)
+    text = configured or (os.environ.get(_VARIABLE) if blobs.is_far else None)
     if not text:
-        if is_far:
+        if blobs.is_far:
             raise PackError(
                 f"The handles of {blobs} need a secret that is not kept there: set {_VARIABLE}, or pass "
                 f"`PackStore(..., secret=...)`: {_HOW}. Keep it: without it the handles mean nothing."

@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from kp_core.packs.files import (
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.kept import KeptEntries
-from kp_core.packs.objects import ObjectBlobs, open_blobs
+from kp_core.packs.objects import open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.room import LastUse, make_room
 from kp_core.packs.seal import Seal
@@ -39,6 +40,8 @@ from kp_core.packs.view import Packs
 __all__ = ["PackCorruptWarning", "PackStore"]
 
 logger = logging.getLogger(__name__)
+
+_AT_ONCE = 8
 
 
 class PackStore(Packs):
@@ -80,14 +83,13 @@ class PackStore(Packs):
             raise QuotaError(f"Got keep_bytes={keep_bytes}; expected a number of bytes, or 0 to keep nothing.")
         self.blobs: Blobs = open_blobs(place) if isinstance(place, str | os.PathLike) else place
         self.max_bytes = max_bytes
-        is_far = isinstance(self.blobs, ObjectBlobs) and self.blobs.is_shared
         try:
-            secrets = load_secrets(self.blobs, secret, is_far=is_far)
+            secrets = load_secrets(self.blobs, secret)
         except OSError as error:
-            if isinstance(self.blobs, ObjectBlobs):
+            if self.blobs.is_far:
                 raise PackError(str(error)) from error
             raise
-        self.files = PackFiles(self.blobs, secrets, are_configured=bool(secret) or is_far)
+        self.files = PackFiles(self.blobs, secrets, are_configured=bool(secret) or self.blobs.is_far)
         """The files under `packs/`, for engines that read only headers."""
         self._uses = LastUse(self.blobs)
         self.seal = None if seal is None else Seal(seal)
@@ -191,7 +193,7 @@ class PackStore(Packs):
             if pack is None:
                 slot, pack = "", self.files.read(handle)
         except OSError as error:
-            if peeked is None or isinstance(self.blobs, FolderBlobs):
+            if peeked is None or not self.blobs.is_far:
                 raise
             logger.warning("The KV of %s is out of reach, and is computed from its text: %s", handle, error)
             return peeked
@@ -213,13 +215,16 @@ class PackStore(Packs):
         self._uses.note(f"{handle}{slot}")
         return opened
 
-    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
-        """In object storage, look up several entries in parallel, with `kv` also their KV; otherwise do nothing."""
-        if isinstance(self.blobs, ObjectBlobs):
-            self.blobs.look_at([pack_key(handle) for handle, _ in wanted])
-            if kv:
-                slots = {pack_key(handle, self._find(handle, key)[0]) for handle, key in wanted}
-                self.blobs.look_at(slots, bytes_too=True)
+    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]]) -> None:
+        """Look up several entries in parallel if the storage is far; their first use reports errors."""
+
+        def look_up(entry: tuple[Handle, PackKey | None]) -> None:
+            with suppress(OSError, PackError):
+                self._find(*entry)
+
+        if self.blobs.is_far and len(wanted) > 1:
+            with ThreadPoolExecutor(min(_AT_ONCE, len(wanted))) as pool:
+                list(pool.map(look_up, wanted))
 
     def rotate(self) -> int:
         """Give every pack with a handle of an earlier secret a handle of the first secret; returns their number.

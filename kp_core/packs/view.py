@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, TypeAlias
 
-from kp_core.errors import KnowledgePackError, PackNotFoundError, PromptError
+from kp_core.errors import KnowledgePackError, PackError, PackNotFoundError, PromptError
 from kp_core.packs.blobs import Blobs
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace, find_handles
@@ -52,11 +53,11 @@ class PackRef:
 Segment: TypeAlias = str | PackRef
 
 
-@runtime_checkable
-class Packs(Protocol):
-    """A pack store, e.g. `PackStore`: makes handles, stores packs and finds them.
+class Packs(ABC):
+    """A store of packs: the base class of `PackStore`, and of a store of your own.
 
-    To write a store of your own, subclass it. Members with a default are optional.
+    A store that is only read needs `peek` and `get`; one that packs are put into also `handle`, `put`, `remove` and
+    `__iter__`, which raise `PackError` here. The other members are optional.
     """
 
     blobs: Blobs | None = None
@@ -69,38 +70,47 @@ class Packs(Protocol):
         """A token that changes whenever packs are stored or removed; cheap, read for every message."""
         return None
 
-    def handle(self, text: str, namespace: str) -> Handle:
+    def handle(self, text: str, namespace: str) -> Handle:  # noqa: ARG002
         """Return the handle of `text` in this store, whether stored or not."""
+        raise self._is_only_read()
 
-    def put(self, pack: KnowledgePack) -> Handle:
+    def put(self, pack: KnowledgePack) -> Handle:  # noqa: ARG002
         """Store the pack, replacing the pack of the same text; returns its handle."""
+        raise self._is_only_read()
 
+    @abstractmethod
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
         """Return the pack without its KV, or `None` if there is none; cheap, called at every turn.
 
         Of several entries it returns the one that fits `key`, else the first one of that model, else any.
         """
 
+    @abstractmethod
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
         """Return the entry that `peek` returns, with its KV if that is stored and intact."""
 
-    def remove(self, handle: Handle) -> None:
+    def remove(self, handle: Handle) -> None:  # noqa: ARG002
         """Delete the pack; raises `PackNotFoundError` if there is none."""
+        raise self._is_only_read()
 
     def __iter__(self) -> Iterator[Handle]:
         """Yield the handles of all packs."""
+        raise self._is_only_read()
 
     def texts(self, namespaces: Collection[str], known: Collection[Handle] = ()) -> Iterator[tuple[Handle, str]]:  # noqa: ARG002
         """Yield the packs of these namespaces that are not in `known`, with the texts to recognise."""
         return iter(())
 
-    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:  # noqa: ARG002
-        """Look up several entries in parallel, with `kv` also their KV, for stores where each access is slow."""
+    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]]) -> None:  # noqa: ARG002
+        """Look up several entries in parallel, for stores where each access is slow."""
         return
 
     def view(self, *namespaces: str, trusted_roles: Collection[str] = TRUSTED_ROLES) -> PackView:
         """Return the view of a conversation: these namespaces, and the roles that may bring handles."""
         return PackView(self, namespaces, trusted_roles)
+
+    def _is_only_read(self) -> PackError:
+        return PackError(f"The store of packs {type(self).__name__} is only read. Give a `PackStore`.")
 
 
 @dataclass(frozen=True)
@@ -111,7 +121,8 @@ class PackView:
     logged. The text of a pack is never searched for handles.
 
     With `recognise`, the exact texts of packs in messages of trusted roles count as packs; handles inside them stay
-    text. With a `model`, the view returns only packs that this model may use (see `usable`).
+    text. With a `model`, the view returns only packs that this model may use (see `usable`). Raises `PackError` if
+    `source` is no store of packs.
     """
 
     source: Packs
@@ -122,6 +133,8 @@ class PackView:
     mismatch: Mismatch = "error"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, Packs):
+            raise PackError(f"Got a {type(self.source).__name__} as store of packs; expected a `PackStore`.")
         if isinstance(self.namespaces, str):
             raise PromptError(f"Got the string {self.namespaces!r} as namespaces; expected a collection of names.")
         object.__setattr__(self, "namespaces", frozenset(check_namespace(name) for name in self.namespaces))
@@ -135,10 +148,6 @@ class PackView:
     def get(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack:
         """Return the pack with its KV."""
         return self._usable(self.source.get(handle, self._key(key)), handle)
-
-    def prefetch(self, wanted: Collection[tuple[Handle, PackKey | None]], *, kv: bool = False) -> None:
-        """As `Packs.prefetch`."""
-        self.source.prefetch([(handle, self._key(key)) for handle, key in wanted], kv=kv)
 
     def _key(self, key: PackKey | None) -> PackKey | None:
         return PackKey(self.model) if key is None and self.model is not None else key
@@ -164,7 +173,8 @@ class PackView:
         """Split `text` into plain text, the packs of its handles, and packs whose texts it contains."""
         handles = find_handles(text)
         if handles and role in self.trusted_roles:
-            self.prefetch({(handle, None) for *_, handle in handles if handle.namespace in self.namespaces})
+            readable = {handle for *_, handle in handles if handle.namespace in self.namespaces}
+            self.source.prefetch([(handle, self._key(None)) for handle in readable])
         spans: list[tuple[int, int, Handle | PackRef]] = [*handles, *self._recognised(text, role)]
         segments: list[Segment] = []
         end = 0

@@ -18,9 +18,8 @@ from kp_core.engines.session import Session
 from kp_core.errors import FactError, HandleError, OptionError, PackError, TemplateError
 from kp_core.prompt.encoding import PromptEncoder
 from kp_core.prompt.template import ChatTemplate
-from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
+from kp_core.testing import CHATML, HashEmbedder, tiny_model, tiny_tokenizer
 from tests.conftest import tiny_engine, until
-from tests.core.facts.test_facts import HashEmbedder
 
 FACTS = [
     Fact(f"Part {number} of {source or 'nothing'}.", source=source, namespace=namespace)
@@ -147,7 +146,7 @@ def test_the_pack_of_a_bank_that_a_fact_joined_is_compiled_anew_and_no_other(tmp
     assert stored == {*before.values(), found.handle} - {old}
     # The paper's routing: a question goes to one bank, which goes into the prompt as a whole.
     [routed] = made.search("Line 99.", 1, probes=1)
-    assert (routed.unit.title, routed.handle) == (facts.route("Line 99."), found.handle)
+    assert (routed.unit.title, routed.handle) == (facts.search("Line 99.", 1, probes=1)[0].bank, found.handle)
     assert set(made.store) == stored
 
 

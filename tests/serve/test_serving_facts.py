@@ -9,11 +9,11 @@ import pytest
 from benchmarks import s3server
 from kp_core import PackStore, find_handles, load_engine, strip_handles
 from kp_core.facts import ChromaFactStore
+from kp_core.testing import HashEmbedder
 from kp_serve.answers import Answer
 from kp_serve.stored import StoredKV
 from tests.attack.trouble import full_disk
 from tests.conftest import until
-from tests.core.facts.test_facts import HashEmbedder
 from tests.serve.gate import Served, address, events_of, server
 from tests.serve.test_serving import TEXT, read, served
 

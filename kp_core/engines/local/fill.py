@@ -143,7 +143,6 @@ class Filler:
     ) -> Run:
         run = self._at(plan, capacity, tree, limit, logits=logits)
         try:
-            self._packs.prefetch(plan, run.buffer.length)
             for region in plan.regions:
                 if region.composer is not None:
                     self._compose(run, region)

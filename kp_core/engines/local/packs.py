@@ -70,16 +70,6 @@ class PackKV:
             )
         return self.placed(kv)
 
-    def prefetch(self, plan: Plan, length: int) -> None:
-        """Tell a remote store to fetch all packs at once that `plan` needs after the first `length` tokens."""
-        if plan.reuse and plan.packs is not None:
-            regions = [
-                planned for planned in plan.regions if planned.source in ("pack", "composed") and planned.stop > length
-            ]
-            spans = [span for region in regions for span in region.spans]
-            missing = [span for span in spans if span.pack.kv is None and find_handles(span.handle)]
-            plan.packs.prefetch([(Handle.parse(span.handle), span.pack.key) for span in missing], kv=True)
-
     def placed(self, kv: KVTensors) -> KVTensors:
         """`kv` on the devices and in the dtype of the cache."""
         return self._model.shape.placed(kv)

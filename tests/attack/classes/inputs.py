@@ -15,10 +15,11 @@ from benchmarks.grammar import random_schema
 from kp_core import Fact, Handle, MemoryFactStore, PackStore
 from kp_core.engines.request import OPTIONS
 from kp_core.facts.sources import read_rows
+from kp_core.testing import HashEmbedder
 from tests.attack.harness import Case, WrongError, refused
 from tests.attack.mutate import number, text, value, warped
 from tests.conftest import tiny_engine
-from tests.core.facts.test_facts import HashEmbedder, facts_of
+from tests.core.facts.test_facts import facts_of
 
 SHORT = 38
 
@@ -107,7 +108,7 @@ def attack(folder: Path) -> Iterator[Case]:
         lambda draw: facts.delete([text(draw)], namespace=text(draw)),
         lambda draw: facts.get(text(draw)),
         lambda draw: facts.bank_facts(text(draw)),
-        lambda draw: facts.route(text(draw), namespace=text(draw)),
+        lambda draw: facts.search(text(draw), 1, probes=1, namespace=text(draw)),
         lambda draw: PackStore(
             folder / "other", max_bytes=number(draw), keep_bytes=number(draw), keep_seconds=number(draw)
         ),

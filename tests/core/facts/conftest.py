@@ -9,8 +9,8 @@ import pytest
 
 from kp_core.facts import ChromaFactStore, MemoryFactStore
 from kp_core.facts.client import open_client
+from kp_core.testing import HashEmbedder
 from tests.conftest import until
-from tests.core.facts.test_facts import HashEmbedder
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +32,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def emptied(server):
     """The server, without what tests before left."""
-    client = open_client(server)
-    for each in client.list_collections():
-        client.delete_collection(each.name)
+    _empty(server)
     return server
 
 
@@ -47,13 +45,22 @@ def make_store(request, tmp_path):
         embedder = embedder or HashEmbedder()
         if request.param == "memory":
             return MemoryFactStore(embedder, **options)
-        path = tmp_path / f"store{len(opened)}" if request.param == "folder" else request.getfixturevalue("emptied")
+        path = tmp_path / f"store{len(opened)}"
+        if request.param == "server":
+            path = request.getfixturevalue("server")
+            _empty(path)
         opened.append(ChromaFactStore(path, embedder, **options))
         return opened[-1]
 
     yield make
     for store in opened:
         store.close()
+
+
+def _empty(address):
+    client = open_client(address)
+    for collection in client.list_collections():
+        client.delete_collection(collection.name)
 
 
 def _answers(address):

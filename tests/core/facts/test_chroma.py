@@ -27,7 +27,8 @@ from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
 from kp_core.facts.index import damaged_indexes
-from tests.core.facts.test_facts import HashEmbedder, check, facts_of
+from kp_core.testing import HashEmbedder
+from tests.core.facts.test_facts import check, facts_of
 
 
 def a_client(path):
@@ -157,7 +158,7 @@ def test_a_folder_keeps_the_name_of_its_embedder(tmp_path):
 _HOLD = """
 import sys
 from kp_core.facts import ChromaFactStore, Fact
-from tests.core.facts.test_facts import HashEmbedder
+from kp_core.testing import HashEmbedder
 store = ChromaFactStore(sys.argv[1], HashEmbedder())
 store.add([Fact("held")])
 print("ready", flush=True)
@@ -443,7 +444,7 @@ _OLDER = """
 import sys
 from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore
-from tests.core.facts.test_facts import HashEmbedder
+from kp_core.testing import HashEmbedder
 try:
     ChromaFactStore.from_collection("facts", HashEmbedder(), path=sys.argv[1])
 except FactError as error:
@@ -491,7 +492,7 @@ _CHANGE = """
 import sys
 import sklearn.cluster
 from kp_core.facts import ChromaFactStore, Fact
-from tests.core.facts.test_facts import HashEmbedder
+from kp_core.testing import HashEmbedder
 store = ChromaFactStore(sys.argv[1], HashEmbedder(), bank_size=5)
 store.banks()
 print("ready", flush=True)

@@ -22,25 +22,10 @@ from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact, FactStore, MemoryFactStore
 from kp_core.facts.filters import predicate
 from kp_core.facts.store import BaseFactStore
+from kp_core.testing import HashEmbedder
 
 Floats = NDArray[np.float32]
 MakeStore = Callable[..., BaseFactStore]
-
-
-class HashEmbedder:
-    """A random unit vector per text: text up to `|` decides, so that `a|1` and `a|2` get the same vector."""
-
-    def __init__(self, name: str = "hash", dimensions: int = 8) -> None:
-        self.name, self.dimensions, self.embedded = name, dimensions, 0
-
-    def embed(self, texts: Sequence[str]) -> Floats:
-        self.embedded += len(texts)
-        return np.stack([self.embed_query(text) for text in texts])
-
-    def embed_query(self, text: str) -> Floats:
-        seed = hashlib.blake2b(text.partition("|")[0].encode(), digest_size=8).digest()
-        vector = np.random.default_rng(int.from_bytes(seed)).standard_normal(self.dimensions)
-        return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
 def facts_of(count: int, start: int = 0) -> list[Fact]:
@@ -118,27 +103,9 @@ def test_a_fact_is_an_immutable_value() -> None:
 # Searching
 
 
-def test_an_empty_store_says_so(make_store: MakeStore) -> None:
-    store = make_store()
-    assert isinstance(store, FactStore)
-    assert store.add([]).added == 0
-    assert (len(store), store.banks(), list(store.facts())) == (0, (), [])
-    for call in (lambda: store.search("q"), lambda: store.route("q")):
-        with pytest.raises(FactError, match="no facts yet"):
-            call()
-    with pytest.raises(FactError, match="no fact with the id"):
-        store.get("x")
-    with pytest.raises(FactError, match="expected one of `banks"):
-        store.bank_facts("default/0")
-
-
-def test_namespaces_are_those_that_hold_facts(make_store: MakeStore) -> None:
-    store = make_store()
-    assert store.namespaces() == ()
-    store.add([Fact("a", namespace="tea"), Fact("b", namespace="tea"), Fact("c", namespace="bread"), Fact("d")])
-    assert store.namespaces() == ("bread", "default", "tea")
-    store.delete([fact.id for fact in store.facts(namespace="tea")])
-    assert store.namespaces() == ("bread", "default")
+def test_no_banks_are_smaller_than_a_fact() -> None:
+    with pytest.raises(FactError, match="bank_size=0"):
+        MemoryFactStore(HashEmbedder(), bank_size=0)
 
 
 def test_a_search_finds_what_comparing_with_everything_finds(make_store: MakeStore) -> None:
@@ -165,7 +132,7 @@ def test_probes_search_the_nearest_banks_and_no_more_than_needed(make_store: Mak
         query = embedder.embed_query(question)
         means = {bank: np.mean([embedder.embed_query(fact.text) for fact in of], 0) for bank, of in members.items()}
         order = sorted(members, key=lambda bank: -float(means[bank] @ query / np.linalg.norm(means[bank])))
-        assert store.route(question) == order[0]
+        assert store.search(question, 1, probes=1)[0].bank == order[0]
         for probes in (1, 3):
             inside = {fact.id for bank in order[:probes] for fact in members[bank]}
             count = min(3, len(inside))
@@ -175,19 +142,6 @@ def test_probes_search_the_nearest_banks_and_no_more_than_needed(make_store: Mak
             assert {hit.bank for hit in hits} <= set(order[:probes])
         # A bank that holds too few is no reason to give fewer.
         assert len(store.search(question, 60, probes=1)) == 60
-
-
-@pytest.mark.parametrize(
-    ("question", "options", "words"),
-    [("q", {"k": 0}, "k=0"), ("q", {"probes": 0}, "probes=0"), (" ", {}, "blank question")],
-)
-def test_bad_searches_are_refused(question: str, options: dict[str, int], words: str) -> None:
-    store = MemoryFactStore(HashEmbedder())
-    store.add(facts_of(3))
-    with pytest.raises(FactError, match=words):
-        store.search(question, **options)
-    with pytest.raises(FactError, match="bank_size=0"):
-        MemoryFactStore(HashEmbedder(), bank_size=0)
 
 
 # Filters
@@ -322,7 +276,8 @@ def test_facts_of_one_kind_stand_in_one_bank(make_store: MakeStore) -> None:
     store = make_store(Topics(), bank_size=5)
     store.add(Fact(f"{topic} {number}") for number in range(5) for topic in ("sea", "war", "tax"))
     for topic in ("sea", "war", "tax"):
-        assert {fact.text.partition(" ")[0] for fact in store.bank_facts(store.route(f"{topic} ?"))} == {topic}
+        [hit] = store.search(f"{topic} ?", 1, probes=1)
+        assert {fact.text.partition(" ")[0] for fact in store.bank_facts(hit.bank)} == {topic}
 
 
 def test_a_text_is_stored_once_and_an_id_stands_for_one_text(make_store: MakeStore) -> None:
@@ -390,7 +345,7 @@ def test_facts_that_go_leave_the_others_in_their_banks(make_store: MakeStore) ->
         bank: held for bank, held in left.items() if held
     }
     # A question whose nearest bank is empty goes to the next one.
-    assert emptied not in {store.route(fact.text) for fact in before[emptied]}
+    assert emptied not in {store.search(fact.text, 1, probes=1)[0].bank for fact in before[emptied]}
     assert {hit.bank for hit in store.search(before[emptied][0].text, 99, probes=1)} == set(store.banks())
     with pytest.raises(FactError, match="expected one of `banks"):
         store.bank_facts(emptied)
@@ -398,7 +353,7 @@ def test_facts_that_go_leave_the_others_in_their_banks(make_store: MakeStore) ->
     assert store.delete(fact.id for fact in facts) == 60 - len(gone)
     assert (len(store), store.banks()) == (0, ())
     with pytest.raises(FactError, match="no facts yet"):
-        store.route("q")
+        store.search("q", probes=1)
     store.add(facts[:3])
     check(store, facts[:3])
 
@@ -429,20 +384,6 @@ def test_any_order_of_changes_leaves_what_a_dictionary_holds(make_store: MakeSto
     store.rebuild()
     assert all(len(store.bank_facts(bank)) <= 2 * store.bank_size for bank in store.banks())
     check(store, list(held.values()))
-
-
-def test_versions_count_the_texts_under_an_id(make_store: MakeStore) -> None:
-    store = make_store()
-    store.build([Fact("It opens at nine.", id="hours", metadata={"day": "Monday"}), Fact("It is blue.", id="colour")])
-    assert store.update(Fact("It opens at ten.", id="hours")).version == 2
-    assert store.update(Fact("It opens at eight.", id="hours")).version == 3
-    assert store.get("hours") == Fact("It opens at eight.", id="hours", version=3)
-    assert len(store) == 2
-    assert store.add([Fact("It opens at nine.")]).added == 1
-    with pytest.raises(FactError, match="text of another fact"):
-        store.update(Fact("It is blue.", id="hours"))
-    with pytest.raises(FactError, match="no fact with the id 'nothing'"):
-        store.update(Fact("x", id="nothing"))
 
 
 def test_what_says_nearly_the_same_is_reported(make_store: MakeStore) -> None:
@@ -483,18 +424,6 @@ def test_facts_expire(make_store: MakeStore, monkeypatch: pytest.MonkeyPatch) ->
     for never in (0, 10**400, float("nan")):
         with pytest.raises(FactError, match="ttl="):
             store.add([Fact("x")], ttl=never)
-
-
-def test_namespaces_hold_the_same_text_apart(make_store: MakeStore) -> None:
-    store = make_store()
-    store.add([Fact("a", id="1"), Fact("a", id="1", namespace="guests"), Fact("b", metadata={"namespace": "guests"})])
-    assert len(store) == 3
-    assert {hit.fact.namespace for hit in store.search("a", 9)} == {"default", "guests"}
-    assert [hit.fact.text for hit in store.search("b", 9, namespace="guests")] == ["a"]
-    assert store.search("a", namespace="nobody") == []
-    assert {bank.partition("/")[0] for bank in store.banks()} == {"default", "guests"}
-    assert store.delete(["1"], namespace="guests") == 1
-    assert store.get("1").namespace == "default"
 
 
 def test_vectors_that_are_given_spare_the_embedder(make_store: MakeStore) -> None:

@@ -8,7 +8,7 @@ import pytest
 from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.index import damaged_indexes, needs_repair
-from tests.core.facts.test_facts import HashEmbedder
+from kp_core.testing import HashEmbedder
 
 FACTS = [Fact(f"Fact {number} of the harbour log.") for number in range(2500)]
 

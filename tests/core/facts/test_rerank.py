@@ -11,7 +11,8 @@ import pytest
 
 from kp_core.errors import FactError, MissingDependencyError
 from kp_core.facts import CrossEncoderReranker, Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
-from tests.core.facts.test_facts import HashEmbedder, facts_of
+from kp_core.testing import HashEmbedder
+from tests.core.facts.test_facts import facts_of
 
 
 def hits_of(*texts: str) -> list[Hit]:

@@ -1,5 +1,6 @@
 """Where bytes lie: one set of rules for every kind of `Blobs`, and a store of packs on one that is no folder."""
 
+import itertools
 import os
 import stat
 import subprocess
@@ -17,11 +18,14 @@ from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
 from kp_core.packs.durable import discard_left, replace_file, stage
 from kp_core.packs.objects import ObjectBlobs
 from kp_core.packs.store import PackCorruptWarning, PackStore
+from kp_core.testing import check_blobs
 from tests.core.packs.made import make_pack, same
 
 
 class MemoryBlobs:
     """All that a new place for packs has to have."""
+
+    is_far = False
 
     def __init__(self) -> None:
         self.held: dict[str, tuple[bytes, BlobStat]] = {}
@@ -51,68 +55,94 @@ class MemoryBlobs:
         return self.held.pop(key, None) is not None
 
 
-@pytest.fixture(params=["folder", "memory", "fsspec", pytest.param("s3", marks=pytest.mark.slow)])
-def blobs(request, tmp_path, monkeypatch) -> Blobs:
+@pytest.mark.parametrize("kind", ["folder", "memory", "fsspec", pytest.param("s3", marks=pytest.mark.slow)])
+def test_every_kind_keeps_the_rules(kind, request, tmp_path, monkeypatch):
     monkeypatch.setenv("KP_CACHE", str(tmp_path / "cache"))
-    if request.param == "s3":
-        address = request.getfixturevalue("s3_server")
-        return blobs_at(address, f"s3://packs/{tmp_path.name.replace('[', '-').replace(']', '-')}")
-    if request.param == "fsspec":
-        return ObjectBlobs(f"memory://{tmp_path.name}")
-    return FolderBlobs(tmp_path / "deep" / "blobs") if request.param == "folder" else MemoryBlobs()
+    numbers = itertools.count()
+    name = tmp_path.name.replace("[", "-").replace("]", "-")
+
+    def make() -> Blobs:
+        number = next(numbers)
+        if kind == "s3":
+            return blobs_at(request.getfixturevalue("s3_server"), f"s3://packs/{name}-{number}")
+        if kind == "fsspec":
+            return ObjectBlobs(f"memory://{name}-{number}")
+        return FolderBlobs(tmp_path / "deep" / f"blobs{number}") if kind == "folder" else MemoryBlobs()
+
+    check_blobs(make)
 
 
-def test_what_is_written_is_read(blobs):
-    assert blobs.write("a/b.txt", [b"one ", memoryview(b"two"), bytearray(b" three")])
-    assert bytes(blobs.read("a/b.txt")) == b"one two three"
-    assert bytes(blobs.read("a/b.txt", 4)) == b"two three"
-    assert bytes(blobs.read("a/b.txt", 4, 7)) == b"two"
-    assert bytes(blobs.read("a/b.txt", 8, 99)) == b"three"
-    assert bytes(blobs.read("a/b.txt", 50, 60)) == b""
-    assert blobs.write("a/b.txt", [])
-    assert bytes(blobs.read("a/b.txt")) == b""
+class Backwards(MemoryBlobs):
+    def write(self, key, chunks, *, if_absent=False):
+        return super().write(key, list(chunks)[::-1], if_absent=if_absent)
 
 
-def test_what_is_absent(blobs):
-    blobs.write("a", [b"x"])
-    for key in ("b", "a/b"):
-        with pytest.raises((FileNotFoundError, NotADirectoryError)):
-            blobs.read(key)
-        assert blobs.stat(key) is None
-        assert blobs.delete(key) is False
-    assert list(blobs.list("b")) == []
+class Whole(MemoryBlobs):
+    def read(self, key, start=0, stop=None):
+        return super().read(key)
 
 
-def test_every_write_is_another_version(blobs):
-    seen = set()
-    for number in range(50):
-        blobs.write("a", [b"same %4d" % number])
-        found = blobs.stat("a")
-        assert (found.size, blobs.stat("a")) == (9, found)
-        assert abs(found.modified - time.time()) < 60
-        seen.add(found.version)
-    assert len(seen) == 50
+class Silent(MemoryBlobs):
+    def read(self, key, start=0, stop=None):
+        return self.held[key][0][start:stop] if key in self.held else b""
 
 
-def test_one_writer_wins_where_nothing_may_be_replaced(blobs):
-    for number in range(10):
-        with ThreadPoolExecutor(8) as pool:
-            won = list(pool.map(lambda who, n=number: blobs.write(f"k{n}", [b"%d" % who], if_absent=True), range(8)))
-        assert won.count(True) == 1
-        assert bytes(blobs.read(f"k{number}")) == b"%d" % won.index(True)
+class Sized(MemoryBlobs):
+    def stat(self, key, *, recent=False):
+        found = super().stat(key)
+        return found and found._replace(version=str(found.size))
 
 
-def test_list_by_prefix(blobs):
-    keys = {"a/b/one", "a/b/two", "a/bc", "a.b", "b/one"}
-    for key in keys:
-        blobs.write(key, [key.encode()])
-    found = dict(blobs.list())
-    assert set(found) == keys
-    assert all(found[key] == blobs.stat(key) for key in keys)
-    for prefix in ("a/b/", "a/b", "a", "a/b/t", "b/one", "c", "a/b/one/"):
-        assert {key for key, _ in blobs.list(prefix)} == {key for key in keys if key.startswith(prefix)}
-    assert blobs.delete("a/b/one") is True
-    assert set(dict(blobs.list("a/b/"))) == {"a/b/two"}
+class Stale(MemoryBlobs):
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def stat(self, key, *, recent=False):
+        found = self.seen.get(key) if recent and key in self.seen else super().stat(key)
+        self.seen[key] = found
+        return found
+
+
+class Folders(MemoryBlobs):
+    def list(self, prefix=""):
+        return (item for item in super().list() if item[0].startswith(prefix.rstrip("/")))
+
+
+class Racing(MemoryBlobs):
+    def write(self, key, chunks, *, if_absent=False):
+        if if_absent and key in self.held:
+            return False
+        time.sleep(0.01)
+        return super().write(key, chunks)
+
+
+class Torn(MemoryBlobs):
+    def write(self, key, chunks, *, if_absent=False):
+        if not if_absent:
+            super().write(key, [])
+            for chunk in chunks:
+                super().write(key, [*([self.read(key)] if key in self.held else []), chunk])
+            return True
+        return super().write(key, chunks, if_absent=True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "rule"),
+    [
+        (Backwards, "`read` returns the chunks in order"),
+        (Whole, r"`read\(key, 4, None\)` returns these bytes"),
+        (Silent, "`read` of an absent key raises FileNotFoundError"),
+        (Sized, "The version changes whenever other bytes are written"),
+        (Stale, r"`stat\(recent=True\)` never caches absence"),
+        (Folders, r"`list\('a/b/'\)` yields exactly the keys that start so"),
+        (Racing, "exactly one writes"),
+        (Torn, "A `write` that fails leaves the old blob"),
+    ],
+)
+def test_the_broken_rule_is_named(broken, rule):
+    with pytest.raises(AssertionError, match=rule):
+        check_blobs(broken)
 
 
 def test_packs_in_a_place_that_is_no_folder():

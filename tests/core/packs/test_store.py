@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kp_core import Packs
+from kp_core import Packs, PackView
 from kp_core.errors import HandleError, PackCorruptError, PackError, PackNotFoundError
 from kp_core.packs.file import encode_pack
 from kp_core.packs.handle import Handle
@@ -409,9 +409,21 @@ def test_verify_names_what_is_damaged_and_changes_nothing(store):
     assert snapshot(store) == before
 
 
-def test_what_keeps_the_protocol(store):
+def test_a_view_is_of_a_store(store):
     assert isinstance(store, Packs)
-    assert not isinstance({}, Packs)
+    with pytest.raises(PackError, match="Got a dict as store of packs; expected a `PackStore`"):
+        PackView({}, ["geo"])
+
+
+def test_a_store_that_is_only_read_says_so():
+    class Shelf(Packs):
+        def peek(self, handle, key=None):
+            return make_pack()
+
+        get = peek
+
+    with pytest.raises(PackError, match="The store of packs Shelf is only read"):
+        Shelf().put(make_pack())
 
 
 # Whose folder it is.
