@@ -46,7 +46,7 @@ class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
 
     state_schema = PackState
 
-    def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:  # noqa: ARG002
+    def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:
         """Add the handles in tool messages to the state."""
         known_handles = set(state.get("packs") or ())
         handles = [handle for message in state["messages"] for handle in _handles(message)]

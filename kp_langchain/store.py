@@ -26,6 +26,7 @@ from langgraph.store.base import (
     BaseStore,
     GetOp,
     ListNamespacesOp,
+    MatchCondition,
     Op,
     PutOp,
     Result,
@@ -42,9 +43,9 @@ from kp_core.delivery import KV, Delivery, Found
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import FactError
 from kp_core.facts import Filter
+from kp_core.facts.filters import ORDERED
 from kp_core.packs.codec import Compression
 from kp_core.packs.view import Packs
-from kp_langchain.matching import has_labels, matches
 
 __all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
 
@@ -126,7 +127,7 @@ class KnowledgePackStore(BaseStore):
         facts: FactStore | None = None,
         *,
         path: str | os.PathLike[str] | None = None,
-        embedder: Embedder | Any | None = None,  # noqa: ANN401 - or LangChain's embeddings
+        embedder: Embedder | Any | None = None,
         fields: Sequence[str] | None = None,
         kv: KV = "stored",
         compiled_for: CompiledFor = "system",
@@ -166,7 +167,7 @@ class KnowledgePackStore(BaseStore):
 
     def sweep_ttl(self) -> int:
         """Remove the packs of items that have expired or were deleted. Returns their number."""
-        return sum(len(self._deliver(name).gc()) for name in filter(_is_ours, self._facts.namespaces()))
+        return sum(len(self._deliver(name).gc()) for name in self._names())
 
     def _deliver(self, namespace: str | None) -> Delivery:
         return Delivery(self._facts, self._engine, self._packs, namespace=namespace, **self._settings)
@@ -174,7 +175,7 @@ class KnowledgePackStore(BaseStore):
     def _read(self, namespace: str, key: str) -> list[Fact]:
         return [fact for fact in self._facts.facts(ids=[_id(key)], namespace=namespace) if _is_item(fact)]
 
-    def _items(self, found: Sequence[tuple[Fact, float | None]], refresh: bool) -> list[SearchItem]:  # noqa: FBT001
+    def _items(self, found: Sequence[tuple[Fact, float | None]], refresh: bool) -> list[SearchItem]:
         """Facts as items. With `refresh`, those that expire start their ttl again."""
         facts_with_ttl = [(fact, _about(fact).get("ttl")) for fact, _ in found] if refresh else []
         renewed = [replace(fact, expires=time.time() + 60 * ttl) for fact, ttl in facts_with_ttl if ttl is not None]
@@ -224,7 +225,7 @@ class KnowledgePackStore(BaseStore):
             if fact.namespace not in spaces or not _is_item(fact):
                 return False
             value = _about(fact)["value"] if conditions else {}
-            return all(matches(value.get(name), condition) for name, condition in conditions.items())
+            return all(_matches(value.get(name), condition) for name, condition in conditions.items())
 
         def held(where: Filter | None = None) -> Iterator[tuple[Fact, None]]:
             facts = (fact for name in spaces for fact in self._facts.facts(where=where, namespace=name))
@@ -247,9 +248,12 @@ class KnowledgePackStore(BaseStore):
             limit *= _GROWTH
         return []
 
+    def _names(self) -> list[str]:
+        return [name for name in self._facts.namespaces() if name.startswith(_PREFIX)]
+
     def _spaces(self) -> Iterator[tuple[str, Labels]]:
         """Our namespaces that hold items, each with its LangGraph namespace."""
-        for name in filter(_is_ours, self._facts.namespaces()):
+        for name in self._names():
             if name not in self._labels:
                 for fact in itertools.islice(filter(_is_item, self._facts.facts(namespace=name)), 1):
                     self._labels[name] = tuple(_about(fact)["namespace"])
@@ -260,7 +264,7 @@ class KnowledgePackStore(BaseStore):
         namespaces = [
             labels[: op.max_depth]
             for name, labels in self._spaces()
-            if all(has_labels(labels, condition) for condition in op.match_conditions or ())
+            if all(_has_labels(labels, condition) for condition in op.match_conditions or ())
             and any(map(_is_item, self._facts.facts(namespace=name)))
         ]
         return sorted(set(namespaces))[op.offset : _stop(op)]
@@ -281,10 +285,6 @@ def _id(key: str) -> str:
         raise FactError(f"Got the key {key!r}, which is not Unicode ({error.reason}). Repair it.") from error
 
 
-def _is_ours(namespace: str) -> bool:
-    return namespace.startswith(_PREFIX)
-
-
 def _is_item(fact: Fact) -> bool:
     return _ABOUT in fact.metadata
 
@@ -303,3 +303,32 @@ def _text(value: Mapping[str, Any], fields: Sequence[str] | None) -> tuple[str, 
     text = "\n".join(texts)
     has_text = bool(text.strip())
     return text if has_text else json.dumps(value, ensure_ascii=False), has_text or fields is None
+
+
+def _has_labels(labels: tuple[str, ...], wanted: MatchCondition) -> bool:
+    """Whether a namespace begins or ends with the labels of `wanted`; `*` matches any label."""
+    path = wanted.path
+    part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
+    return len(part) == len(path) and all(label in {pattern, "*"} for pattern, label in zip(part, path, strict=True))
+
+
+def _matches(held: object, wanted: object) -> bool:
+    """Whether a field of an item matches LangGraph's filter `wanted`. Raises `FactError` for an unknown operator."""
+    if isinstance(wanted, Mapping):
+        if any(str(operator).startswith("$") for operator in wanted):
+            return all(_compares(held, operator, value) for operator, value in wanted.items())
+        return isinstance(held, Mapping) and all(_matches(held.get(name), value) for name, value in wanted.items())
+    if isinstance(wanted, list | tuple):
+        return isinstance(held, list) and len(held) == len(wanted) and all(map(_matches, held, wanted))
+    return held == wanted
+
+
+def _compares(held: Any, how: str, wanted: Any) -> bool:
+    if how in {"$eq", "$ne"}:
+        return (held == wanted) is (how == "$eq")
+    if how not in ORDERED:
+        raise FactError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(ORDERED)}.")
+    try:
+        return bool(ORDERED[how](float(held), float(wanted)))
+    except (TypeError, ValueError, OverflowError):
+        return False

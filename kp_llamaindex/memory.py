@@ -71,14 +71,14 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         """Forget all handles. The packs stay in the store."""
         self.handles = []
 
-    async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:  # noqa: ANN401, ARG002
+    async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:
         return "\n".join(self.handles)
 
     async def _aput(self, messages: list[ChatMessage]) -> None:
         async with self._writing:
             self.handles = await asyncio.to_thread(self._remembering, messages)
 
-    async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:  # noqa: ARG002 - LlamaIndex's signature
+    async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:
         """Return `content` unchanged: truncating handles would save nothing."""
         return content
 

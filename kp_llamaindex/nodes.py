@@ -110,7 +110,7 @@ class NumberSources(BaseNodePostprocessor):
     def _postprocess_nodes(
         self,
         nodes: Sequence[NodeWithScore],
-        query_bundle: QueryBundle | None = None,  # noqa: ARG002 - LlamaIndex's signature
+        query_bundle: QueryBundle | None = None,
     ) -> list[NodeWithScore]:
         return [
             NodeWithScore(node=_labelled(scored.node, f"Source {number}:"), score=scored.score)

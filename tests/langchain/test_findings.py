@@ -61,7 +61,7 @@ def test_documents_are_resolved_through_a_view(store):
     mine, theirs = put(store, "My fact."), put(store, "Their fact.", "theirs")
     forged = Document("Their fact.", metadata={"kp": {"handle": theirs}})
     view = store.view("mine")
-    read = resolve_documents([mine, theirs, Document(theirs)], view, namespaces=["mine", "theirs"])
+    read = resolve_documents([mine, theirs, Document(theirs)], view)
     assert [each.page_content for each in read] == ["My fact.", theirs, theirs]
     assert [each.page_content for each in to_handles([forged], view)] == ["Their fact."]
 

@@ -103,7 +103,7 @@ def test_the_first_pack_stands_where_the_prompt_has_it(tiny_index, store, usages
     [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(QUESTION)
     llm = tiny_index.llm.model_copy(update={"max_tokens": 1})
     engine = tiny_engine()
-    tiny_index.lazy = False
+    tiny_index.delivery.kv = "stored"
     tiny_index.insert_nodes([hit.node])
     pack = store.get(Handle.parse(hit.get_content(MetadataMode.LLM)))
     assert not pack.is_lazy
@@ -179,7 +179,7 @@ def test_chat_engines_answer(mode, tiny_index):
 
 
 def test_chat_modes_that_are_gone(tiny_index):
-    with pytest.raises(PromptError, match="expected one of best"):
+    with pytest.raises(ValueError, match="deprecated and removed"):
         tiny_index.as_chat_engine(ChatMode.REACT)
 
 

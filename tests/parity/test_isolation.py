@@ -111,7 +111,7 @@ def test_tools_follow_no_handle_inside_a_fact(store):
 def test_resolving_reads_the_namespaces_that_are_given(store):
     engine = tiny_engine()
     mine, theirs = (str(store.put(engine.build_pack("Red.", namespace=name, lazy=True))) for name in ("mine", "theirs"))
-    read = resolve_documents([mine, theirs], store, namespaces=["mine"])
+    read = resolve_documents([mine, theirs], store.view("mine"))
     assert [document.page_content for document in read] == ["Red.", theirs]
 
 
