@@ -33,7 +33,22 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     Text blocks are joined. Tool calls whose arguments did not parse are left out, as no template could show them.
     Raises `UnsupportedContentError` for images, audio and files, `PromptError` for messages of other roles.
     """
-    return [_to_message(message) for message in messages]
+    converted = []
+    for message in messages:
+        kind = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
+        role = core_role(kind)
+        if role not in ("system", "user", "assistant", "tool"):
+            raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
+        core_message: dict[str, Any] = {"role": role, "content": _text(message.content, role)}
+        if isinstance(message, AIMessage) and message.tool_calls:
+            calls = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
+            core_message["tool_calls"] = calls
+        if isinstance(message, ToolMessage):
+            core_message["tool_call_id"] = message.tool_call_id
+        if message.name:
+            core_message["name"] = message.name
+        converted.append(core_message)
+    return converted
 
 
 def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Message]:
@@ -110,23 +125,6 @@ def _about(generation: Generation, model_name: str) -> dict[str, Any]:
         input_token_details=InputTokenDetails(cache_read=max(0, usage.reused_tokens - usage.pack_tokens)),
     )
     return {"usage_metadata": counts, "response_metadata": metadata}
-
-
-def _to_message(message: BaseMessage) -> dict[str, Any]:
-    kind = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
-    role = core_role(kind)
-    if role not in ("system", "user", "assistant", "tool"):
-        raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-    core_message: dict[str, Any] = {"role": role, "content": _text(message.content, role)}
-    if isinstance(message, AIMessage) and message.tool_calls:
-        core_message["tool_calls"] = [
-            tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls
-        ]
-    if isinstance(message, ToolMessage):
-        core_message["tool_call_id"] = message.tool_call_id
-    if message.name:
-        core_message["name"] = message.name
-    return core_message
 
 
 def _text(content: str | Sequence[str | Mapping[str, Any]], role: str) -> str:

@@ -1,8 +1,4 @@
-"""Retrievers whose documents have packs: `KnowledgePackRetriever` over a fact store, `WrappedRetriever` over any other.
-
-By default a document's `page_content` is its text, with a blank inserted into anything that looks like a handle, so
-that it does not resolve. With `content="handle"` it is the handle alone, for models that resolve it.
-"""
+"""Retrievers whose documents have packs: over a fact store, and around any other retriever."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from langchain_core.indexing import DeleteResponse, UpsertResponse
 from langchain_core.indexing.base import DocumentIndex
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
@@ -45,10 +41,11 @@ _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
 class PackRetriever(DocumentIndex):
     """A retriever whose documents have packs in `store`. `langchain_core.indexing.index` can fill it.
 
-    `engine` compiles documents without a pack when they are found, for the position `compiled_for` (for a prompt:
-    `pack_place(prompt)`). With `precompile="background"` it does so when it is idle; until then the document comes as
-    text. Without an engine it comes as text, with a logged warning. `kv` says whether KV is stored, and `compress` how
-    (see `kp_core.delivery`).
+    By default a document's `page_content` is its text, with a blank inserted into anything that looks like a handle, so
+    that it does not resolve. With `content="handle"` it is the handle alone, for models that resolve it. `engine`
+    compiles documents without a pack when they are found, for the position `compiled_for` (for a prompt:
+    `pack_place(prompt)`); without one they come as text, with a logged warning. `kv`, `precompile` and `compress` are
+    those of `kp_core.delivery.Delivery`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -73,10 +70,6 @@ class PackRetriever(DocumentIndex):
         self._delivery()  # It raises for an invalid namespace.
         return self
 
-    def add_documents(self, documents: Sequence[Document]) -> list[str]:
-        """Call `upsert` under the name that vector stores use. Returns the ids."""
-        return list(self.upsert(documents)["succeeded"])
-
     def _delivery(self) -> Delivery:
         return Delivery(None, self.engine, self.store, **self._packing)
 
@@ -99,8 +92,8 @@ class WrappedRetriever(PackRetriever):
     """The documents that `retriever` finds, with packs; order, text, id and metadata stay.
 
     `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Options of a call
-    go to `retriever`. Documents that are added and deleted here go to its vector store; packs of replaced or deleted
-    texts are removed. A retriever other than the plain one of a vector store is read-only.
+    go to `retriever`. Changes go to its vector store, and packs of replaced or deleted texts are removed; a retriever
+    other than the plain one of a vector store is read-only.
     """
 
     retriever: BaseRetriever = Field(exclude=True)
@@ -167,15 +160,11 @@ class KnowledgePackRetriever(PackRetriever):
 
     The `id` is the fact's. `handle`, `score`, `bank` (if banks were searched), `title`, `source` and `text` are added
     to the fact's metadata, unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and
-    `bank`.
+    `bank`. With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle, with
+    `unit="document"` all facts of a source.
 
-    With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
-    with the best facts are returned. With `unit="document"` it is all facts of a source.
-
-    All facts are searched; with `probes`, only those of this many nearest banks. `where` filters facts by metadata (see
-    `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank`, e.g. `kp_core.facts.LexicalReranker()`,
-    orders the results; the first `k` that pass `score_threshold` are returned. Scores stay cosines. These five options
-    may also be given to `invoke`.
+    `probes`, `where`, `score_threshold` and `rerank` are those of `Delivery.search`. Like `k`, they may also be given
+    to `invoke`. Scores are cosines.
 
     Raises `OptionError` for options that do not exist, `FactError` for a blank question and a store without facts.
     """
@@ -187,11 +176,6 @@ class KnowledgePackRetriever(PackRetriever):
     score_threshold: float | None = None
     rerank: Reranker | None = Field(default=None, exclude=True)
     unit: Unit = "fact"
-
-    @field_validator("fact_store", mode="before")
-    @classmethod
-    def _check_facts(cls, facts: Any) -> Any:
-        return None if facts is None else open_facts(facts)
 
     @classmethod
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -210,9 +194,8 @@ class KnowledgePackRetriever(PackRetriever):
         """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
 
         Without `fact_store`, one is made with `embedder` (by default the bundled MiniLM), in Chroma at `path` or in
-        memory. Facts go into the retriever's namespace. A fact that has a namespace of its own stays there, where this
-        retriever does not find it. `lazy` is `kv="lazy"`: KV is computed on first use. With `unit="bank"`, new facts
-        regroup banks, whose packs are then compiled again.
+        memory. Facts go into the retriever's namespace, except those with a namespace of their own, which this
+        retriever does not find. `lazy` is `kv="lazy"`.
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
         fields |= {"kv": "lazy"} if lazy else {}
@@ -228,40 +211,16 @@ class KnowledgePackRetriever(PackRetriever):
         return retriever
 
     @classmethod
-    def from_retriever(
-        cls, retriever: BaseRetriever, *, store: Packs, engine: Session | None = None, **fields: Any
-    ) -> WrappedRetriever:
+    def from_retriever(cls, retriever: BaseRetriever, *, store: Packs, **fields: Any) -> WrappedRetriever:
         """A retriever that adds packs to what `retriever` finds; `fields` are those of `WrappedRetriever`."""
         if not isinstance(retriever, BaseRetriever):
             raise FactError(
-                f"Got {type(retriever)}; expected a LangChain retriever, e.g. `Chroma(...).as_retriever()`."
+                f"Got {type(retriever)}; expected a LangChain retriever, e.g. `vectorstore.as_retriever()`."
             )
-        return WrappedRetriever(retriever=retriever, store=store, engine=engine, **fields)
-
-    @classmethod
-    def from_vectorstore(
-        cls,
-        vectorstore: VectorStore,
-        *,
-        search_type: str = "similarity",
-        search_kwargs: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> WrappedRetriever:
-        """A retriever that adds packs to what a search of `vectorstore` finds. Nothing is copied or embedded again.
-
-        `search_type` and `search_kwargs` are those of `VectorStore.as_retriever`; `settings` those of `from_retriever`.
-        """
-        if not isinstance(vectorstore, VectorStore):
-            raise FactError(f"Got {type(vectorstore)}; expected a LangChain vector store, e.g. `Chroma(...)`.")
-        searched = vectorstore.as_retriever(search_type=search_type, search_kwargs=search_kwargs or {})
-        return cls.from_retriever(searched, **settings)
+        return WrappedRetriever(retriever=retriever, store=store, **fields)
 
     def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
-        """Store documents as facts and compile their packs. Facts with the same ids are replaced, and so are their
-        packs.
-
-        A document without an id gets one from its text. Blank documents are left out, with a warning.
-        """
+        """Add documents, or replace those of the same ids, and compile their packs. Blank documents are left out."""
         refuse_unknown(kwargs, ("items",), "upsert")
         kept = self._add(items, progress=False)
         blank = [item.id or "" for item in items if not item.page_content.strip()]

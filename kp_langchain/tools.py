@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import BaseTool, StructuredTool
 
-from kp_core import Handle, KnowledgePack, Session, find_handles
+from kp_core import Handle, KnowledgePack, find_handles
 from kp_core.packs.handle import inert
 from kp_core.packs.view import Packs, PackView
 
-__all__ = ["create_pack_search_tool", "create_remember_tool", "own_handle", "resolve_documents", "to_handles"]
+__all__ = ["create_pack_search_tool", "own_handle", "resolve_documents", "to_handles"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +32,13 @@ def create_pack_search_tool(
     namespace = getattr(retriever, "namespace", None)
     store = store.view(namespace) if namespace and not isinstance(store, PackView) else store
 
-    def given(documents: Sequence[Document]) -> tuple[str, list[Document]]:
+    def search(query: str) -> tuple[str, list[Document]]:
+        documents = retriever.invoke(query)
         content = "\n".join(document.page_content for document in to_handles(documents, store))
         return content or "Nothing was found.", resolve_documents(documents, store)
 
-    def search(query: str) -> tuple[str, list[Document]]:
-        return given(retriever.invoke(query))
-
-    async def asearch(query: str) -> tuple[str, list[Document]]:
-        return given(await retriever.ainvoke(query))
-
     return StructuredTool.from_function(
-        search, asearch, name=name, description=description, response_format="content_and_artifact"
-    )
-
-
-def create_remember_tool(
-    engine: Session,
-    store: Packs,
-    *,
-    namespace: str = "default",
-    name: str = "remember",
-    description: str = "Keep a text in memory for the rest of the conversation and for later ones.",
-) -> BaseTool:
-    """A tool that compiles its text into a pack of `namespace`, and answers with the handle.
-
-    The text is prefilled while the tool runs, for the system message. The artifact is the document.
-    """
-
-    def keep(text: str) -> tuple[str, list[Document]]:
-        handle = store.put(engine.build_pack(text, namespace=namespace, compiled_for="system"))
-        return str(handle), resolve_documents([str(handle)], store)
-
-    return StructuredTool.from_function(
-        keep, name=name, description=description, response_format="content_and_artifact"
+        search, name=name, description=description, response_format="content_and_artifact"
     )
 
 

@@ -6,7 +6,7 @@ It imports only LlamaIndex's core and this project's; models and facts load on f
 from __future__ import annotations
 
 from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackVectorStore
-from kp_llamaindex.llm import KnowledgePackLLM, use_in_settings
+from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.memory import KnowledgePackMemoryBlock
 from kp_llamaindex.messages import pack_place, to_messages
 from kp_llamaindex.nodes import NumberSources, PackNode
@@ -23,5 +23,4 @@ __all__ = [
     "PackNode",
     "pack_place",
     "to_messages",
-    "use_in_settings",
 ]

@@ -46,7 +46,6 @@ from kp_llamaindex.retriever import (
     PACKING,
     KnowledgePackRetriever,
     delivery_of,
-    open_settled,
     parameters,
 )
 
@@ -77,8 +76,7 @@ class KnowledgePackIndex(VectorStoreIndex):
 
     `compiled_for` is the position packs are compiled for; by default that of the first node in LlamaIndex's own
     question prompt. There a pack is read straight from the store; anywhere else its KV is computed once (see
-    `pack_place`). Other `packing` is as for `KnowledgePackRetriever`. A node found without a pack is compiled at once.
-    With `precompile="background"` it goes as text this time, and is compiled when the engine is idle.
+    `pack_place`). Other `packing` is as for `KnowledgePackRetriever`.
 
     `llm` is the default LLM of the engines: a `KnowledgePackLLM` on the same engine, store and namespace unless given.
     An LLM of another class cannot resolve handles, so it gets nodes as text. `transformations` cut documents into
@@ -124,10 +122,7 @@ class KnowledgePackIndex(VectorStoreIndex):
         transformations: Sequence[TransformComponent] | None = None,
         **settings: Any,
     ) -> Self:
-        """An index over `documents`, cut into nodes by `transformations` (by default those of LlamaIndex's settings).
-
-        `settings` are those of `from_nodes`.
-        """
+        """An index over `documents`, which `transformations` cut into nodes; `settings` are those of `from_nodes`."""
         steps = list(Settings.transformations if transformations is None else transformations)
         nodes = run_transformations(list(documents), steps)
         return cls.from_nodes(nodes, transformations=transformations, **settings)
@@ -144,8 +139,15 @@ class KnowledgePackIndex(VectorStoreIndex):
         path: str | os.PathLike[str] | None = None,
         **settings: Any,
     ) -> Self:
-        """An index over `nodes`; `fact_store`, `embedder` and `path` are as in `KnowledgePackRetriever.from_facts`."""
-        index = cls(engine, store, open_settled(fact_store, embedder, path), **settings)
+        """An index over `nodes`.
+
+        Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
+        LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM.
+        """
+        if fact_store is None and embedder is None:
+            settled = Settings._embed_model  # noqa: SLF001 - the public attribute would create one of OpenAI's
+            embedder = None if isinstance(settled, MockEmbedding) else settled
+        index = cls(engine, store, open_facts(fact_store, embedder, path), **settings)
         index.insert_nodes(nodes)
         return index
 
@@ -168,7 +170,9 @@ class KnowledgePackIndex(VectorStoreIndex):
         retrieval = {name: value for name, value in settings.items() if name in _RETRIEVAL}
         return KnowledgePackRetriever(self.fact_store, self.store, **self._packing | retrieval)
 
-    def as_query_engine(self, llm: LLMType | None = None, *, citations: bool = False, **settings: Any) -> BaseQueryEngine:
+    def as_query_engine(
+        self, llm: LLMType | None = None, *, citations: bool = False, **settings: Any
+    ) -> BaseQueryEngine:
         """A `RetrieverQueryEngine`; `settings` are those of the retriever and of `RetrieverQueryEngine.from_args`.
 
         With `citations` the prompt asks for sources by number: `response.source_nodes[n - 1]` is source n.
@@ -221,11 +225,6 @@ class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
     As the vector store of an `IngestionPipeline`, it follows documents that change or are deleted, with their packs. It
     is also the pipeline's last step, which embeds nodes as the index does (a pipeline stores no nodes without
     embeddings).
-
-        nodes = index.as_vector_store()
-        pipeline = IngestionPipeline(
-            transformations=[SentenceSplitter(), nodes], vector_store=nodes, docstore=SimpleDocumentStore()
-        )
     """
 
     stores_text: bool = True

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import aclosing, closing
 from typing import Any, TypeVar
 
-from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -43,7 +42,7 @@ from kp_core.errors import SamplingError
 from kp_core.settings import GIVEN, ModelSettings
 from kp_llamaindex.messages import MEMORY, Answer, to_completion, to_messages
 
-__all__ = ["KnowledgePackLLM", "use_in_settings"]
+__all__ = ["KnowledgePackLLM"]
 
 T = TypeVar("T")
 
@@ -55,17 +54,8 @@ _BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Give an `engine` (a `Session` or an `Engine`), a `model`, or a `base_url`. A `model` is a Hugging Face id or folder,
-    with `dtype` and `device`; it is loaded on first use, once per process, and defaults to the bundled
-    SmolLM2-135M-Instruct. A `base_url`, with `api_key`, is a server of `kp serve`; `model` is then the folder or id of
-    the tokenizer.
-
-    Handles resolve in `store` (or the path of one), if they are in the `namespaces` and in messages of `trusted_roles`;
-    all others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
-    `packs`, `composer`, ...) is a field. Options of a call override the fields. Unknown options, of a model or of a
-    call, raise `OptionError`, a `TypeError`.
-
-    A completion is a chat of one user message, whether or not it is `formatted`.
+    Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`. Other errors are
+    those of the engine. A completion is a chat of one user message, whether or not it is `formatted`.
 
     `raw` of a response (of the last one in a stream) holds `usage`, `timings` and `finish_reason`. Its `prompt_tokens`
     are those that the messages sent; tokens that packs delivered are `pack_tokens`. Reasoning comes as a
@@ -77,8 +67,6 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
 
     In serialised form, a store is its path. An engine, a steering, a composer and a store without a path become
     markers; they must be given again.
-
-    Raises `KnowledgePackError` and its subclasses, as the engine does.
     """
 
     pack_budget: int | None = Field(
@@ -108,9 +96,6 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
             marks["store"] = str(self.store.blobs)
         data: dict[str, Any] = super().custom_model_dump(handler, info)
         return data | marks | {"trusted_roles": sorted(self.trusted_roles)}
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**self._checked(settings))
 
     @classmethod
     def class_name(cls) -> str:
@@ -303,12 +288,6 @@ class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
         handles = (handle for *_, handle in find_handles(message.content or ""))
         packs = (self.store.peek(handle) for handle in handles if handle.namespace in self.namespaces)
         return any(pack is not None and MEMORY in pack.provenance for pack in packs)
-
-
-def use_in_settings(llm: KnowledgePackLLM) -> None:
-    """Make `llm` and its tokenizer LlamaIndex's defaults. Prompts are then measured in tokens of this model."""
-    Settings.llm = llm
-    Settings.tokenizer = llm.token_ids
 
 
 def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:

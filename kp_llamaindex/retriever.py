@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from llama_index.core import MockEmbedding, Settings
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
@@ -18,7 +15,7 @@ from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PR
 from llama_index.core.schema import BaseNode, ImageNode, IndexNode, NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
-from kp_core import Embedder, Fact, FactStore, Session
+from kp_core import Fact, FactStore, Session
 from kp_core.compiling import open_facts
 from kp_core.delivery import Delivery
 from kp_core.engines.request import CompiledFor, refuse_unknown
@@ -35,7 +32,6 @@ __all__ = [
     "KnowledgePackPostprocessor",
     "KnowledgePackRetriever",
     "delivery_of",
-    "open_settled",
     "parameters",
 ]
 
@@ -68,13 +64,10 @@ class KnowledgePackRetriever(BaseRetriever):
     The model gets the handle; everybody else (rerankers, evaluators, citations, people) reads the text. With
     `content="text"` the nodes have no handle, for comparison and for models that do not resolve handles.
 
-    All facts are searched; with `probes`, only those of this many nearest banks (of more, if these hold too few).
-    `filters` selects facts by the metadata of their nodes. `score_cutoff` drops less similar facts (cosine, in [-1,
-    1]). `rerank` orders the facts that pass the filters; the first `similarity_top_k` that `score_cutoff` keeps are
-    returned. Scores stay cosines.
-
-    `packing`: `engine`, `namespace`, `unit`, `compiled_for`, `lazy`, `precompile` and `compress`, as in
-    `kp_core.delivery.Delivery`. Without an engine, facts without a pack go as text, with a logged warning.
+    `filters` selects facts by the metadata of their nodes. `probes`, `score_cutoff` (its `score_threshold`) and
+    `rerank` are those of `kp_core.delivery.Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`,
+    `unit`, `compiled_for`, `lazy`, `precompile` and `compress`, as in `Delivery`. Without an engine, facts without a
+    pack go as text, with a logged warning.
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
@@ -101,31 +94,6 @@ class KnowledgePackRetriever(BaseRetriever):
         self.delivery = delivery_of(open_facts(fact_store), store, **packing)
         self.similarity_top_k, self.probes, self.filters = similarity_top_k, probes, filters
         self.score_cutoff, self.rerank, self.content = score_cutoff, rerank, content
-
-    @classmethod
-    def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
-        cls,
-        facts: Iterable[Fact],
-        *,
-        engine: Session,
-        store: Packs,
-        fact_store: FactStore | None = None,
-        embedder: Embedder | BaseEmbedding | None = None,
-        path: str | os.PathLike[str] | None = None,
-        progress: bool = True,
-        **settings: Any,
-    ) -> Self:
-        """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
-
-        Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
-        LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM. Facts go into the
-        retriever's namespace. A fact that has a namespace of its own stays there, where this retriever does not find
-        it.
-        """
-        refuse_unknown(settings, PACKING.union(parameters(cls), parameters(cls.from_facts)), cls.__name__)
-        retriever = cls(open_settled(fact_store, embedder, path), store, engine=engine, **settings)
-        retriever.delivery.add(facts, progress=progress)
-        return retriever
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         results = self.delivery.search(
@@ -162,12 +130,8 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
     ) -> None:
         if compiled_for is None:
             compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, KnowledgePackLLM(engine=engine))
-        super().__init__(delivery=delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing))
-
-    @classmethod
-    def class_name(cls) -> str:
-        """Name in serialised form."""
-        return "KnowledgePackPostprocessor"
+        delivery = delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing)
+        super().__init__(delivery=delivery)  # type: ignore[call-arg]
 
     def discard(self, ref_doc_id: str) -> None:
         """Remove the packs of a document's nodes."""
@@ -177,9 +141,7 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
                 self.delivery.forget(handle)
 
     def _postprocess_nodes(
-        self,
-        nodes: Sequence[NodeWithScore],
-        query_bundle: QueryBundle | None = None,
+        self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         todo = {at: PackNode.from_node(scored.node) for at, scored in enumerate(nodes) if not _stays(scored.node)}
         facts = [
@@ -196,16 +158,6 @@ class KnowledgePackPostprocessor(BaseNodePostprocessor):
         return [
             NodeWithScore(node=packed_nodes.get(at, scored.node), score=scored.score) for at, scored in enumerate(nodes)
         ]
-
-
-def open_settled(
-    fact_store: FactStore | None, embedder: Embedder | BaseEmbedding | None, path: str | os.PathLike[str] | None
-) -> FactStore:
-    """As `open_facts`; the default embedder is the `embed_model` set in LlamaIndex's settings, if any."""
-    if fact_store is None and embedder is None:
-        settled = Settings._embed_model  # noqa: SLF001 - the public attribute would create one of OpenAI's
-        embedder = None if isinstance(settled, MockEmbedding) else settled
-    return open_facts(fact_store, embedder, path)
 
 
 def parameters(make: Callable[..., Any]) -> list[str]:

@@ -30,16 +30,10 @@ def documents(facts, store, held, **settings):
 
 
 def nodes(facts, store, held, **settings):
-    made = NodeRetriever.from_facts(
-        facts,
-        engine=tiny_engine(),
-        store=store,
-        fact_store=held,
-        namespace="mine",
-        similarity_top_k=99,
-        lazy=True,
-        **settings,
+    made = NodeRetriever(
+        held, store, engine=tiny_engine(), namespace="mine", similarity_top_k=99, lazy=True, **settings
     )
+    made.delivery.add(facts, progress=False)
     return [(hit.text, hit.node.handle, str(hit.node.metadata)) for hit in made.retrieve(QUESTION)]
 
 
