@@ -143,7 +143,16 @@ class EngineSettings(BaseModel):
 class ModelSettings(EngineSettings, _Options):
     """Settings of a chat model: `EngineSettings`, the namespaces it may read, and one field per option.
 
-    A field of `None` has its default. Values are checked on construction. Raises `OptionError` for an unknown field,
+    Give an `engine` (a `Session` or an `Engine`), a `model`, or a `base_url`. A `model` is a Hugging Face id or folder,
+    with `dtype` and `device`; it is loaded on first use, once per process, and defaults to the bundled
+    SmolLM2-135M-Instruct. A `base_url`, with `api_key`, is a server of `kp serve`; `model` is then the folder or id of
+    the tokenizer.
+
+    Handles resolve in `store` (or the path of one), if they are in the `namespaces` and in messages of `trusted_roles`;
+    all others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
+    `packs`, `composer`, ...) is a field. A field of `None` has its default. Options of a call override the fields.
+
+    Values are checked on construction. Raises `OptionError`, a `TypeError`, for an unknown field or option of a call,
     with the closest name, and `ModelError` for an invalid engine.
     """
 
@@ -151,13 +160,13 @@ class ModelSettings(EngineSettings, _Options):
         default=(), description="Namespaces whose handles resolve; required with `store`. One may be a string."
     )
 
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
+        super().__init__(**self._checked(settings))
+
     @classmethod
-    def _checked(cls, given: Mapping[str, Any], *ignored: str) -> dict[str, Any]:
-        """Return the fields in `given`, except those in `ignored`."""
+    def _checked(cls, given: Mapping[str, Any]) -> dict[str, Any]:
         aliases = (getattr(field.validation_alias, "choices", ()) for field in cls.model_fields.values())
-        accepted = {*cls.model_fields, *(name for names in aliases for name in names)}
-        options = checked_options(given, cls.__name__, (*accepted, *ignored))
-        return {name: value for name, value in options.items() if name not in ignored}
+        return checked_options(given, cls.__name__, (*cls.model_fields, *(name for names in aliases for name in names)))
 
     @field_validator("namespaces", mode="before")
     @classmethod

@@ -10,13 +10,12 @@ from kp_core.engines.shared import shared_engine
 from kp_langchain.chat_model import ChatKnowledgePacks
 from kp_langchain.messages import pack_place, to_messages
 from kp_langchain.retriever import KnowledgePackRetriever
-from kp_langchain.tools import create_pack_search_tool, create_remember_tool, resolve_documents, to_handles
+from kp_langchain.tools import create_pack_search_tool, resolve_documents, to_handles
 
 __all__ = [
     "ChatKnowledgePacks",
     "KnowledgePackRetriever",
     "create_pack_search_tool",
-    "create_remember_tool",
     "pack_place",
     "resolve_documents",
     "shared_engine",

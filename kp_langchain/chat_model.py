@@ -5,26 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
+from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
+from langchain_core.output_parsers.base import BaseOutputParser
+from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
-from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
+from pydantic import BaseModel, Field
 
-from kp_core import Composer, find_handles
+from kp_core import find_handles
 from kp_core.errors import ToolError
 from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
-from kp_langchain.answers import PROVIDER, last_chunk, to_chunk, to_result
-from kp_langchain.messages import to_messages
-from kp_langchain.structured import answer_parser, call_parser, response_schema, with_raw
+from kp_langchain.messages import PROVIDER, last_chunk, to_chunk, to_messages, to_result
 
-__all__ = ["ChatKnowledgePacks"]
+__all__ = ["ChatKnowledgePacks", "response_schema"]
 
 _OF_LANGCHAIN = ("model", "response_format", "ls_structured_output_format", "strict", "stream", "stream_usage")
 """Options of a call that only LangChain knows. The last four have no effect here: LangChain binds them for its own
@@ -35,15 +39,8 @@ records, or for the protocols of other providers.
 class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     """A chat model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Give an `engine` (a `Session` or an `Engine`), a `model`, or a `base_url`. A `model` is a Hugging Face id or folder,
-    with `dtype` and `device`; it is loaded on first use, once per process, and defaults to the bundled
-    SmolLM2-135M-Instruct. A `base_url`, with `api_key`, is a server of `kp serve`; `model` is then the folder or id of
-    the tokenizer.
-
-    Handles resolve in `store` (or the path of one), if they are in the `namespaces` and in messages of `trusted_roles`;
-    all others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
-    `packs`, `composer`, ...) is a field. Options of a call override the fields; packs of a call follow those of the
-    field. Unknown options, of a model or of a call, raise `OptionError`, a `TypeError`.
+    Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`; packs of a call
+    follow those of the field. Other errors are those of the engine.
 
     Tools: a grammar holds forced calls, calls that have begun and structured output to their schema, so they always
     parse. A schema that the grammar cannot express raises `ToolError`.
@@ -51,16 +48,13 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     Accounting: `usage_metadata.input_tokens` counts what the messages sent. It leaves out tokens that packs delivered,
     so a summariser that watches it does not react to knowledge. `input_token_details.cache_read` counts sent tokens
     that were certainly reused. `response_metadata["kp"]` holds all counts of `kp_core.Usage`.
-
-    Raises `KnowledgePackError` and its subclasses, as the engine does.
     """
 
     max_retries: int | None = None
     """Accepted because LangChain's models have it; a model on this machine has nothing to retry."""
     streaming: bool = False
-
-    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        super().__init__(**self._checked(settings))
+    cache: Literal[False] = Field(default=False, exclude=True)
+    """LangChain's cache of answers is not used: a handle may resolve to something else later."""
 
     @property
     def _llm_type(self) -> str:
@@ -68,15 +62,13 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        # Part of the key of LangChain's cache of answers, so objects are given by what they do.
+        # For traces, so objects are given by what they do.
         request = self._defaults()
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
             "base_url": self.base_url,
-            "store": None if self.store is None else str(self.store.blobs or self.store),
             "namespaces": list(self.namespaces),
-            "trusted_roles": sorted(self.trusted_roles),
             **{name: getattr(request, name) for name in MODEL_OPTIONS},
             "composer": request.composer.key,
             "steering": None if request.steering is None else str(request.steering),
@@ -84,36 +76,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
             "stop": list(request.stop),
         }
 
-    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:  # noqa: ANN401
-        if isinstance(composer := kwargs.get("composer"), Composer):
-            kwargs["composer"] = composer.key
-        # Two different models may have the same name.
-        model = self._engine(kwargs.get("model")).fingerprint.id
-        return f"{super()._get_llm_string(stop, **kwargs)}---{model}"
-
-    def _generate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:  # noqa: ANN401
-        return super(ChatKnowledgePacks, self._remembering(messages))._generate_with_cache(messages, *args, **kwargs)
-
-    async def _agenerate_with_cache(
-        self,
-        messages: list[BaseMessage],
-        *args: Any,  # noqa: ANN401
-        **kwargs: Any,  # noqa: ANN401
-    ) -> ChatResult:
-        model = self._remembering(messages)
-        return await super(ChatKnowledgePacks, model)._agenerate_with_cache(messages, *args, **kwargs)
-
-    def _remembering(self, messages: list[BaseMessage]) -> ChatKnowledgePacks:
-        """This model; without LangChain's cache of answers if a handle does not resolve now, as it may later."""
-        role = next(iter(self.trusted_roles), None)
-        if self.store is None or role is None or not (self.cache or (self.cache is None and get_llm_cache())):
-            return self
-        handles = [str(handle) for message in messages for *_, handle in find_handles(message.text)]
-        if all(self.resolves(handle, role) for handle in handles):
-            return self
-        return self.model_copy(update={"cache": False})
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:  # noqa: ANN401
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)
         params["ls_provider"] = PROVIDER
         params["ls_model_name"] = str(kwargs.get("model", self.model_name))
@@ -121,11 +84,9 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     def _resolve_model_profile(self) -> ModelProfile:
         # Only an engine knows `max_input_tokens`; a model's id alone does not load one.
-        profile = {} if self.engine is None else {"max_input_tokens": self.engine.max_positions}
-        return cast(
-            "ModelProfile",
-            {"text_inputs": True, "text_outputs": True, "tool_calling": True, "structured_output": True, **profile},
-        )
+        sizes = {} if self.engine is None else {"max_input_tokens": self.engine.max_positions}
+        flags = dict.fromkeys(("text_inputs", "text_outputs", "tool_calling", "structured_output"), True)
+        return cast("ModelProfile", {**flags, **sizes})
 
     def get_token_ids(self, text: str) -> list[int]:
         """Token ids of `text` in the model's own tokenizer."""
@@ -139,29 +100,20 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         """Number of tokens that `messages` and `tools` send, without packs, as in `usage_metadata.input_tokens`."""
         if not messages:  # `trim_messages` asks for this.
             return 0
-        shape = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ())
-        defaults = self._defaults()
-        prompt = self._engine().template.render(
-            to_messages(messages),
-            view=self._view(),
-            placement=defaults.placement,
-            compact=defaults.compact,
-            shape=shape,
-        )
+        shape, options = AnswerShape.of(convert_to_openai_tool(tool) for tool in tools or ()), self._defaults()
+        render = partial(self._engine().template.render, placement=options.placement, compact=options.compact)
+        prompt = render(to_messages(messages), view=self._view(), shape=shape)
         return len(prompt) - prompt.pack_tokens
 
     def resolves(self, handle: str, role: str = "system") -> bool:
         """Whether `handle` is that of a pack that this model may use from a message of `role`."""
-        view, spans = self._view(), find_handles(handle)
-        return (
-            view is not None
-            and [str(match) for *_, match in spans] == [handle]
-            and (view.resolve(spans[0][2], core_role(role)) is not None)
-        )
+        view, found = self._view(), find_handles(handle)
+        is_one = len(found) == 1 and str(found[0][2]) == handle
+        return view is not None and is_one and view.resolve(found[0][2], core_role(role)) is not None
 
     if not TYPE_CHECKING:  # LangChain's type of it is private.
 
-        def bind(self, **kwargs: Any) -> Any:  # noqa: ANN401
+        def bind(self, **kwargs: Any) -> Any:
             """The model with options for every call. Unknown options raise here, not at the first call."""
             self._request(None, kwargs)
             return super().bind(**kwargs)
@@ -172,7 +124,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         *,
         tool_choice: str | bool | dict[str, Any] | None = None,
         parallel_tool_calls: bool | None = None,
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """The model with `tools` on offer.
 
@@ -195,8 +147,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         *,
         method: Literal["json_schema", "function_calling", "json_mode"] = "json_schema",
         include_raw: bool = False,
-        strict: bool | None = None,  # noqa: ARG002 - every schema is strict here
-        **options: Any,  # noqa: ANN401
+        strict: bool | None = None,
+        **options: Any,
     ) -> Runnable[LanguageModelInput, Any]:
         """The model with answers of `schema`: a Pydantic class, a TypedDict, a JSON Schema or an OpenAI function.
 
@@ -205,25 +157,36 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         always enforced. `include_raw` returns `{"raw", "parsed", "parsing_error"}`. Raises `ToolError` for other
         methods.
         """
-        format_info = {"kwargs": {"method": method}, "schema": convert_to_openai_tool(schema)}
+        tool = convert_to_openai_tool(schema)
+        name, model_class = tool["function"]["name"], cast("type[BaseModel]", schema)
+        is_model = isinstance(schema, type) and is_basemodel_subclass(schema)
+        options["ls_structured_output_format"] = {"kwargs": {"method": method}, "schema": tool}
+        parser: BaseOutputParser[Any]
         if method == "function_calling":
-            name = format_info["schema"]["function"]["name"]
-            model = self.bind_tools([schema], tool_choice=name, ls_structured_output_format=format_info, **options)
-            parser = call_parser(schema, name)
+            model = self.bind_tools([schema], tool_choice=name, **options)
+            parser = (
+                PydanticToolsParser(tools=[model_class], first_tool_only=True)
+                if is_model
+                else JsonOutputKeyToolsParser(key_name=name, first_tool_only=True)
+            )
         elif method in ("json_schema", "json_mode"):
             response_format = {"type": "json_object", "schema": schema} if method == "json_mode" else schema
-            model = self.bind(response_format=response_format, ls_structured_output_format=format_info, **options)
-            parser = answer_parser(schema)
+            model = self.bind(response_format=response_format, **options)
+            parser = PydanticOutputParser(pydantic_object=model_class) if is_model else JsonOutputParser()
         else:
             raise ToolError(f"Got method={method!r}; expected 'json_schema', 'function_calling' or 'json_mode'.")
-        return with_raw(model, parser) if include_raw else model | parser
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        unparsed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model) | parsed.with_fallbacks([unparsed], exception_key="parsing_error")
 
     def _generate(
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
-        run_manager: CallbackManagerForLLMRun | None = None,  # noqa: ARG002 - LangChain's signature
-        **kwargs: Any,  # noqa: ANN401
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         return to_result(self._engine(model).generate(to_messages(messages), **request), model or self.model_name)
@@ -233,7 +196,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: CallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         with closing(self._engine(model).stream(to_messages(messages), **request)) as stream:
@@ -248,8 +211,8 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         self,
         messages: list[BaseMessage],
         stop: list[str] | None = None,
-        run_manager: AsyncCallbackManagerForLLMRun | None = None,  # noqa: ARG002 - LangChain's signature
-        **kwargs: Any,  # noqa: ANN401
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
     ) -> ChatResult:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         engine = await asyncio.to_thread(self._engine, model)
@@ -260,7 +223,7 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         messages: list[BaseMessage],
         stop: list[str] | None = None,
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         request, model = self._request(stop, kwargs), kwargs.get("model")
         engine = await asyncio.to_thread(self._engine, model)
@@ -282,3 +245,26 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
         if "packs" in options:
             request["packs"] = (*(self.packs or ()), *request["packs"])
         return request if stop is None else {**request, "stop": stop}
+
+
+def response_schema(response_format: Any) -> Mapping[str, Any] | bool:
+    """The JSON Schema in a `response_format`: OpenAI's mapping, a Pydantic class, a TypedDict or a plain JSON Schema.
+
+    `True` is any JSON object. Raises `ToolError` for anything else.
+    """
+    if isinstance(response_format, Mapping):
+        kind = response_format.get("type")
+        if kind == "json_object":
+            return response_schema(response_format["schema"]) if response_format.get("schema") else True
+        if kind == "json_schema" and isinstance(response_format.get("json_schema"), Mapping):
+            schema = response_format["json_schema"].get("schema")
+            if isinstance(schema, Mapping):
+                return schema
+    try:
+        # `strict` is OpenAI's switch; every schema is strict here.
+        return {key: value for key, value in convert_to_json_schema(response_format).items() if key != "strict"}
+    except (TypeError, ValueError) as error:
+        raise ToolError(
+            f"Got response_format={response_format!r}; expected a Pydantic class, a TypedDict, a JSON Schema with a "
+            "'title', or OpenAI's {'type': 'json_schema', 'json_schema': {'schema': ...}}."
+        ) from error

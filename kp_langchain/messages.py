@@ -1,4 +1,4 @@
-"""LangChain's messages and prompts in the form that the core takes."""
+"""LangChain's messages and prompts in the form that the core takes, and the engine's answers in LangChain's."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ChatMessage, HumanMessage, ToolMessage
+from langchain_core.messages import tool as tool_messages
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
 
-from kp_core.errors import PromptError, UnsupportedContentError
-from kp_core.prompt.conversation import Message, slotted, tool_call
+from kp_core import Delta, Generation
+from kp_core.errors import PromptError
+from kp_core.prompt.conversation import Message, slotted, text_of, tool_call
 from kp_core.settings import core_role
 
-__all__ = ["pack_place", "to_messages"]
+__all__ = ["PROVIDER", "last_chunk", "pack_place", "to_chunk", "to_messages", "to_result"]
+
+PROVIDER = "knowledge_packs"
 
 # Blocks to leave out: tool calls, which are also in `tool_calls`, and reasoning, which is not sent.
 _ASSISTANT_ONLY = frozenset(
@@ -24,10 +30,25 @@ _ASSISTANT_ONLY = frozenset(
 def to_messages(messages: Sequence[BaseMessage]) -> list[dict[str, Any]]:
     """LangChain messages as dictionaries with `role`, `content`, and for tools `tool_calls`, `tool_call_id`, `name`.
 
-    Content may be a string or text blocks. Tool calls whose arguments did not parse are left out, as no template could
-    show them. Raises `UnsupportedContentError` for images, audio and files, `PromptError` for messages of other roles.
+    Text blocks are joined. Tool calls whose arguments did not parse are left out, as no template could show them.
+    Raises `UnsupportedContentError` for images, audio and files, `PromptError` for messages of other roles.
     """
-    return [_to_message(message) for message in messages]
+    converted = []
+    for message in messages:
+        kind = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
+        role = core_role(kind)
+        if role not in ("system", "user", "assistant", "tool"):
+            raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
+        core_message: dict[str, Any] = {"role": role, "content": _text(message.content, role)}
+        if isinstance(message, AIMessage) and message.tool_calls:
+            calls = [tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls]
+            core_message["tool_calls"] = calls
+        if isinstance(message, ToolMessage):
+            core_message["tool_call_id"] = message.tool_call_id
+        if message.name:
+            core_message["name"] = message.name
+        converted.append(core_message)
+    return converted
 
 
 def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Message]:
@@ -51,35 +72,66 @@ def pack_place(prompt: ChatPromptTemplate, variable: str = "context") -> list[Me
     return slotted(to_messages(prompt.format_messages(**values)), variable, marks)
 
 
-def _to_message(message: BaseMessage) -> dict[str, Any]:
-    kind = message.role if isinstance(message, ChatMessage) else message.type.removesuffix("MessageChunk").lower()
-    role = core_role(kind)
-    if role not in ("system", "user", "assistant", "tool"):
-        raise PromptError(f"Got a {type(message).__name__} ({role}); expected a system, human, AI or tool message.")
-    core_message: dict[str, Any] = {"role": role, "content": _to_content(message.content, role)}
-    if isinstance(message, AIMessage) and message.tool_calls:
-        core_message["tool_calls"] = [
-            tool_call(call["name"], call["args"], call.get("id")) for call in message.tool_calls
-        ]
-    if isinstance(message, ToolMessage):
-        core_message["tool_call_id"] = message.tool_call_id
-    if message.name:
-        core_message["name"] = message.name
-    return core_message
+def to_result(generation: Generation, model_name: str) -> ChatResult:
+    """The whole answer as one message."""
+    calls = [
+        tool_messages.tool_call(name=call.name, args=dict(call.arguments), id=call.id) for call in generation.tool_calls
+    ]
+    message = AIMessage(
+        generation.text,
+        tool_calls=calls,
+        additional_kwargs=_reasoning(generation.reasoning),
+        **_about(generation, model_name),
+    )
+    info = {"finish_reason": generation.finish_reason}
+    return ChatResult(generations=[ChatGeneration(message=message, generation_info=info)])
 
 
-def _to_content(content: str | Sequence[str | Mapping[str, Any]], role: str) -> str | list[dict[str, str]]:
+def to_chunk(delta: Delta) -> ChatGenerationChunk:
+    """One chunk of a stream."""
+    parts = [] if delta.tool_call is None else [delta.tool_call]
+    calls = [
+        tool_messages.tool_call_chunk(name=part.name, args=part.arguments, id=part.id, index=part.index)
+        for part in parts
+    ]
+    message = AIMessageChunk(content=delta.text, tool_call_chunks=calls, additional_kwargs=_reasoning(delta.reasoning))
+    return ChatGenerationChunk(message=message)
+
+
+def last_chunk(generation: Generation, model_name: str) -> ChatGenerationChunk:
+    """The last chunk of a stream: token counts and finish reason."""
+    message = AIMessageChunk(content="", chunk_position="last", **_about(generation, model_name))
+    return ChatGenerationChunk(message=message, generation_info={"finish_reason": generation.finish_reason})
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    # LangChain makes a reasoning block from this key.
+    return {"reasoning_content": text} if text else {}
+
+
+def _about(generation: Generation, model_name: str) -> dict[str, Any]:
+    """What a message says of its generation. Tokens that packs delivered were not sent, so they are not counted."""
+    usage = generation.usage
+    metadata = {
+        "model_name": model_name,
+        "model_provider": PROVIDER,
+        "finish_reason": generation.finish_reason,
+        "kp": usage.to_dict(),
+    }
+    counts = UsageMetadata(
+        input_tokens=usage.prompt_tokens,
+        output_tokens=usage.completion_tokens,
+        total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        input_token_details=InputTokenDetails(cache_read=max(0, usage.reused_tokens - usage.pack_tokens)),
+    )
+    return {"usage_metadata": counts, "response_metadata": metadata}
+
+
+def _text(content: str | Sequence[str | Mapping[str, Any]], role: str) -> str:
+    """The text of a message's content; raises `UnsupportedContentError` for other blocks."""
     if isinstance(content, str):
         return content
-    parts = []
-    for block in content:
-        kind = "text" if isinstance(block, str) else block.get("type")
-        text = block if isinstance(block, str) else block.get("text")
-        if kind in ("text", "text-plain") and isinstance(text, str):
-            parts.append({"type": "text", "text": text})
-        elif role != "assistant" or kind not in _ASSISTANT_ONLY:
-            raise UnsupportedContentError(
-                f"Got a content block of type {kind!r} in a {role} message; a text model takes text. "
-                "Describe it in words, or leave it out."
-            )
-    return parts
+    ignored = _ASSISTANT_ONLY if role == "assistant" else ()
+    blocks = [{"type": "text", "text": block} if isinstance(block, str) else block for block in content]
+    blocks = [{**block, "type": "text"} if block.get("type") == "text-plain" else block for block in blocks]
+    return text_of({"role": role, "content": [block for block in blocks if block.get("type") not in ignored]})

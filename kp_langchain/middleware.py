@@ -30,27 +30,21 @@ class PackState(AgentState[Any]):
 class KnowledgePackMiddleware(AgentMiddleware[PackState, Any, Any]):
     """Keeps the results of an agent's tools as packs, so that the prompt does not grow.
 
-    Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. In the
-    messages sent to the model, tool exchanges whose results are only handles are compacted. Of all that follow one
-    message, only the latest call stays; one short line is its result, for all of them, and their packs stand at the end
-    of that message. So the prompt of step 20 is as long as that of step 2, and a step computes only what is new. Packs
-    whose messages are gone (summarised, or of another conversation) stand at the start of the system message; with the
-    model's `placement="system"` all packs do. The messages in the state do not change: text and documents are still
-    there.
+    Handles in tool messages enter the state channel `packs` and stay there, whatever becomes of the messages. The model
+    is called with `compact` (see `kp_core.Request`): of tool exchanges that brought only handles the latest call stays,
+    so the prompt of step 20 is as long as that of step 2. Packs whose messages are gone (summarised, or of another
+    conversation) stand at the start of the system message. The messages in the state do not change.
 
-    Handles in `packs` count as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use them.
-
-    The agent's model must be a `ChatKnowledgePacks`; any other raises `TypeError`. Only handles in its `namespaces`
-    resolve; others stay text.
+    Handles in `packs` count as brought by tools: a model whose `trusted_roles` lack `"tool"` does not use them. The
+    agent's model must be a `ChatKnowledgePacks`; any other raises `TypeError`.
     """
 
     state_schema = PackState
 
-    def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:  # noqa: ARG002
+    def before_model(self, state: PackState, runtime: Runtime[Any]) -> dict[str, Any] | None:
         """Add the handles in tool messages to the state."""
-        known_handles = set(state.get("packs") or ())
-        handles = [handle for message in state["messages"] for handle in _handles(message)]
-        new_handles = [handle for handle in dict.fromkeys(handles) if handle not in known_handles]
+        handles = dict.fromkeys(handle for message in state["messages"] for handle in _handles(message))
+        new_handles = [handle for handle in handles if handle not in (state.get("packs") or ())]
         return {"packs": new_handles} if new_handles else None
 
     def wrap_model_call(

@@ -1,4 +1,4 @@
-"""`KnowledgePackRetriever`: a fact store as a LangChain retriever whose documents have packs."""
+"""Retrievers whose documents have packs: over a fact store, and around any other retriever."""
 
 from __future__ import annotations
 
@@ -7,32 +7,152 @@ import inspect
 import logging
 import os
 from collections.abc import Iterable, Sequence
-from typing import Any, Self
+from contextlib import suppress
+from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.indexing import DeleteResponse, UpsertResponse
+from langchain_core.indexing.base import DocumentIndex
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.vectorstores import VectorStore
-from pydantic import Field, model_validator
+from langchain_core.vectorstores import VectorStore, VectorStoreRetriever
+from pydantic import ConfigDict, Field, model_validator
 
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import Delivery, Unit
+from kp_core.delivery import KV, Delivery, Found, Precompile, Unit
 from kp_core.edit import How
-from kp_core.engines.request import refuse_unknown
+from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
-from kp_core.facts import Filter, Reranker
+from kp_core.facts import Filter, Hit, Reranker
+from kp_core.packs.codec import Compression
+from kp_core.packs.handle import inert
 from kp_core.packs.view import Packs
-from kp_langchain.documents import PackRetriever, to_fact
-from kp_langchain.wrapped import WrappedRetriever
+from kp_langchain.tools import own_handle
 
-__all__ = ["KnowledgePackRetriever"]
+__all__ = ["KnowledgePackRetriever", "PackRetriever", "WrappedRetriever"]
 
 logger = logging.getLogger(__name__)
 
 _PER_CALL = ("k", "probes", "where", "score_threshold", "rerank")
+
+
+class PackRetriever(DocumentIndex):
+    """A retriever whose documents have packs in `store`. `langchain_core.indexing.index` can fill it.
+
+    By default a document's `page_content` is its text, with a blank inserted into anything that looks like a handle, so
+    that it does not resolve. With `content="handle"` it is the handle alone, for models that resolve it. `engine`
+    compiles documents without a pack when they are found, for the position `compiled_for` (for a prompt:
+    `pack_place(prompt)`); without one they come as text, with a logged warning. `kv`, `precompile` and `compress` are
+    those of `kp_core.delivery.Delivery`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    store: Packs = Field(exclude=True)
+    engine: Session | None = Field(default=None, exclude=True)
+    namespace: str = "default"
+    content: Literal["text", "handle"] = "text"
+    compiled_for: CompiledFor = Field(default="user", exclude=True)
+    kv: KV = "stored"
+    precompile: Precompile = "use"
+    compress: Compression = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        refuse_unknown(given, cls.model_fields, cls.__name__)
+        return given
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self._delivery()  # It raises for an invalid namespace.
+        return self
+
+    def _delivery(self) -> Delivery:
+        return Delivery(None, self.engine, self.store, **self._packing)
+
+    @property
+    def _packing(self) -> dict[str, Any]:
+        names = ("compiled_for", "compress", "kv", "namespace", "precompile")
+        return {name: getattr(self, name) for name in names}
+
+    def _packed(self, document: Document, found: Found, **known: object) -> Document:
+        """`document` with the pack that was `found` for it, and with further metadata (`known`)."""
+        handle = None if found.handle is None else str(found.handle)
+        known = {name: value for name, value in known.items() if value is not None}
+        added = {**known, "text": document.page_content} | ({"handle": handle} if handle else {})
+        metadata = added | document.metadata | {"kp": {"handle": handle, **known, "id": document.id}}
+        content = found.content if self.content == "handle" else inert(document.page_content)
+        return document.model_copy(update={"page_content": content, "metadata": metadata})
+
+
+class WrappedRetriever(PackRetriever):
+    """The documents that `retriever` finds, with packs; order, text, id and metadata stay.
+
+    `handle`, `text` and `kp` are added to the metadata, the first two only if it has no such field. Options of a call
+    go to `retriever`. Changes go to its vector store, and packs of replaced or deleted texts are removed; a retriever
+    other than the plain one of a vector store is read-only.
+    """
+
+    retriever: BaseRetriever = Field(exclude=True)
+
+    def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
+        """Add `items` to the vector store, with its own options; documents with the same ids are replaced."""
+        old = self.get([item.id for item in items if item.id])
+        ids = self._vectors().add_documents(list(items), **kwargs)
+        self._forget({document.page_content for document in old} - {item.page_content for item in items})
+        return UpsertResponse(succeeded=ids, failed=[])
+
+    def delete(self, ids: list[str] | None = None, **kwargs: Any) -> DeleteResponse:
+        """Delete documents by id from the vector store; raises `FactError` without ids."""
+        if ids is None:
+            raise FactError("Got nothing to delete by; expected ids.")
+        old = self.get(ids)
+        if self._vectors().delete(ids, **kwargs) is False:
+            return DeleteResponse(num_deleted=0, succeeded=[], num_failed=len(ids), failed=ids)
+        self._forget({document.page_content for document in old})
+        return DeleteResponse(
+            num_deleted=len(old), succeeded=[document.id or "" for document in old], num_failed=0, failed=[]
+        )
+
+    def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:
+        """The documents with these ids, as the vector store has them; none if it cannot look up ids."""
+        vectors = self._vectors()
+        with suppress(NotImplementedError):
+            return vectors.get_by_ids(ids) if ids else []
+        return []
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
+    ) -> list[Document]:
+        return self._delivered(self.retriever.invoke(query, {"callbacks": run_manager.get_child()}, **options))
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
+    ) -> list[Document]:
+        documents = await self.retriever.ainvoke(query, {"callbacks": run_manager.get_child()}, **options)
+        return await asyncio.to_thread(self._delivered, documents)
+
+    def _delivered(self, documents: Sequence[Document]) -> list[Document]:
+        """`documents` with packs, except blank ones, and those that one of our retrievers returned as handles."""
+        todo = {
+            at: _to_fact(document, namespace=self.namespace)
+            for at, document in enumerate(documents)
+            if document.page_content.strip() and document.page_content != str(own_handle(document))
+        }
+        found = dict(zip(todo, self._delivery().deliver([Hit(fact, 0.0) for fact in todo.values()]), strict=True))
+        return [self._packed(document, found[at]) if at in found else document for at, document in enumerate(documents)]
+
+    def _vectors(self) -> VectorStore:
+        if not isinstance(self.retriever, VectorStoreRetriever):
+            raise FactError(f"{type(self.retriever).__name__} is only read here. Change what it reads from.")
+        return self.retriever.vectorstore
+
+    def _forget(self, texts: set[str]) -> None:
+        for text in texts:
+            self._delivery().forget(self.store.handle(text, self.namespace))
 
 
 class KnowledgePackRetriever(PackRetriever):
@@ -40,15 +160,11 @@ class KnowledgePackRetriever(PackRetriever):
 
     The `id` is the fact's. `handle`, `score`, `bank` (if banks were searched), `title`, `source` and `text` are added
     to the fact's metadata, unless it has such a field or the value is empty. `kp` holds `handle`, `score`, `id` and
-    `bank`.
+    `bank`. With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle, with
+    `unit="document"` all facts of a source.
 
-    With `unit="bank"` a document is a whole bank of about twenty facts, one per line, under one handle: the `k` banks
-    with the best facts are returned. With `unit="document"` it is all facts of a source.
-
-    All facts are searched; with `probes`, only those of this many nearest banks. `where` filters facts by metadata (see
-    `kp_core.facts.filters`), `score_threshold` by their cosine. `rerank`, e.g. `kp_core.facts.LexicalReranker()`,
-    orders the results; the first `k` that pass `score_threshold` are returned. Scores stay cosines. These five options
-    may also be given to `invoke`.
+    `probes`, `where`, `score_threshold` and `rerank` are those of `Delivery.search`. Like `k`, they may also be given
+    to `invoke`. Scores are cosines.
 
     Raises `OptionError` for options that do not exist, `FactError` for a blank question and a store without facts.
     """
@@ -60,13 +176,6 @@ class KnowledgePackRetriever(PackRetriever):
     score_threshold: float | None = None
     rerank: Reranker | None = Field(default=None, exclude=True)
     unit: Unit = "fact"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_given(cls, given: Any) -> Any:  # noqa: ANN401 - what a caller gave
-        if given.get("fact_store") is not None:
-            open_facts(given["fact_store"])
-        return given
 
     @classmethod
     def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
@@ -80,14 +189,13 @@ class KnowledgePackRetriever(PackRetriever):
         path: str | os.PathLike[str] | None = None,
         lazy: bool = False,
         progress: bool = True,
-        **fields: Any,  # noqa: ANN401
+        **fields: Any,
     ) -> Self:
         """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
 
         Without `fact_store`, one is made with `embedder` (by default the bundled MiniLM), in Chroma at `path` or in
-        memory. Facts go into the retriever's namespace. A fact that has a namespace of its own stays there, where this
-        retriever does not find it. `lazy` is `kv="lazy"`: KV is computed on first use. With `unit="bank"`, new facts
-        regroup banks, whose packs are then compiled again.
+        memory. Facts go into the retriever's namespace, except those with a namespace of their own, which this
+        retriever does not find. `lazy` is `kv="lazy"`.
         """
         refuse_unknown(fields, (*cls.model_fields, *inspect.signature(cls.from_facts).parameters), cls.__name__)
         fields |= {"kv": "lazy"} if lazy else {}
@@ -96,64 +204,30 @@ class KnowledgePackRetriever(PackRetriever):
         return retriever
 
     @classmethod
-    def from_documents(cls, documents: Iterable[Document], *, progress: bool = True, **settings: Any) -> Self:  # noqa: ANN401
+    def from_documents(cls, documents: Iterable[Document], *, progress: bool = True, **settings: Any) -> Self:
         """As `from_facts`, for documents, with the same `settings`. Facts with the documents' ids are replaced."""
         retriever = cls.from_facts([], **settings)
-        retriever._add(documents, progress=progress)  # noqa: SLF001 - one of ours
+        retriever._add(list(documents), progress=progress)  # noqa: SLF001 - one of ours
         return retriever
 
     @classmethod
-    def from_retriever(
-        cls,
-        retriever: BaseRetriever,
-        *,
-        store: Packs,
-        engine: Session | None = None,
-        **fields: Any,  # noqa: ANN401
-    ) -> WrappedRetriever:
+    def from_retriever(cls, retriever: BaseRetriever, *, store: Packs, **fields: Any) -> WrappedRetriever:
         """A retriever that adds packs to what `retriever` finds; `fields` are those of `WrappedRetriever`."""
         if not isinstance(retriever, BaseRetriever):
             raise FactError(
-                f"Got {type(retriever)}; expected a LangChain retriever, e.g. `Chroma(...).as_retriever()`."
+                f"Got {type(retriever)}; expected a LangChain retriever, e.g. `vectorstore.as_retriever()`."
             )
-        return WrappedRetriever(retriever=retriever, store=store, engine=engine, **fields)
+        return WrappedRetriever(retriever=retriever, store=store, **fields)
 
-    @classmethod
-    def from_vectorstore(
-        cls,
-        vectorstore: VectorStore,
-        *,
-        search_type: str = "similarity",
-        search_kwargs: dict[str, Any] | None = None,
-        **settings: Any,  # noqa: ANN401
-    ) -> WrappedRetriever:
-        """A retriever that adds packs to what a search of `vectorstore` finds. Nothing is copied or embedded again.
-
-        `search_type` and `search_kwargs` are those of `VectorStore.as_retriever`; `settings` those of `from_retriever`.
-        """
-        if not isinstance(vectorstore, VectorStore):
-            raise FactError(f"Got {type(vectorstore)}; expected a LangChain vector store, e.g. `Chroma(...)`.")
-        searched = vectorstore.as_retriever(search_type=search_type, search_kwargs=search_kwargs or {})
-        return cls.from_retriever(searched, **settings)
-
-    def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:  # noqa: ANN401
-        """Store documents as facts and compile their packs. Facts with the same ids are replaced, and so are their
-        packs.
-
-        A document without an id gets one from its text. Blank documents are left out, with a warning.
-        """
+    def upsert(self, items: Sequence[Document], /, **kwargs: Any) -> UpsertResponse:
+        """Add documents, or replace those of the same ids, and compile their packs. Blank documents are left out."""
         refuse_unknown(kwargs, ("items",), "upsert")
         kept = self._add(items, progress=False)
         blank = [item.id or "" for item in items if not item.page_content.strip()]
         return UpsertResponse(succeeded=kept, failed=blank)
 
     def delete(
-        self,
-        ids: list[str] | None = None,
-        *,
-        where: Filter | None = None,
-        source: str | None = None,
-        **kwargs: Any,  # noqa: ANN401
+        self, ids: list[str] | None = None, *, where: Filter | None = None, source: str | None = None, **kwargs: Any
     ) -> DeleteResponse:
         """Delete facts by id, filter or source document, and the packs that no fact uses any more."""
         refuse_unknown(kwargs, ("where", "source"), "delete")
@@ -162,54 +236,49 @@ class KnowledgePackRetriever(PackRetriever):
 
     def edit(self, doc_id: str, old: str, new: str, *, how: How = "amend") -> Document:
         """Correct `old` to `new` in a document, and return it; see `kp_core.delivery.Delivery.edit`."""
-        return _document(self._delivery().edit(doc_id, old, new, how=how))
+        return _to_document(self._delivery().edit(doc_id, old, new, how=how))
 
-    def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:  # noqa: ANN401
+    def get(self, ids: Sequence[str], /, **kwargs: Any) -> list[Document]:
         """The documents with these ids, as they were stored; unknown ids are skipped."""
         refuse_unknown(kwargs, ("ids",), "get")
-        return [_document(fact) for fact in self.fact_store.facts(ids=list(ids), namespace=self.namespace)]
+        return [_to_document(fact) for fact in self.fact_store.facts(ids=list(ids), namespace=self.namespace)]
 
     def _delivery(self) -> Delivery:
-        return self._deliver(self.fact_store, self.unit)
+        return Delivery(self.fact_store, self.engine, self.store, unit=self.unit, **self._packing)
 
-    def _add(self, documents: Iterable[Document], *, progress: bool) -> list[str]:
-        documents = list(documents)
-        documents_with_text = [document for document in documents if document.page_content.strip()]
-        if len(documents_with_text) < len(documents):
-            logger.warning(
-                "%d of %d documents are blank and were left out.",
-                len(documents) - len(documents_with_text),
-                len(documents),
-            )
-        all_facts = [
-            to_fact(document, id=document.id or "", metadata=document.metadata) for document in documents_with_text
+    def _add(self, documents: Sequence[Document], *, progress: bool) -> list[str]:
+        with_text = [document for document in documents if document.page_content.strip()]
+        if blank := len(documents) - len(with_text):
+            logger.warning("%d of %d documents are blank and were left out.", blank, len(documents))
+        facts = [
+            _to_fact(document, id=document.id or "", metadata=document.metadata).moved(self.namespace)
+            for document in with_text
         ]
-        facts = [fact.moved(self.namespace) for fact in all_facts]
         self._delivery().add(facts, overwrite=True, progress=progress)
         return [fact.id for fact in facts]
 
     def _get_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: CallbackManagerForRetrieverRun | None = None,  # noqa: ARG002 - LangChain's signature
-        **options: Any,  # noqa: ANN401
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun | None = None, **options: Any
     ) -> list[Document]:
         refuse_unknown(options, _PER_CALL, "A call of the retriever")
         settings = {name: options.get(name, getattr(self, name)) for name in _PER_CALL}
         results = self._delivery().search(query, **settings)
-        return [self._packed(_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
+        return [self._packed(_to_document(f.unit), f, score=f.hit.score, bank=f.hit.bank) for f in results]
 
     async def _aget_relevant_documents(
-        self,
-        query: str,
-        *,
-        run_manager: AsyncCallbackManagerForRetrieverRun | None = None,  # noqa: ARG002 - LangChain's signature
-        **options: Any,  # noqa: ANN401
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun | None = None, **options: Any
     ) -> list[Document]:
         return await asyncio.to_thread(self._get_relevant_documents, query, **options)
 
 
-def _document(fact: Fact) -> Document:
+def _to_fact(document: Document, **others: Any) -> Fact:
+    """A document's text as a fact. The fact takes `title` and `source` from the metadata, if they are strings."""
+    title, source = (document.metadata.get(name) for name in ("title", "source"))
+    others |= {"title": title} if isinstance(title, str) else {}
+    others |= {"source": source} if isinstance(source, str) else {}
+    return Fact(document.page_content, **others)
+
+
+def _to_document(fact: Fact) -> Document:
     metadata = {name: value for name, value in (("title", fact.title), ("source", fact.source)) if value}
     return Document(fact.text, id=fact.id, metadata=metadata | dict(fact.metadata))

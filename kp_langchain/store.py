@@ -1,10 +1,4 @@
-"""`KnowledgePackStore`: a fact store as LangGraph's long-term memory. Its items come back as handles.
-
-LangGraph names a namespace by a tuple of free strings; ours are `[a-z0-9_-]{1,64}`. `namespace_of` maps one to the
-other without collisions. A label keeps its letters a-z and digits; each other byte of its UTF-8 becomes `_` and two
-hexadecimal digits. Labels are joined by `-`, which no encoded label contains. A name that would be too long becomes
-`_h` and a digest of 256 bits; no encoded name contains `_h`, as `h` is not a hexadecimal digit.
-"""
+"""`KnowledgePackStore`: a fact store as LangGraph's long-term memory. Its items come back as handles."""
 
 from __future__ import annotations
 
@@ -16,9 +10,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
@@ -26,6 +21,7 @@ from langgraph.store.base import (
     BaseStore,
     GetOp,
     ListNamespacesOp,
+    MatchCondition,
     Op,
     PutOp,
     Result,
@@ -42,9 +38,9 @@ from kp_core.delivery import KV, Delivery, Found
 from kp_core.engines.request import CompiledFor
 from kp_core.errors import FactError
 from kp_core.facts import Filter
+from kp_core.facts.filters import ORDERED
 from kp_core.packs.codec import Compression
 from kp_core.packs.view import Packs
-from kp_langchain.matching import has_labels, matches
 
 __all__ = ["KnowledgePackStore", "PackItem", "namespace_of"]
 
@@ -57,15 +53,14 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 def namespace_of(labels: Labels) -> str:
-    """The namespace of packs for LangGraph's namespace `labels`, for a model's `namespaces`.
+    """The namespace of packs for LangGraph's namespace `labels`, for a model's `namespaces`; no two share one.
 
-    Raises `FactError` for labels that are not Unicode.
+    Ours are `[a-z0-9_-]{1,64}`. A label keeps its letters a-z and digits; each other byte of its UTF-8 becomes `_` and
+    two hexadecimal digits. Labels are joined by `-`. A name that would be too long becomes `_h` and a digest of 256
+    bits; no encoded name contains `_h`, as `h` is not a hexadecimal digit. Raises `FactError` for other than Unicode.
     """
-    try:
-        encoded = [label.encode() for label in labels]
-    except UnicodeEncodeError as error:
-        raise FactError(f"Got the namespace {labels!r}, which is not Unicode ({error.reason}). Repair it.") from error
-    name = "-".join(re.sub(rb"[^a-z0-9]", lambda byte: b"_%02x" % byte[0][0], label).decode() for label in encoded)
+    encoded = (re.sub(rb"[^a-z0-9]", lambda byte: b"_%02x" % byte[0][0], _utf8(label)) for label in labels)
+    name = b"-".join(encoded).decode()
     if len(name) > _LONGEST - len(_PREFIX):
         digest = hashlib.blake2b(name.encode(), digest_size=32).digest()
         name = "_h" + base64.b32encode(digest).decode().rstrip("=").lower()
@@ -73,10 +68,7 @@ def namespace_of(labels: Labels) -> str:
 
 
 class PackItem(SearchItem):
-    """An item, and the `handle` of the pack that holds its text; `None` if the text is too short for a pack.
-
-    `content` is what to send to a model: the handle, or else the text.
-    """
+    """An item, the `handle` of its text's pack (`None` for a short text), and the `content` for a model: either one."""
 
     __slots__ = ("content", "handle")
 
@@ -101,20 +93,17 @@ class PackItem(SearchItem):
 class KnowledgePackStore(BaseStore):
     """A LangGraph store over a fact store: each item is a fact, compiled into a pack of `store` when it is put.
 
-    Items come back as `PackItem`, with the handle of their pack. A tool that returns handles does not make the agent's
-    prompt longer. The text of an item, which is searched and compiled, is that of its `fields` (paths as in LangGraph's
-    `IndexConfig`), one per line. Without `fields`, it is the value's only field if that is a string, else the whole
-    value as JSON. `index=[...]` of a put sets the fields of one item. With `index=False` the item has a pack, but a
-    search by meaning returns it last, without a score.
+    Items come back as `PackItem`, with the handle of their pack. The text of an item, which is searched and compiled,
+    is that of its `fields` (paths as in LangGraph's `IndexConfig`), one per line. Without `fields`, it is the value's
+    only field if that is a string, else the whole value as JSON. `index=[...]` of a put sets the fields of one item.
+    With `index=False` the item has a pack, but a search by meaning returns it last, without a score.
 
-    Facts are stored in `facts`; by default in Chroma at `path`, or in memory, with `embedder` (by default the bundled
-    MiniLM). Each namespace of LangGraph is one of ours (`namespace_of`); a search by prefix reads all namespaces below
-    it. Facts that others put into these namespaces are skipped. `ttl` is LangGraph's. Expired items are never returned,
-    whatever `omit_expired` says. The next put into their namespace deletes them; `sweep_ttl` deletes their packs.
+    `facts` is by default in Chroma at `path`, or in memory, with `embedder` (by default the bundled MiniLM). Each
+    namespace of LangGraph is one of ours (`namespace_of`); facts that others put into these are skipped. `ttl` is
+    LangGraph's: expired items are never returned, and `sweep_ttl` deletes their packs.
 
-    Reads of a batch see the store as it was before the batch; of several puts to one key, the last counts. In a filter,
-    values that cannot be ordered do not match. Raises `FactError` for a value that JSON cannot express or a ttl of 0
-    minutes or less, `PackError` for a text longer than half of the model's positions.
+    In a filter, values that cannot be ordered do not match. Raises `FactError` for a value that JSON cannot express or
+    a ttl of 0 minutes or less, `PackError` for a text longer than half of the model's positions.
     """
 
     supports_ttl = True
@@ -126,18 +115,19 @@ class KnowledgePackStore(BaseStore):
         facts: FactStore | None = None,
         *,
         path: str | os.PathLike[str] | None = None,
-        embedder: Embedder | Any | None = None,  # noqa: ANN401 - or LangChain's embeddings
+        embedder: Embedder | Any | None = None,
         fields: Sequence[str] | None = None,
         kv: KV = "stored",
         compiled_for: CompiledFor = "system",
         compress: Compression = "none",
         ttl: TTLConfig | None = None,
     ) -> None:
-        self._facts = open_facts(facts, embedder, path)
+        self._facts, self._packs = open_facts(facts, embedder, path), store
         self._fields, self.ttl_config = None if fields is None else list(fields), ttl
-        self._settings: dict[str, Any] = {"kv": kv, "compiled_for": compiled_for, "compress": compress}
-        self._engine, self._packs = engine, store
-        self._delivery, self._labels = self._deliver(None), dict[str, Labels]()
+        self._deliver = partial(
+            Delivery, self._facts, engine, store, kv=kv, compiled_for=compiled_for, compress=compress
+        )
+        self._delivery, self._labels = self._deliver(), dict[str, Labels]()
 
     def batch(self, ops: Iterable[Op]) -> list[Result]:
         """See `BaseStore.batch`."""
@@ -166,15 +156,12 @@ class KnowledgePackStore(BaseStore):
 
     def sweep_ttl(self) -> int:
         """Remove the packs of items that have expired or were deleted. Returns their number."""
-        return sum(len(self._deliver(name).gc()) for name in filter(_is_ours, self._facts.namespaces()))
-
-    def _deliver(self, namespace: str | None) -> Delivery:
-        return Delivery(self._facts, self._engine, self._packs, namespace=namespace, **self._settings)
+        return sum(len(self._deliver(namespace=name).gc()) for name in self._names())
 
     def _read(self, namespace: str, key: str) -> list[Fact]:
         return [fact for fact in self._facts.facts(ids=[_id(key)], namespace=namespace) if _is_item(fact)]
 
-    def _items(self, found: Sequence[tuple[Fact, float | None]], refresh: bool) -> list[SearchItem]:  # noqa: FBT001
+    def _items(self, found: Sequence[tuple[Fact, float | None]], refresh: bool) -> list[SearchItem]:
         """Facts as items. With `refresh`, those that expire start their ttl again."""
         facts_with_ttl = [(fact, _about(fact).get("ttl")) for fact, _ in found] if refresh else []
         renewed = [replace(fact, expires=time.time() + 60 * ttl) for fact, ttl in facts_with_ttl if ttl is not None]
@@ -187,7 +174,7 @@ class KnowledgePackStore(BaseStore):
         new_facts = [self._fact(op) for op in ops if op.value is not None]
         for op in ops:
             if op.value is None and (removed := self._read(namespace := namespace_of(op.namespace), op.key)):
-                self._deliver(namespace).delete([fact.id for fact in removed])
+                self._deliver(namespace=namespace).delete([fact.id for fact in removed])
         if new_facts:
             # Refuse texts that cannot be packs; otherwise searches would find them again and again.
             self._delivery.refuse_unreadable(new_facts)
@@ -224,7 +211,7 @@ class KnowledgePackStore(BaseStore):
             if fact.namespace not in spaces or not _is_item(fact):
                 return False
             value = _about(fact)["value"] if conditions else {}
-            return all(matches(value.get(name), condition) for name, condition in conditions.items())
+            return all(_matches(value.get(name), condition) for name, condition in conditions.items())
 
         def held(where: Filter | None = None) -> Iterator[tuple[Fact, None]]:
             facts = (fact for name in spaces for fact in self._facts.facts(where=where, namespace=name))
@@ -232,24 +219,23 @@ class KnowledgePackStore(BaseStore):
 
         if not (op.query or "").strip():
             return list(itertools.islice(held(), start, stop))
-        hits = self._nearest(op.query or "", stop, spaces, passes)[start:stop]
+        hits: list[Hit] = []
+        limit = stop if spaces else 0
+        while limit and len(hits) < stop:
+            # One namespace is searched alone; for several, all facts are.
+            nearest = self._facts.search(op.query or "", limit, namespace=spaces[0] if len(spaces) == 1 else None)
+            hits = [hit for hit in nearest if _UNSEARCHED not in hit.fact.metadata and passes(hit.fact)]
+            limit = limit * _GROWTH if len(nearest) == limit else 0
+        hits = hits[start:stop]
         unsearched = itertools.islice(held({_UNSEARCHED: True}), stop - start - len(hits))
         return [*((hit.fact, hit.score) for hit in hits), *unsearched]
 
-    def _nearest(self, query: str, count: int, spaces: Sequence[str], passes: Callable[[Fact], bool]) -> list[Hit]:
-        """The nearest items of `spaces` that pass. One namespace is searched alone; for several, all facts are."""
-        limit = count if spaces else 0
-        while limit:
-            hits = self._facts.search(query, limit, namespace=spaces[0] if len(spaces) == 1 else None)
-            passing = [hit for hit in hits if _UNSEARCHED not in hit.fact.metadata and passes(hit.fact)]
-            if len(passing) >= count or len(hits) < limit:
-                return passing
-            limit *= _GROWTH
-        return []
+    def _names(self) -> list[str]:
+        return [name for name in self._facts.namespaces() if name.startswith(_PREFIX)]
 
     def _spaces(self) -> Iterator[tuple[str, Labels]]:
         """Our namespaces that hold items, each with its LangGraph namespace."""
-        for name in filter(_is_ours, self._facts.namespaces()):
+        for name in self._names():
             if name not in self._labels:
                 for fact in itertools.islice(filter(_is_item, self._facts.facts(namespace=name)), 1):
                     self._labels[name] = tuple(_about(fact)["namespace"])
@@ -260,7 +246,7 @@ class KnowledgePackStore(BaseStore):
         namespaces = [
             labels[: op.max_depth]
             for name, labels in self._spaces()
-            if all(has_labels(labels, condition) for condition in op.match_conditions or ())
+            if all(_has_labels(labels, condition) for condition in op.match_conditions or ())
             and any(map(_is_item, self._facts.facts(namespace=name)))
         ]
         return sorted(set(namespaces))[op.offset : _stop(op)]
@@ -273,16 +259,16 @@ def _stop(op: SearchOp | ListNamespacesOp) -> int:
     return min(op.offset + op.limit, 1 << 31)
 
 
-def _id(key: str) -> str:
-    """The id of the item `key`: printable, and different for each key. Raises `FactError` unless it is Unicode."""
+def _utf8(label: str) -> bytes:
     try:
-        return f"item/{quote(key)}"
+        return label.encode()
     except UnicodeEncodeError as error:
-        raise FactError(f"Got the key {key!r}, which is not Unicode ({error.reason}). Repair it.") from error
+        raise FactError(f"Got the name {label!r}, which is not Unicode ({error.reason}). Repair it.") from error
 
 
-def _is_ours(namespace: str) -> bool:
-    return namespace.startswith(_PREFIX)
+def _id(key: str) -> str:
+    """The id of the item `key`: printable, and different for each key."""
+    return f"item/{quote(_utf8(key))}"
 
 
 def _is_item(fact: Fact) -> bool:
@@ -303,3 +289,32 @@ def _text(value: Mapping[str, Any], fields: Sequence[str] | None) -> tuple[str, 
     text = "\n".join(texts)
     has_text = bool(text.strip())
     return text if has_text else json.dumps(value, ensure_ascii=False), has_text or fields is None
+
+
+def _has_labels(labels: tuple[str, ...], wanted: MatchCondition) -> bool:
+    """Whether a namespace begins or ends with the labels of `wanted`; `*` matches any label."""
+    path = wanted.path
+    part = labels[: len(path)] if wanted.match_type == "prefix" else labels[max(0, len(labels) - len(path)) :]
+    return len(part) == len(path) and all(label in {pattern, "*"} for pattern, label in zip(part, path, strict=True))
+
+
+def _matches(held: object, wanted: object) -> bool:
+    """Whether a field of an item matches LangGraph's filter `wanted`. Raises `FactError` for an unknown operator."""
+    if isinstance(wanted, Mapping):
+        if any(str(operator).startswith("$") for operator in wanted):
+            return all(_compares(held, operator, value) for operator, value in wanted.items())
+        return isinstance(held, Mapping) and all(_matches(held.get(name), value) for name, value in wanted.items())
+    if isinstance(wanted, list | tuple):
+        return isinstance(held, list) and len(held) == len(wanted) and all(map(_matches, held, wanted))
+    return held == wanted
+
+
+def _compares(held: Any, how: str, wanted: Any) -> bool:
+    if how in {"$eq", "$ne"}:
+        return (held == wanted) is (how == "$eq")
+    if how not in ORDERED:
+        raise FactError(f"Got {how!r} in a filter; expected one of $eq, $ne, {', '.join(ORDERED)}.")
+    try:
+        return bool(ORDERED[how](float(held), float(wanted)))
+    except (TypeError, ValueError, OverflowError):
+        return False

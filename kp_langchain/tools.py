@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.tools import BaseTool, StructuredTool
 
-from kp_core import Handle, KnowledgePack, Session, find_handles
+from kp_core import Handle, KnowledgePack, find_handles
 from kp_core.packs.handle import inert
 from kp_core.packs.view import Packs, PackView
 
-__all__ = ["create_pack_search_tool", "create_remember_tool", "own_handle", "resolve_documents", "to_handles"]
+__all__ = ["create_pack_search_tool", "own_handle", "resolve_documents", "to_handles"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,72 +32,41 @@ def create_pack_search_tool(
     namespace = getattr(retriever, "namespace", None)
     store = store.view(namespace) if namespace and not isinstance(store, PackView) else store
 
-    def given(documents: Sequence[Document]) -> tuple[str, list[Document]]:
+    def search(query: str) -> tuple[str, list[Document]]:
+        documents = retriever.invoke(query)
         content = "\n".join(document.page_content for document in to_handles(documents, store))
         return content or "Nothing was found.", resolve_documents(documents, store)
 
-    def search(query: str) -> tuple[str, list[Document]]:
-        return given(retriever.invoke(query))
-
-    async def asearch(query: str) -> tuple[str, list[Document]]:
-        return given(await retriever.ainvoke(query))
-
     return StructuredTool.from_function(
-        search, asearch, name=name, description=description, response_format="content_and_artifact"
+        search, name=name, description=description, response_format="content_and_artifact"
     )
 
 
-def create_remember_tool(
-    engine: Session,
-    store: Packs,
-    *,
-    namespace: str = "default",
-    name: str = "remember",
-    description: str = "Keep a text in memory for the rest of the conversation and for later ones.",
-) -> BaseTool:
-    """A tool that compiles its text into a pack of `namespace`, and answers with the handle.
-
-    The text is prefilled while the tool runs, for the system message. The artifact is the document.
-    """
-
-    def keep(text: str) -> tuple[str, list[Document]]:
-        handle = store.put(engine.build_pack(text, namespace=namespace, compiled_for="system"))
-        return str(handle), resolve_documents([str(handle)], store)
-
-    return StructuredTool.from_function(
-        keep, name=name, description=description, response_format="content_and_artifact"
-    )
-
-
-def resolve_documents(
-    found: Iterable[Document | str], store: Packs | PackView, *, namespaces: Collection[str] | None = None
-) -> list[Document]:
+def resolve_documents(found: Iterable[Document | str], store: Packs | PackView) -> list[Document]:
     """Documents and handles as documents of text, to show to people and to cite.
 
     A document's text replaces its handle; all else stays. A string, or a document from another retriever, may hold
     several handles and gives one document for each. Handles inside the text of a fact are not resolved. Input that
     resolves to nothing stays as it is.
 
-    Pass a view, `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces,
-    unless `namespaces` names those to read.
+    Pass a view, `store.view("mine")`, wherever handles come from somebody else: a store is read in all its namespaces.
     """
-    peek = _peeking(store, namespaces)
     documents: list[Document] = []
     for item in found:
         document = Document(item) if isinstance(item, str) else item
-        text, doc_handle = document.page_content, own_handle(document)
-        handles = (
-            [handle for _, _, handle in find_handles(text)] if doc_handle is None or str(doc_handle) == text else []
-        )
-        if doc_handle is not None and text == inert(text) and "kp: " in text:  # A retriever made a handle in it inert.
-            pack = peek(doc_handle)
-            handles = [doc_handle] if pack is not None and inert(pack.text) == text else []
-        resolved = [(handle, pack) for handle in handles if (pack := peek(handle)) is not None]
+        text, handle = document.page_content, own_handle(document)
+        handles: list[Handle] = []
+        if handle is None or text == str(handle):
+            handles = [each for *_, each in find_handles(text)]
+        elif "kp: " in text:  # A retriever made a handle in it inert.
+            pack = _peek(store, handle)
+            handles = [handle] if pack is not None and inert(pack.text) == text else []
+        resolved = [(each, pack) for each in handles if (pack := _peek(store, each)) is not None]
         if not resolved:
             documents.append(document)
-        for handle, pack in resolved:
+        for each, pack in resolved:
             origin = {name: pack.provenance[name] for name in ("title", "source") if name in pack.provenance}
-            metadata = {**origin, "handle": str(handle), **document.metadata}
+            metadata = {**origin, "handle": str(each), **document.metadata}
             documents.append(Document(pack.text, id=document.id, metadata=metadata))
     return documents
 
@@ -108,28 +77,19 @@ def to_handles(documents: Iterable[Document], store: Packs | PackView) -> list[D
     A handle in the metadata is used only if its pack has the document's text, up to blanks around it. A text that was
     rewritten goes to the model as it is, with a logged warning.
     """
-    documents_out, peek = [], _peeking(store)
+    documents_out = []
     for document in documents:
         handle, text = own_handle(document), document.page_content
-        if handle is None or text == str(handle):
-            documents_out.append(document)
-            continue
-        pack = peek(handle)
-        if pack is not None and inert(pack.text).strip() == inert(text).strip():
-            documents_out.append(Document(str(handle), id=document.id, metadata=document.metadata))
-        else:
-            logger.warning("The text of document %s is not that of %s any more; it goes as text.", document.id, handle)
-            documents_out.append(document)
+        if handle is not None and text != str(handle):
+            pack = _peek(store, handle)
+            if pack is not None and inert(pack.text).strip() == inert(text).strip():
+                document = Document(str(handle), id=document.id, metadata=document.metadata)  # noqa: PLW2901
+            else:
+                logger.warning(
+                    "The text of document %s is not that of %s any more; it goes as text.", document.id, handle
+                )
+        documents_out.append(document)
     return documents_out
-
-
-def _peeking(
-    store: Packs | PackView, namespaces: Collection[str] | None = None
-) -> Callable[[Handle], KnowledgePack | None]:
-    """A function that looks up packs in the namespaces that may be read."""
-    source, allowed = (store.source, store.namespaces) if isinstance(store, PackView) else (store, None)
-    limits = [limit for limit in (allowed, namespaces) if limit is not None]
-    return lambda handle: source.peek(handle) if all(handle.namespace in limit for limit in limits) else None
 
 
 def own_handle(document: Document) -> Handle | None:
@@ -138,3 +98,10 @@ def own_handle(document: Document) -> Handle | None:
     name = record.get("handle") if isinstance(record, dict) else None
     handles = find_handles(name) if isinstance(name, str) else []
     return handles[0][2] if handles and str(handles[0][2]) == name else None
+
+
+def _peek(store: Packs | PackView, handle: Handle) -> KnowledgePack | None:
+    """The pack of `handle`, unless it is in a namespace that a view may not read."""
+    if isinstance(store, PackView):
+        return store.source.peek(handle) if handle.namespace in store.namespaces else None
+    return store.peek(handle)

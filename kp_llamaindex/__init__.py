@@ -5,15 +5,12 @@ It imports only LlamaIndex's core and this project's; models and facts load on f
 
 from __future__ import annotations
 
-from kp_llamaindex.index import KnowledgePackIndex
-from kp_llamaindex.llm import KnowledgePackLLM, use_in_settings
+from kp_llamaindex.index import KnowledgePackIndex, KnowledgePackVectorStore
+from kp_llamaindex.llm import KnowledgePackLLM
 from kp_llamaindex.memory import KnowledgePackMemoryBlock
-from kp_llamaindex.messages import to_messages
+from kp_llamaindex.messages import pack_place, to_messages
 from kp_llamaindex.nodes import NumberSources, PackNode
-from kp_llamaindex.place import pack_place
-from kp_llamaindex.postprocessor import KnowledgePackPostprocessor
-from kp_llamaindex.retriever import KnowledgePackRetriever
-from kp_llamaindex.vector_store import KnowledgePackVectorStore
+from kp_llamaindex.retriever import KnowledgePackPostprocessor, KnowledgePackRetriever
 
 __all__ = [
     "KnowledgePackIndex",
@@ -26,5 +23,4 @@ __all__ = [
     "PackNode",
     "pack_place",
     "to_messages",
-    "use_in_settings",
 ]

@@ -1,75 +1,128 @@
-"""`KnowledgePackIndex`: documents in, query engines and chat engines over packs out."""
+"""`KnowledgePackIndex`: a fact store as an index of LlamaIndex, and its vector store."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self, cast
 
 import numpy as np
-from llama_index.core import Settings, VectorStoreIndex
+from llama_index.core import MockEmbedding, Settings, StorageContext, VectorStoreIndex, chat_engine
+from llama_index.core.base.base_query_engine import BaseQueryEngine
 from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.chat_engine.types import BaseChatEngine, ChatMode
 from llama_index.core.ingestion import run_transformations
+from llama_index.core.llms import LLM
+from llama_index.core.llms.utils import LLMType
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.query_engine.citation_query_engine import CITATION_QA_TEMPLATE, CITATION_REFINE_TEMPLATE
 from llama_index.core.schema import BaseNode, Document, TransformComponent
 from llama_index.core.utils import iter_batch
-from llama_index.core.vector_stores.types import BasePydanticVectorStore
+from llama_index.core.vector_stores.types import (
+    BasePydanticVectorStore,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+    VectorStoreQueryResult,
+)
 from numpy.typing import NDArray
 
 from kp_core import Embedder, Fact, FactStore, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import Delivery, Unit
+from kp_core.delivery import Delivery
+from kp_core.engines.request import CompiledFor, refuse_unknown
+from kp_core.errors import FactError
 from kp_core.facts.embed import normalised
 from kp_core.packs.view import Packs
-from kp_llamaindex.base import PackIndex
-from kp_llamaindex.nodes import REF_DOC, REF_HASH, to_fact
-from kp_llamaindex.retriever import KnowledgePackRetriever, open_settled
-from kp_llamaindex.vector_index import PackedVectorIndex
-from kp_llamaindex.vector_store import KnowledgePackVectorStore
+from kp_llamaindex.filters import to_where
+from kp_llamaindex.llm import KnowledgePackLLM
+from kp_llamaindex.messages import pack_place
+from kp_llamaindex.nodes import REF_DOC, REF_HASH, NumberSources, to_fact, to_node
+from kp_llamaindex.retriever import (
+    PACKING,
+    KnowledgePackRetriever,
+    delivery_of,
+    parameters,
+)
 
-__all__ = ["KnowledgePackIndex"]
+__all__ = ["KnowledgePackIndex", "KnowledgePackVectorStore"]
 
 logger = logging.getLogger(__name__)
 
 _SAMPLE, _SAME, _NAMED = 4, 0.98, 500
+_ENGINES: tuple[Callable[..., Any], ...] = (
+    RetrieverQueryEngine.from_args,
+    chat_engine.CondensePlusContextChatEngine.from_defaults,
+    chat_engine.CondenseQuestionChatEngine.from_defaults,
+    chat_engine.ContextChatEngine.from_defaults,
+    chat_engine.SimpleChatEngine.from_defaults,
+)
+_RETRIEVAL = PACKING | {"similarity_top_k", "probes", "filters", "score_cutoff", "rerank", "content"}
+_SETTINGS = _RETRIEVAL.union(*map(parameters, _ENGINES))
 
 
-class KnowledgePackIndex(PackIndex):
-    """An index over a fact store and a pack store, filled from LlamaIndex's nodes.
+class KnowledgePackIndex(VectorStoreIndex):
+    """A `VectorStoreIndex` of LlamaIndex over a fact store, whose nodes come as packs of `store`.
 
     The pack of a node holds what a text node would give the model: its text, and the metadata that is not in
     `excluded_llm_metadata_keys`. The same text is embedded. Nodes whose embeddings come from the fact store's embedder
-    are not embedded again (except a few, to compare). With `unit="bank"` a pack holds a bank of about twenty nodes,
-    with `unit="document"` all nodes of a source. The other settings are those of `PackIndex`.
+    are not embedded again (except a few, to compare). Blank nodes are left out, and known nodes cost nothing: a node is
+    known if its id is stored, or if the same text came from a document with the same text and metadata, as documents
+    get new ids whenever they are read.
+
+    `compiled_for` is the position packs are compiled for; by default that of the first node in LlamaIndex's own
+    question prompt. There a pack is read straight from the store; anywhere else its KV is computed once (see
+    `pack_place`). Other `packing` is as for `KnowledgePackRetriever`.
+
+    `llm` is the default LLM of the engines: a `KnowledgePackLLM` on the same engine, store and namespace unless given.
+    An LLM of another class cannot resolve handles, so it gets nodes as text. `transformations` cut documents into
+    nodes; by default they are those of LlamaIndex's settings.
+
+    Raises `OptionError` for an option that neither retrievers nor engines have. For an index of your own, see
+    `KnowledgePackPostprocessor`.
     """
 
-    _RETRIEVAL: ClassVar = ("similarity_top_k", "probes", "filters", "score_cutoff", "rerank", "content", "unit")
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
         engine: Session,
         store: Packs,
         fact_store: FactStore,
         *,
-        unit: Unit = "fact",
+        namespace: str = "default",
+        compiled_for: CompiledFor | None = None,
+        llm: LLM | None = None,
+        transformations: Sequence[TransformComponent] | None = None,
         progress: bool = True,
-        **settings: Any,  # noqa: ANN401
+        **packing: Any,
     ) -> None:
-        super().__init__(engine, store, **settings)
-        self.fact_store, self.unit, self.progress = open_facts(fact_store), unit, progress
+        self.llm: LLM = llm or KnowledgePackLLM(engine=engine, store=store, namespaces=(namespace,))
+        if compiled_for is None:
+            compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, self.llm)
+        self._packing = {"engine": engine, "namespace": namespace, "compiled_for": compiled_for, **packing}
+        self.store, self.fact_store = store, open_facts(fact_store)
+        self.delivery = delivery_of(fact_store, store, **self._packing)
+        vectors = KnowledgePackVectorStore(
+            delivery=self.delivery, progress=progress, embedder=fact_store.embedder.name, namespace=namespace
+        )
+        parts = StorageContext.from_defaults(vector_store=vectors)
+        # The fact store embeds.
+        super().__init__([], embed_model=MockEmbedding(embed_dim=1), storage_context=parts)
+        if transformations is not None:
+            self._transformations = list(transformations)
 
     @classmethod
-    def from_documents(
+    def from_documents(  # type: ignore[override]
         cls,
         documents: Sequence[Document],
         *,
         transformations: Sequence[TransformComponent] | None = None,
-        **settings: Any,  # noqa: ANN401
+        **settings: Any,
     ) -> Self:
-        """An index over `documents`, cut into nodes by `transformations` (by default those of LlamaIndex's settings).
-
-        `settings` are those of `from_nodes`.
-        """
+        """An index over `documents`, which `transformations` cut into nodes; `settings` are those of `from_nodes`."""
         steps = list(Settings.transformations if transformations is None else transformations)
         nodes = run_transformations(list(documents), steps)
         return cls.from_nodes(nodes, transformations=transformations, **settings)
@@ -84,94 +137,194 @@ class KnowledgePackIndex(PackIndex):
         fact_store: FactStore | None = None,
         embedder: Embedder | BaseEmbedding | None = None,
         path: str | os.PathLike[str] | None = None,
-        **settings: Any,  # noqa: ANN401
+        **settings: Any,
     ) -> Self:
         """An index over `nodes`.
 
         Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
         LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM.
         """
-        index = cls(engine, store, open_settled(fact_store, embedder, path), **settings)
+        if fact_store is None and embedder is None:
+            settled = Settings._embed_model  # noqa: SLF001 - the public attribute would create one of OpenAI's
+            embedder = None if isinstance(settled, MockEmbedding) else settled
+        index = cls(engine, store, open_facts(fact_store, embedder, path), **settings)
         index.insert_nodes(nodes)
         return index
 
     @classmethod
-    def from_vector_index(cls, index: VectorStoreIndex, **settings: Any) -> PackedVectorIndex:  # noqa: ANN401
-        """An index over the nodes of `index`, as packs. `index` still stores and finds them; nothing is embedded again.
+    def from_vector_store(cls, vector_store: BasePydanticVectorStore, *_: Any, **__: Any) -> Self:
+        """Not for vector stores of others: raises `FactError`, which says how to pack what they find."""
+        raise FactError(
+            f"{type(vector_store).__name__} is no fact store. Keep your index, and pack what it finds: "
+            "`index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])`."
+        )
 
-        `settings` are those of `PackIndex`; `engine` and `store` are needed.
+    def as_vector_store(self) -> KnowledgePackVectorStore:
+        """The index as a vector store, e.g. for an `IngestionPipeline`, whose changes and deletions it then follows."""
+        return cast("KnowledgePackVectorStore", self.vector_store)
+
+    def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:
+        """A retriever; `settings` are those of `KnowledgePackRetriever`."""
+        # LlamaIndex gives it the settings of the engine, too.
+        refuse_unknown(settings, _SETTINGS, f"A retriever or an engine of {type(self).__name__}")
+        retrieval = {name: value for name, value in settings.items() if name in _RETRIEVAL}
+        return KnowledgePackRetriever(self.fact_store, self.store, **self._packing | retrieval)
+
+    def as_query_engine(
+        self, llm: LLMType | None = None, *, citations: bool = False, **settings: Any
+    ) -> BaseQueryEngine:
+        """A `RetrieverQueryEngine`; `settings` are those of the retriever and of `RetrieverQueryEngine.from_args`.
+
+        With `citations` the prompt asks for sources by number: `response.source_nodes[n - 1]` is source n.
         """
-        return PackedVectorIndex(index, **settings)
+        if citations:
+            prompts = {"text_qa_template": CITATION_QA_TEMPLATE, "refine_template": CITATION_REFINE_TEMPLATE}
+            numbered = [*settings.get("node_postprocessors", ()), NumberSources()]
+            settings = {**prompts, **settings, "node_postprocessors": numbered}
+        return super().as_query_engine(llm or self.llm, **self._readable(llm, settings))
+
+    def as_chat_engine(
+        self, chat_mode: ChatMode = ChatMode.BEST, llm: LLMType | None = None, **settings: Any
+    ) -> BaseChatEngine:
+        """A chat engine; `settings` are those of the retriever and of the engine's `from_defaults`."""
+        return super().as_chat_engine(chat_mode, llm or self.llm, **self._readable(llm, settings))
+
+    def _readable(self, llm: LLMType | None, settings: dict[str, Any]) -> dict[str, Any]:
+        """`settings`, with nodes as text for an LLM that does not resolve handles."""
+        if isinstance(llm or self.llm, KnowledgePackLLM) or settings.get("content") == "text":
+            return settings
+        logger.warning("%s resolves no handles; nodes go to it as text.", type(llm or self.llm).__name__)
+        return {**settings, "content": "text"}
+
+    def insert_nodes(self, nodes: Sequence[BaseNode], **_: Any) -> None:
+        """Add nodes to the fact store and compile their packs."""
+        self.vector_store.add(list(nodes))
+
+    async def ainsert_nodes(self, nodes: Sequence[BaseNode], **_: Any) -> None:
+        """As `insert_nodes`, in a thread."""
+        await self.vector_store.async_add(list(nodes))
+
+    def refresh_ref_docs(self, documents: Sequence[Document], **_: Any) -> list[bool]:
+        """Insert new documents and update changed ones. Returns for each of `documents` whether it was either."""
+        facts = self.as_vector_store().facts_with(REF_DOC, [document.id_ for document in documents])
+        hashes = {fact.metadata[REF_DOC]: fact.metadata.get(REF_HASH) for fact in facts}
+        changed = [hashes.get(document.id_) != document.hash for document in documents]
+        for document, is_changed in zip(documents, changed, strict=True):
+            if is_changed:
+                self.update_ref_doc(document)
+        return changed
+
+    async def arefresh_ref_docs(self, documents: Sequence[Document], **_: Any) -> list[bool]:
+        """As `refresh_ref_docs`, in a thread."""
+        return await asyncio.to_thread(self.refresh_ref_docs, documents)
+
+
+class KnowledgePackVectorStore(TransformComponent, BasePydanticVectorStore):
+    """The facts of a `KnowledgePackIndex`, as a vector store of LlamaIndex that finds them as packs.
+
+    As the vector store of an `IngestionPipeline`, it follows documents that change or are deleted, with their packs. It
+    is also the pipeline's last step, which embeds nodes as the index does (a pipeline stores no nodes without
+    embeddings).
+    """
+
+    stores_text: bool = True
+    is_embedding_query: bool = False
+    delivery: Delivery = Field(exclude=True, repr=False)
+    progress: bool = Field(default=True, exclude=True)
+    # A pipeline's cache tells stores apart by these fields.
+    embedder: str
+    namespace: str
 
     @classmethod
-    def from_vector_store(
-        cls,
-        vector_store: BasePydanticVectorStore,
-        embed_model: BaseEmbedding | None = None,
-        **settings: Any,  # noqa: ANN401
-    ) -> PackedVectorIndex:
-        """As `from_vector_index`, for a vector store. `embed_model`, which made its vectors, embeds the questions.
+    def class_name(cls) -> str:
+        """Name in serialised form."""
+        return "KnowledgePackVectorStore"
 
-        Raises `FactError` without an `embed_model`, here or in LlamaIndex's settings, and for a store without texts.
-        """
-        return PackedVectorIndex.over(vector_store, embed_model, **settings)
+    @property
+    def client(self) -> FactStore:
+        """The fact store."""
+        store: FactStore = self.delivery.facts
+        return store
 
-    def insert_nodes(self, nodes: Sequence[BaseNode]) -> None:
-        """Add `nodes` to the fact store and compile their packs. Blank nodes are left out; known nodes cost nothing.
+    def __call__(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:
+        """Embed `nodes`, except blank ones."""
+        nodes_with_text = [node for node in nodes if node.get_content().strip()]
+        texts = [to_fact(node).text for node in nodes_with_text]
+        for node, vector in zip(nodes_with_text, self.client.embedder.embed(texts) if texts else (), strict=True):
+            node.embedding = vector.tolist()
+        return nodes
 
-        A node is known if its id is stored, or if the same text came from a document with the same text and metadata:
-        documents get new ids whenever they are read.
-        """
+    def add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
+        """Add nodes and compile their packs."""
         nodes_with_text = [node for node in nodes if node.get_content().strip()]
         if len(nodes_with_text) < len(nodes):
             logger.warning("%d of %d nodes are blank and were left out.", len(nodes) - len(nodes_with_text), len(nodes))
-        facts = self._known([to_fact(node) for node in nodes_with_text])
+        facts = [to_fact(node) for node in nodes_with_text]
+        known = self.facts_with(REF_HASH, [fact.metadata[REF_HASH] for fact in facts])
+        stored = {(fact.text, fact.metadata[REF_HASH]): fact for fact in known}
+        facts = [stored.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
         # Documents may share a text; each keeps it when the other is deleted.
-        self.delivery.add(
-            facts, overwrite=True, vectors=self._embeddings(nodes_with_text, facts), progress=self.progress
-        )
+        vectors = self._embeddings(nodes_with_text, facts)
+        self.delivery.add(facts, overwrite=True, vectors=vectors, progress=self.progress)
+        return [node.node_id for node in nodes]
 
-    def delete_ref_doc(self, ref_doc_id: str) -> None:
-        """Remove the nodes of a document, and the packs that no node uses any more."""
+    def delete(self, ref_doc_id: str, **_: Any) -> None:
+        """Remove the nodes of a document, and their packs."""
         self.delivery.delete(where={REF_DOC: ref_doc_id})
 
-    def as_vector_store(self) -> KnowledgePackVectorStore:
-        """The index as a vector store, e.g. for an `IngestionPipeline`. It then follows the pipeline's changes and
-        deletions.
-        """
-        name = self.fact_store.embedder.name
-        return KnowledgePackVectorStore(index=self, embedder=name, namespace=self.namespace)
+    async def acall(self, nodes: Sequence[BaseNode], **_: Any) -> Sequence[BaseNode]:
+        """As `__call__`, in a thread."""
+        return await asyncio.to_thread(self, nodes)
 
-    def as_retriever(self, **settings: Any) -> KnowledgePackRetriever:  # noqa: ANN401
-        """A retriever; `settings` are those of `KnowledgePackRetriever`."""
-        return KnowledgePackRetriever(self.fact_store, **{**self._packing, "unit": self.unit, **settings})
+    async def async_add(self, nodes: Sequence[BaseNode], **_: Any) -> list[str]:
+        """As `add`, in a thread."""
+        return await asyncio.to_thread(self.add, nodes)
 
-    @property
-    def delivery(self) -> Delivery:
-        """The `Delivery` that adds, removes and compiles nodes."""
-        return self.as_retriever().delivery
+    async def adelete(self, ref_doc_id: str, **_: Any) -> None:
+        """As `delete`, in a thread."""
+        await asyncio.to_thread(self.delete, ref_doc_id)
 
-    def _known(self, facts: Sequence[Fact]) -> list[Fact]:
-        """`facts`; each known fact is replaced by its stored form."""
-        hashes = (fact.metadata[REF_HASH] for fact in facts)
-        stored = {(fact.text, fact.metadata[REF_HASH]): fact for fact in self._held(REF_HASH, hashes)}
-        return [stored.setdefault((fact.text, fact.metadata[REF_HASH]), fact) for fact in facts]
+    async def aquery(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
+        """As `query`, in a thread."""
+        return await asyncio.to_thread(self.query, query)
 
-    def _hashes(self, ref_doc_ids: Sequence[str]) -> Mapping[str, str]:
-        facts = self._held(REF_DOC, ref_doc_ids)
-        return {str(fact.metadata[REF_DOC]): str(fact.metadata.get(REF_HASH)) for fact in facts}
+    def delete_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **_: Any) -> None:
+        """Remove nodes, and their packs."""
+        self.delivery.delete(node_ids, where=None if filters is None else to_where(filters))
 
-    def _held(self, field: str, values: Iterable[object]) -> Iterator[Fact]:
-        """The stored facts whose metadata `field` has one of these values."""
+    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+        """The nodes that match, as text."""
+        conditions = None if filters is None else to_where(filters)
+        return [to_node(fact) for fact in self.client.facts(ids=node_ids, where=conditions, namespace=self.namespace)]
+
+    def clear(self) -> None:
+        """Remove all nodes, and their packs."""
+        self.delete_nodes([fact.id for fact in self.client.facts(namespace=self.namespace)])
+
+    def query(self, query: VectorStoreQuery, **_: Any) -> VectorStoreQueryResult:
+        """The nodes nearest to the query's text. Raises `FactError` for other modes, and for a query without text."""
+        if query.mode != VectorStoreQueryMode.DEFAULT or not query.query_str:
+            raise FactError(f"Got a query of mode {query.mode.value!r}, {query.query_str!r}; expected words to embed.")
+        tests = [to_where(query.filters)] if query.filters else []
+        tests += [{REF_DOC: {"$in": query.doc_ids}}] if query.doc_ids else []
+        tests += [{"kp:id": {"$in": query.node_ids}}] if query.node_ids else []
+        found = self.delivery.search(query.query_str, query.similarity_top_k, where={"$and": tests} if tests else None)
+        nodes = [to_node(each.unit, str(each.handle or "")) for each in found]
+        return VectorStoreQueryResult(
+            nodes=nodes, similarities=[each.hit.score for each in found], ids=[node.node_id for node in nodes]
+        )
+
+    def facts_with(self, field: str, values: Iterable[object]) -> Iterator[Fact]:
+        """The facts whose metadata `field` has one of these values."""
         for batch in iter_batch(dict.fromkeys(values), _NAMED):
-            yield from self.fact_store.facts(where={field: {"$in": batch}}, namespace=self.namespace)
+            yield from self.client.facts(where={field: {"$in": batch}}, namespace=self.namespace)
 
     def _embeddings(self, nodes: Sequence[BaseNode], facts: Sequence[Fact]) -> NDArray[np.float32] | None:
         """The embeddings of the nodes, if they come from the fact store's embedder; else `None`."""
         if len({len(node.embedding or ()) for node in nodes}) != 1 or not nodes[0].embedding:
             return None
         vectors = normalised([node.embedding or () for node in nodes])
-        sample = self.fact_store.embedder.embed([fact.text for fact in facts[:_SAMPLE]])
+        sample = self.client.embedder.embed([fact.text for fact in facts[:_SAMPLE]])
         is_same = (
             sample.shape == vectors[:_SAMPLE].shape and float((sample * vectors[:_SAMPLE]).sum(axis=1).min()) >= _SAME
         )

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from contextlib import aclosing, closing
 from typing import Any, TypeVar
 
-from llama_index.core import Settings
 from llama_index.core.base.llms.types import (
     ChatMessage,
     ChatResponse,
@@ -17,6 +16,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    ToolCallBlock,
 )
 from llama_index.core.bridge.pydantic import (
     Field,
@@ -27,38 +27,35 @@ from llama_index.core.bridge.pydantic import (
     model_serializer,
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.llms.utils import parse_partial_json
+from llama_index.core.program.function_program import FunctionCallingProgram
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import BaseTool
+from llama_index.core.types import PydanticProgramMode
 
 from kp_core import Session, find_handles, strip_handles
 from kp_core.engines.request import OPTIONS
 from kp_core.engines.shared import loaded_engine
 from kp_core.errors import SamplingError
 from kp_core.settings import GIVEN, ModelSettings
-from kp_llamaindex.messages import MEMORY, to_messages
-from kp_llamaindex.responses import Answer, to_completion
-from kp_llamaindex.tools import ToolCallingLLM, to_tools
+from kp_llamaindex.messages import MEMORY, Answer, to_completion, to_messages
 
-__all__ = ["KnowledgePackLLM", "use_in_settings"]
+__all__ = ["KnowledgePackLLM"]
 
 T = TypeVar("T")
 
 _DEFAULT_OUTPUT = 512
 _GIVEN = "given"
+_BY_CALL = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
 
-class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
+class KnowledgePackLLM(ModelSettings, FunctionCallingLLM):
     """A model whose messages may hold handles; each is replaced by the knowledge of its pack.
 
-    Give an `engine` (a `Session` or an `Engine`), a `model`, or a `base_url`. A `model` is a Hugging Face id or folder,
-    with `dtype` and `device`; it is loaded on first use, once per process, and defaults to the bundled
-    SmolLM2-135M-Instruct. A `base_url`, with `api_key`, is a server of `kp serve`; `model` is then the folder or id of
-    the tokenizer.
-
-    Handles resolve in `store` (or the path of one), if they are in the `namespaces` and in messages of `trusted_roles`;
-    all others stay text and are logged. Every option of `kp_core.Request` that concerns a model (`temperature`, `stop`,
-    `packs`, `composer`, ...) is a field. Options of a call override the fields. Unknown options, of a model or of a
-    call, raise `OptionError`, a `TypeError`.
-
-    A completion is a chat of one user message, whether or not it is `formatted`.
+    Its settings, and the errors it raises for them, are those of `kp_core.settings.ModelSettings`. Other errors are
+    those of the engine. A completion is a chat of one user message, whether or not it is `formatted`.
 
     `raw` of a response (of the last one in a stream) holds `usage`, `timings` and `finish_reason`. Its `prompt_tokens`
     are those that the messages sent; tokens that packs delivered are `pack_tokens`. Reasoning comes as a
@@ -70,8 +67,6 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
 
     In serialised form, a store is its path. An engine, a steering, a composer and a store without a path become
     markers; they must be given again.
-
-    Raises `KnowledgePackError` and its subclasses, as the engine does.
     """
 
     pack_budget: int | None = Field(
@@ -82,7 +77,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
 
     @field_validator(*GIVEN, mode="before")
     @classmethod
-    def _refuse_marks(cls, value: Any, info: ValidationInfo) -> Any:  # noqa: ANN401
+    def _refuse_marks(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str) and value == _GIVEN:
             name = info.field_name
             raise ValueError(
@@ -101,9 +96,6 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
             marks["store"] = str(self.store.blobs)
         data: dict[str, Any] = super().custom_model_dump(handler, info)
         return data | marks | {"trusted_roles": sorted(self.trusted_roles)}
-
-    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
-        super().__init__(**self._checked(settings))
 
     @classmethod
     def class_name(cls) -> str:
@@ -127,68 +119,99 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         return [int(token) for token in ids]
 
     @llm_chat_callback()
-    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """The answer to a conversation."""
         return self._chat(messages, kwargs)
 
     @llm_completion_callback()
-    def complete(
-        self,
-        prompt: str,
-        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
-        **kwargs: Any,  # noqa: ANN401
-    ) -> CompletionResponse:
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """The answer to one user message."""
         return to_completion(self._chat([ChatMessage(prompt)], kwargs))
 
     @llm_chat_callback()
-    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:  # noqa: ANN401
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         """The answer to a conversation, piece by piece. Closing the stream stops the generation."""
         return self._stream(messages, kwargs, lambda response: response)
 
     @llm_completion_callback()
-    def stream_complete(
-        self,
-        prompt: str,
-        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
-        **kwargs: Any,  # noqa: ANN401
-    ) -> CompletionResponseGen:
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """The answer to one user message, piece by piece."""
         return self._stream([ChatMessage(prompt)], kwargs, to_completion)
 
     @llm_chat_callback()
-    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:  # noqa: ANN401
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         """As `chat`; cancelling the task stops the generation."""
         return await self._achat(messages, kwargs)
 
     @llm_completion_callback()
-    async def acomplete(
-        self,
-        prompt: str,
-        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
-        **kwargs: Any,  # noqa: ANN401
-    ) -> CompletionResponse:
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         """As `complete`; cancelling the task stops the generation."""
         return to_completion(await self._achat([ChatMessage(prompt)], kwargs))
 
     @llm_chat_callback()
-    async def astream_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        **kwargs: Any,  # noqa: ANN401
-    ) -> ChatResponseAsyncGen:
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
         """As `stream_chat`."""
         return self._astream(messages, self._request(kwargs, messages), lambda response: response)
 
     @llm_completion_callback()
-    async def astream_complete(
-        self,
-        prompt: str,
-        formatted: bool = False,  # noqa: ARG002, FBT001, FBT002 - LlamaIndex's signature
-        **kwargs: Any,  # noqa: ANN401
-    ) -> CompletionResponseAsyncGen:
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """As `stream_complete`."""
         return self._astream([ChatMessage(prompt)], self._request(kwargs, ()), to_completion)
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The tool calls of `response`; of a streamed one, those that have come so far.
+
+        Raises `ValueError` if there are none, unless `error_on_no_tool_call` is false.
+        """
+        blocks = [block for block in response.message.blocks if isinstance(block, ToolCallBlock)]
+        if not blocks and error_on_no_tool_call:
+            raise ValueError(f"Expected at least one tool call, got none in: {response.message.content!r}")
+        return [
+            ToolSelection(
+                tool_id=block.tool_call_id or "", tool_name=block.tool_name, tool_kwargs=_arguments(block.tool_kwargs)
+            )
+            for block in blocks
+        ]
+
+    def _prepare_chat_with_tools(  # noqa: PLR0913 - LlamaIndex's signature
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The arguments of `chat` for a conversation with tools."""
+        messages = list(chat_history or ())
+        if user_msg is not None:
+            messages.append(ChatMessage(user_msg) if isinstance(user_msg, str) else user_msg)
+        if tool_required and tool_choice in (None, "auto"):
+            tool_choice = "any"
+        offer = {"tools": list(tools), "tool_choice": tool_choice, "parallel_tool_calls": allow_parallel_tool_calls}
+        return {"messages": messages, **(offer if tools else {}), **kwargs}
+
+    def _structured_stream_call(
+        self, output_cls: Any, prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+    ) -> Generator[Any, None, None]:
+        # LlamaIndex does not require the call when it streams, so small models answer in prose.
+        if self.pydantic_program_mode not in _BY_CALL:
+            return super()._structured_stream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        return self._program(output_cls, prompt).stream_call(llm_kwargs=llm_kwargs, **prompt_args)
+
+    async def _structured_astream_call(
+        self, output_cls: Any, prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **prompt_args: Any
+    ) -> AsyncGenerator[Any, None]:
+        if self.pydantic_program_mode not in _BY_CALL:
+            return await super()._structured_astream_call(output_cls, prompt, llm_kwargs, **prompt_args)
+        return await self._program(output_cls, prompt).astream_call(llm_kwargs=llm_kwargs, **prompt_args)
+
+    def _program(self, output_cls: Any, prompt: PromptTemplate) -> FunctionCallingProgram[Any]:
+        return FunctionCallingProgram.from_defaults(output_cls=output_cls, llm=self, prompt=prompt, tool_choice="any")
 
     def _chat(self, messages: Sequence[ChatMessage], options: Mapping[str, Any]) -> ChatResponse:
         answer, request = Answer(), self._request(options, messages)
@@ -209,7 +232,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
             with closing(stream):
                 for delta in stream.deltas():
                     yield form(answer.piece(delta))
-                yield form(answer.last(stream.result()))
+                yield form(answer.whole(stream.result(), delta=""))
 
         return pieces()
 
@@ -222,7 +245,7 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
             async for delta in stream.deltas():
                 yield form(answer.piece(delta))
             if stream.generation is not None:
-                yield form(answer.last(stream.generation))
+                yield form(answer.whole(stream.generation, delta=""))
 
     def _metadata(self, engine: Session) -> LLMMetadata:
         positions = engine.max_positions
@@ -251,7 +274,12 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         request = self._asked(given_options)
         if (compacts or any(map(self._remembers, messages))) and given_options.get("keep") is None:
             request |= self.remembering()
-        return {**request, "tools": to_tools(request["tools"])} if "tools" in request else request
+        if "tools" in request:
+            request["tools"] = [
+                tool.metadata.to_openai_tool(skip_length_check=True) if isinstance(tool, BaseTool) else tool
+                for tool in request["tools"]
+            ]
+        return request
 
     def _remembers(self, message: ChatMessage) -> bool:
         """Whether a message holds the handle of a memory block's pack that this LLM may read."""
@@ -262,7 +290,12 @@ class KnowledgePackLLM(ModelSettings, ToolCallingLLM):
         return any(pack is not None and MEMORY in pack.provenance for pack in packs)
 
 
-def use_in_settings(llm: KnowledgePackLLM) -> None:
-    """Make `llm` and its tokenizer LlamaIndex's defaults. Prompts are then measured in tokens of this model."""
-    Settings.llm = llm
-    Settings.tokenizer = llm.token_ids
+def _arguments(given: dict[str, Any] | str) -> dict[str, Any]:
+    """The arguments of a call, or what has come of them so far."""
+    if not isinstance(given, str):
+        return given
+    try:
+        parsed = parse_partial_json(given)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}

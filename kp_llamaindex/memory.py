@@ -35,8 +35,7 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
     Each flushed message is a line `role: text`. Handles in messages of `trusted_roles`, such as search results, are
     replaced by their texts, so that they are remembered. A handle anywhere else becomes plain text.
 
-    Give an `engine`, or the `model` with `dtype` and `device`, as to `KnowledgePackLLM`. With `lazy`, KV is computed
-    when a pack is first read, not when turns are flushed.
+    Engine or model are given as to `KnowledgePackLLM`. With `lazy`, KV is computed when a pack is first read.
     """
 
     name: str = Field(default="earlier_conversation", description="The tag that stands around the memory.")
@@ -65,20 +64,26 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
 
     def text(self) -> str:
         """The text of all packs. Raises `PackNotFoundError` if the store lacks one of them."""
-        return "".join(self._text(handle) for handle in self.handles)
+        texts = []
+        for handle in self.handles:
+            pack = self.store.peek(Handle.parse(handle))
+            if pack is None:
+                raise PackNotFoundError(f"{self.store!r} has no pack {handle}, which this memory holds.")
+            texts.append(pack.text)
+        return "".join(texts)
 
     def forget(self) -> None:
         """Forget all handles. The packs stay in the store."""
         self.handles = []
 
-    async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:  # noqa: ANN401, ARG002
+    async def _aget(self, messages: list[ChatMessage] | None = None, **block_kwargs: Any) -> str:
         return "\n".join(self.handles)
 
     async def _aput(self, messages: list[ChatMessage]) -> None:
         async with self._writing:
             self.handles = await asyncio.to_thread(self._remembering, messages)
 
-    async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:  # noqa: ARG002 - LlamaIndex's signature
+    async def atruncate(self, content: str, tokens_to_truncate: int) -> str | None:
         """Return `content` unchanged: truncating handles would save nothing."""
         return content
 
@@ -109,12 +114,6 @@ class KnowledgePackMemoryBlock(EngineSettings, BaseMemoryBlock[str]):
         content = [(self.name, [TextBlock(text=SLOT)])]
         [memory] = DEFAULT_MEMORY_BLOCKS_TEMPLATE.format_messages(memory_blocks=content)
         return [*to_messages([ChatMessage(memory.content, role="system")]), {"role": "user", "content": "?"}]
-
-    def _text(self, handle: str) -> str:
-        pack = self.store.peek(Handle.parse(handle))
-        if pack is None:
-            raise PackNotFoundError(f"{self.store!r} has no pack {handle}, which this memory holds.")
-        return pack.text
 
     def _view(self) -> PackView:
         return self.store.view(self.namespace, trusted_roles=self.trusted_roles)

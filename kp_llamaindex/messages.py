@@ -1,27 +1,34 @@
-"""LlamaIndex's messages in the form that the core takes."""
+"""LlamaIndex's messages and prompts in the form that the core takes, and the engine's answers in LlamaIndex's."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
+    ChatResponse,
     CitableBlock,
     CitationBlock,
+    CompletionResponse,
     ContentBlock,
+    MessageRole,
     TextBlock,
     ThinkingBlock,
     ToolCallBlock,
 )
+from llama_index.core.llms import LLM
+from llama_index.core.prompts import BasePromptTemplate
 
+from kp_core import Delta, Generation, Message
 from kp_core.errors import PromptError, UnsupportedContentError
-from kp_core.prompt.conversation import tool_call
+from kp_core.prompt.conversation import slotted, tool_call
 from kp_core.settings import core_role
 
-__all__ = ["MEMORY", "to_messages"]
+__all__ = ["MEMORY", "Answer", "pack_place", "to_completion", "to_messages"]
 
 MEMORY = "memory"
 """Key in the provenance of a pack: the name of the memory block that made it."""
@@ -37,52 +44,121 @@ def to_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     Raises `UnsupportedContentError` for images, audio, video and files, `PromptError` for other objects than
     `ChatMessage`.
     """
-    names: dict[str, str] = {}
+    names: dict[object, str] = {}
     converted = []
     for message in messages:
         if not isinstance(message, ChatMessage):
             raise PromptError(f"Got a {type(message).__name__}; expected a ChatMessage.")
-        converted.append(_to_message(message, names))
+        role, extra = core_role(message.role.value), message.additional_kwargs
+        texts = [text for block in message.blocks if (text := _text(block, role)) is not None]
+        core_message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+        if calls := _calls(message) if role == "assistant" else []:
+            core_message["tool_calls"] = calls
+            names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+        call_id = extra.get("tool_call_id") if role == "tool" else None
+        if call_id:
+            core_message["tool_call_id"] = call_id
+        if name := extra.get("name") or names.get(call_id):
+            core_message["name"] = name
+        converted.append(core_message)
     return converted
 
 
-def _to_message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
-    """Convert one message. Adds the ids and names of its tool calls to `names`."""
-    role = core_role(message.role.value)
-    calls = _calls(message) if role == "assistant" else []
-    names |= {call["id"]: call["function"]["name"] for call in calls if "id" in call}
-    texts = [text for block in message.blocks if (text := _text(block, role)) is not None]
-    core_message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
-    if calls:
-        core_message["tool_calls"] = calls
-    extra = message.additional_kwargs
-    call_id = extra.get("tool_call_id")
-    if role == "tool" and call_id:
-        core_message["tool_call_id"] = call_id
-    name = extra.get("name") or (names.get(str(call_id)) if role == "tool" else None)
-    if name:
-        core_message["name"] = name
-    return core_message
+def pack_place(template: BasePromptTemplate, llm: LLM | None = None, variable: str = "context_str") -> list[Message]:
+    """The place of the first node in a prompt of `template`, as messages for `compiled_for`.
+
+    A pack compiled for this place is read straight from the store if its node is the first. `llm` selects among the
+    variants of a template and adds its system prompt. Raises `PromptError` if another variable stands before
+    `variable`, as the text before the nodes then changes from call to call, or if `variable` is not in the template.
+    """
+    marks = {name: f"\0{number}\0" for number, name in enumerate(dict.fromkeys((*template.template_vars, variable)))}
+    messages = template.format_messages(llm=llm, **marks)
+    if llm is not None and llm.system_prompt:
+        messages = [ChatMessage(role="system", content=llm.system_prompt), *messages]
+    return slotted(to_messages(messages), variable, marks)
+
+
+class Answer:
+    """Builds the responses for one answer. Each response holds the whole message so far.
+
+    The message holds a `ThinkingBlock`, a `TextBlock` and `ToolCallBlock`s, if there are any. The arguments of a call
+    are a string while they stream, and a dictionary in the last response. `additional_kwargs["tool_calls"]` of the
+    message repeats the calls in OpenAI's form, which LlamaIndex's structured streaming looks for.
+
+    Only the last response has `raw`: `usage`, `timings` in seconds and `finish_reason`, all as plain values.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._text, self._reasoning = "", ""
+        self._calls: list[ToolCallBlock] = []
+
+    def piece(self, delta: Delta) -> ChatResponse:
+        """The response for `delta`."""
+        self._text += delta.text
+        self._reasoning += delta.reasoning
+        if (part := delta.tool_call) is not None:
+            if part.index == len(self._calls):
+                self._calls.append(ToolCallBlock(tool_call_id="", tool_name="", tool_kwargs=""))
+            call = self._calls[part.index]
+            self._calls[part.index] = ToolCallBlock(
+                tool_call_id=part.id or call.tool_call_id,
+                tool_name=part.name or call.tool_name,
+                tool_kwargs=f"{call.tool_kwargs}{part.arguments}",
+            )
+        extra = {"thinking_delta": delta.reasoning} if delta.reasoning else {}
+        message = _message(self._text, self._reasoning, self._calls)
+        return ChatResponse(message=message, delta=delta.text, additional_kwargs=extra)
+
+    def whole(self, generation: Generation, delta: str | None = None) -> ChatResponse:
+        """The response with all of `generation`; `delta=""` for the last one of a stream."""
+        calls = [
+            ToolCallBlock(tool_call_id=call.id, tool_name=call.name, tool_kwargs=dict(call.arguments))
+            for call in generation.tool_calls
+        ]
+        usage = generation.usage.to_dict()
+        timings = {"ttft_s": usage.pop("ttft_s"), "total_s": time.perf_counter() - self._began}
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        raw = {"usage": usage, "timings": timings, "finish_reason": generation.finish_reason}
+        return ChatResponse(message=_message(generation.text, generation.reasoning, calls), raw=raw, delta=delta)
+
+
+def to_completion(response: ChatResponse) -> CompletionResponse:
+    """A chat response as a completion response."""
+    return CompletionResponse(
+        text=response.message.content or "",
+        delta=response.delta,
+        raw=response.raw,
+        additional_kwargs=response.additional_kwargs,
+    )
+
+
+def _message(text: str, reasoning: str, calls: Sequence[ToolCallBlock]) -> ChatMessage:
+    blocks: list[ContentBlock] = [ThinkingBlock(content=reasoning)] if reasoning else []
+    # Templates separate calls by blank lines, which are not text of the answer.
+    if text.strip() or not calls:
+        blocks.append(TextBlock(text=text))
+    written = [
+        call.tool_kwargs if isinstance(call.tool_kwargs, str) else json.dumps(call.tool_kwargs) for call in calls
+    ]
+    openai = [tool_call(call.tool_name, args, call.tool_call_id) for call, args in zip(calls, written, strict=True)]
+    extra = {"tool_calls": openai} if openai else {}
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=[*blocks, *calls], additional_kwargs=extra)
 
 
 def _calls(message: ChatMessage) -> list[dict[str, Any]]:
-    parsed_blocks = (
-        (block, _arguments(block.tool_kwargs)) for block in message.blocks if isinstance(block, ToolCallBlock)
-    )
-    return [
-        tool_call(block.tool_name, arguments, block.tool_call_id)
-        for block, arguments in parsed_blocks
-        if arguments is not None
-    ]
-
-
-def _arguments(given: Mapping[str, Any] | str) -> dict[str, Any] | None:
-    if isinstance(given, str):
-        try:
-            given = json.loads(given or "{}")
-        except json.JSONDecodeError:
-            return None
-    return dict(given) if isinstance(given, Mapping) else None
+    calls = []
+    for block in message.blocks:
+        if isinstance(block, ToolCallBlock):
+            arguments: Any = block.tool_kwargs
+            if isinstance(arguments, str):
+                try:
+                    arguments = json.loads(arguments or "{}")
+                except json.JSONDecodeError:
+                    continue
+            if isinstance(arguments, Mapping):
+                calls.append(tool_call(block.tool_name, dict(arguments), block.tool_call_id))
+    return calls
 
 
 def _text(block: ContentBlock, role: str) -> str | None:

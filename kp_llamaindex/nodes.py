@@ -25,20 +25,6 @@ logger = logging.getLogger(__name__)
 # Metadata keys of a fact: its node as JSON, its document (under LlamaIndex's own name), and the document's hash.
 _NODE, REF_DOC, REF_HASH = "_llama_index_node", "ref_doc_id", "_llama_index_hash"
 
-_KEPT = (
-    "metadata",
-    "embedding",
-    "start_char_idx",
-    "end_char_idx",
-    "label",
-    "excluded_embed_metadata_keys",
-    "excluded_llm_metadata_keys",
-    "relationships",
-    "metadata_template",
-    "metadata_separator",
-    "text_template",
-)
-
 
 class PackNode(TextNode):
     """A text node whose content for the model (`MetadataMode.LLM`) is the handle of its pack; in other modes it is its
@@ -59,7 +45,8 @@ class PackNode(TextNode):
     @classmethod
     def from_node(cls, node: BaseNode, handle: str = "") -> Self:
         """`node` as a pack node. `handle` is that of the node's present content for the model."""
-        fields = {name: getattr(node, name) for name in _KEPT if hasattr(node, name)}
+        copied = cls.model_fields.keys() - {"id_", "text", "handle", "digest"}
+        fields = {name: getattr(node, name) for name in copied if hasattr(node, name)}
         pack_node = cls(id_=node.node_id, text=node.get_content(MetadataMode.NONE), **fields)
         pack_node.handle, pack_node.digest = handle, _digest(pack_node.llm_text()) if handle else ""
         return pack_node
@@ -102,15 +89,8 @@ class NumberSources(BaseNodePostprocessor):
     `RetrieverQueryEngine` with `CITATION_QA_TEMPLATE` cites packs. `response.source_nodes[n - 1]` is source n.
     """
 
-    @classmethod
-    def class_name(cls) -> str:
-        """Name in serialised form."""
-        return "NumberSources"
-
     def _postprocess_nodes(
-        self,
-        nodes: Sequence[NodeWithScore],
-        query_bundle: QueryBundle | None = None,  # noqa: ARG002 - LlamaIndex's signature
+        self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
         return [
             NodeWithScore(node=_labelled(scored.node, f"Source {number}:"), score=scored.score)

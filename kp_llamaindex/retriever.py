@@ -1,66 +1,82 @@
-"""`KnowledgePackRetriever`: a fact store as a LlamaIndex retriever. Its nodes are handles to the model."""
+"""What a retriever finds, as packs: `KnowledgePackRetriever` over a fact store, the postprocessor behind any other."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, Self
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from llama_index.core import MockEmbedding, Settings
 from llama_index.core.base.base_retriever import BaseRetriever
-from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.bridge.pydantic import Field
 from llama_index.core.callbacks import CallbackManager
-from llama_index.core.schema import NodeWithScore, QueryBundle
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+from llama_index.core.schema import BaseNode, ImageNode, IndexNode, NodeWithScore, QueryBundle
 from llama_index.core.vector_stores.types import MetadataFilters
 
-from kp_core import Embedder, Fact, FactStore, Session
+from kp_core import Fact, FactStore, Session
 from kp_core.compiling import open_facts
-from kp_core.delivery import Delivery, Precompile, Unit
+from kp_core.delivery import Delivery
 from kp_core.engines.request import CompiledFor, refuse_unknown
 from kp_core.errors import FactError
-from kp_core.facts import Reranker
-from kp_core.packs.codec import Compression
+from kp_core.facts import Hit, Reranker
 from kp_core.packs.view import Packs
 from kp_llamaindex.filters import to_where
-from kp_llamaindex.nodes import to_node
+from kp_llamaindex.llm import KnowledgePackLLM
+from kp_llamaindex.messages import pack_place
+from kp_llamaindex.nodes import PackNode, to_node
 
-__all__ = ["KnowledgePackRetriever", "open_settled", "settled_model"]
+__all__ = [
+    "PACKING",
+    "KnowledgePackPostprocessor",
+    "KnowledgePackRetriever",
+    "delivery_of",
+    "parameters",
+]
+
+PACKING = frozenset({"engine", "namespace", "unit", "compiled_for", "lazy", "precompile", "compress"})
+"""Options of the packs of nodes, as `delivery_of` takes them."""
+
+
+def delivery_of(  # noqa: PLR0913 - one keyword per part it is made of
+    facts: FactStore | None,
+    store: Packs,
+    *,
+    engine: Session | None = None,
+    namespace: str = "default",
+    compiled_for: CompiledFor = "user",
+    lazy: bool = False,
+    **settings: Any,
+) -> Delivery:
+    """The `Delivery` of facts or of any nodes, with LlamaIndex's defaults; `settings` are other options of `PACKING`.
+
+    `lazy` packs get their KV on first use, others when they are compiled.
+    """
+    refuse_unknown(settings, PACKING, "The packing of nodes")
+    kv: Literal["lazy", "stored"] = "lazy" if lazy else "stored"
+    return Delivery(facts, engine, store, kv=kv, compiled_for=compiled_for, namespace=namespace, **settings)
 
 
 class KnowledgePackRetriever(BaseRetriever):
     """Finds facts of `namespace` in `fact_store`. Returns each as a `PackNode` with the handle of its pack in `store`.
 
     The model gets the handle; everybody else (rerankers, evaluators, citations, people) reads the text. With
-    `content="text"` the nodes have no handle, for comparison and for models that do not resolve handles. With
-    `unit="bank"` a node is a whole bank of about twenty facts, one per line, under one handle: the banks with the best
-    facts are returned. With `unit="document"` it is all facts of a source.
+    `content="text"` the nodes have no handle, for comparison and for models that do not resolve handles.
 
-    A fact found without a pack is compiled at once by `engine`, for the position `compiled_for`. Its KV is stored
-    unless `lazy`, as `compress` says (see `kp_core.delivery`). With `precompile="background"` the fact goes as text
-    this time, and is compiled when the engine is idle. Without an engine it goes as text, with a logged warning.
-
-    All facts are searched; with `probes`, only those of this many nearest banks (of more, if these hold too few).
-    `filters` selects facts by the metadata of their nodes. `score_cutoff` drops less similar facts (cosine, in [-1,
-    1]). `rerank` orders the facts that pass the filters; the first `similarity_top_k` that `score_cutoff` keeps are
-    returned. Scores stay cosines.
+    `filters` selects facts by the metadata of their nodes. `probes`, `score_cutoff` (its `score_threshold`) and
+    `rerank` are those of `kp_core.delivery.Delivery.search`. Scores are cosines. `packing`: `engine`, `namespace`,
+    `unit`, `compiled_for`, `lazy`, `precompile` and `compress`, as in `Delivery`. Without an engine, facts without a
+    pack go as text, with a logged warning.
 
     Raises `OptionError` for options that do not exist, and the errors of `FactStore.search`.
     """
 
-    def __init__(  # noqa: PLR0913 - one keyword per choice
+    def __init__(  # noqa: PLR0913 - one keyword per part it is made of
         self,
         fact_store: FactStore,
         store: Packs,
         *,
-        engine: Session | None = None,
-        compiled_for: CompiledFor = "user",
-        lazy: bool = False,
-        precompile: Precompile = "use",
-        compress: Compression = "none",
-        namespace: str = "default",
-        unit: Unit = "fact",
         similarity_top_k: int = 4,
         probes: int | None = None,
         filters: MetadataFilters | None = None,
@@ -69,58 +85,15 @@ class KnowledgePackRetriever(BaseRetriever):
         content: Literal["handle", "text"] = "handle",
         callback_manager: CallbackManager | None = None,
         verbose: bool = False,
-        **unknown: Any,  # noqa: ANN401 - refused
+        **packing: Any,
     ) -> None:
-        refuse_unknown(unknown, _known(type(self)), type(self).__name__)
+        refuse_unknown(packing, PACKING.union(parameters(type(self))), type(self).__name__)
         if content not in ("handle", "text"):
             raise FactError(f"Got content={content!r}; expected 'handle' or 'text'.")
         super().__init__(callback_manager=callback_manager, verbose=verbose)
-        self.fact_store, self.store, self.namespace, self.unit = open_facts(fact_store), store, namespace, unit
-        self.engine, self.compiled_for, self.lazy = engine, compiled_for, lazy
-        self.precompile, self.compress = precompile, compress
-        self.similarity_top_k, self.probes = similarity_top_k, probes
-        self.filters, self.score_cutoff, self.rerank, self.content = filters, score_cutoff, rerank, content
-        self.delivery  # noqa: B018 - it refuses what is no unit and no namespace
-
-    @classmethod
-    def from_facts(  # noqa: PLR0913 - one keyword per part it is made of
-        cls,
-        facts: Iterable[Fact],
-        *,
-        engine: Session,
-        store: Packs,
-        fact_store: FactStore | None = None,
-        embedder: Embedder | BaseEmbedding | None = None,
-        path: str | os.PathLike[str] | None = None,
-        progress: bool = True,
-        **settings: Any,  # noqa: ANN401
-    ) -> Self:
-        """A retriever over `facts`: adds them to the fact store, and compiles their packs into `store`.
-
-        Without `fact_store`, one is made, in Chroma at `path` or in memory. Its embedder is `embedder` (ours or
-        LlamaIndex's), else the `embed_model` set in LlamaIndex's settings, else the bundled MiniLM. Facts go into the
-        retriever's namespace. A fact that has a namespace of its own stays there, where this retriever does not find
-        it.
-        """
-        refuse_unknown(settings, (*_known(cls), *_known(cls.from_facts)), cls.__name__)
-        retriever = cls(open_settled(fact_store, embedder, path), store, engine=engine, **settings)
-        retriever.delivery.add(facts, progress=progress)
-        return retriever
-
-    @property
-    def delivery(self) -> Delivery:
-        """The `Delivery` that finds, compiles, adds and removes facts."""
-        return Delivery(
-            self.fact_store,
-            self.engine,
-            self.store,
-            unit=self.unit,
-            kv="lazy" if self.lazy else "stored",
-            compiled_for=self.compiled_for,
-            namespace=self.namespace,
-            precompile=self.precompile,
-            compress=self.compress,
-        )
+        self.delivery = delivery_of(open_facts(fact_store), store, **packing)
+        self.similarity_top_k, self.probes, self.filters = similarity_top_k, probes, filters
+        self.score_cutoff, self.rerank, self.content = score_cutoff, rerank, content
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         results = self.delivery.search(
@@ -139,22 +112,61 @@ class KnowledgePackRetriever(BaseRetriever):
         return await asyncio.to_thread(self._retrieve, query_bundle)
 
 
-def settled_model() -> BaseEmbedding | None:
-    """The `embed_model` set in LlamaIndex's settings, if any. The public attribute would create one of OpenAI's."""
-    model: BaseEmbedding | None = Settings._embed_model  # noqa: SLF001
-    return None if isinstance(model, MockEmbedding) else model
+class KnowledgePackPostprocessor(BaseNodePostprocessor):
+    """Turns the nodes of any retriever into `PackNode`s of packs in `store`. Text, metadata, scores and order stay.
+
+    A new node is compiled by `engine` for the position `compiled_for`, by default that of the first node in
+    LlamaIndex's own question prompt. `packing` is as for `KnowledgePackRetriever`. With `precompile="background"` the
+    node goes as text the first time, and is compiled when the engine is idle. Nodes of images and nodes without text
+    stay as they are. Put it last, behind rerankers and whatever rewrites nodes.
+
+        engine = index.as_query_engine(llm=llm, node_postprocessors=[KnowledgePackPostprocessor(engine=..., store=...)])
+    """
+
+    delivery: Delivery = Field(exclude=True, repr=False)
+
+    def __init__(
+        self, *, engine: Session, store: Packs, compiled_for: CompiledFor | None = None, **packing: Any
+    ) -> None:
+        if compiled_for is None:
+            compiled_for = pack_place(DEFAULT_TEXT_QA_PROMPT_SEL, KnowledgePackLLM(engine=engine))
+        delivery = delivery_of(None, store, engine=engine, compiled_for=compiled_for, **packing)
+        super().__init__(delivery=delivery)  # type: ignore[call-arg]
+
+    def discard(self, ref_doc_id: str) -> None:
+        """Remove the packs of a document's nodes."""
+        for handle in list(self.delivery.store):
+            pack = self.delivery.store.peek(handle) if handle.namespace == self.delivery.namespace else None
+            if pack is not None and pack.provenance.get("source") == ref_doc_id:
+                self.delivery.forget(handle)
+
+    def _postprocess_nodes(
+        self, nodes: Sequence[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        todo = {at: PackNode.from_node(scored.node) for at, scored in enumerate(nodes) if not _stays(scored.node)}
+        facts = [
+            Fact(node.llm_text(), source=node.ref_doc_id or node.node_id, id=node.node_id).moved(
+                self.delivery.namespace
+            )
+            for node in todo.values()
+        ]
+        results = self.delivery.deliver([Hit(fact, 0.0) for fact in facts])
+        packed_nodes = {
+            at: PackNode.from_node(node, str(result.handle or ""))
+            for (at, node), result in zip(todo.items(), results, strict=True)
+        }
+        return [
+            NodeWithScore(node=packed_nodes.get(at, scored.node), score=scored.score) for at, scored in enumerate(nodes)
+        ]
 
 
-def open_settled(
-    fact_store: FactStore | None, embedder: Embedder | BaseEmbedding | None, path: str | os.PathLike[str] | None
-) -> FactStore:
-    """As `open_facts`; the default embedder is that of LlamaIndex's settings."""
-    return open_facts(fact_store, settled_model() if fact_store is None and embedder is None else embedder, path)
+def parameters(make: Callable[..., Any]) -> list[str]:
+    """The names of the parameters of `make`."""
+    return [name for name, given in inspect.signature(make).parameters.items() if given.kind is not given.VAR_KEYWORD]
 
 
-def _known(make: Callable[..., Any]) -> list[str]:
-    return [
-        name
-        for name, parameter in inspect.signature(make).parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
+def _stays(node: BaseNode) -> bool:
+    """Whether a node already has its pack, or has no text."""
+    if isinstance(node, PackNode):
+        return node.is_intact
+    return isinstance(node, ImageNode | IndexNode) or not node.get_content().strip()

@@ -8,7 +8,7 @@ from langchain.agents.middleware import AgentMiddleware, HumanInTheLoopMiddlewar
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_core.tools import StructuredTool, tool
+from langchain_core.tools import tool
 from langgraph.checkpoint.sqlite import SqliteSaver
 from langgraph.types import Command
 
@@ -17,7 +17,6 @@ from kp_core.delivery import compile_facts
 from kp_langchain import (
     ChatKnowledgePacks,
     create_pack_search_tool,
-    create_remember_tool,
     resolve_documents,
     to_handles,
 )
@@ -227,15 +226,6 @@ async def test_the_search_tool_gives_handles_and_keeps_documents(retriever, stor
     again = as_text.invoke({**call, "name": as_text.name})
     assert again.content == message.content
     assert [document.page_content for document in again.artifact] == [d.page_content for d in message.artifact]
-
-
-def test_remembering_makes_a_pack(chat_engine, store, model):
-    remember = create_remember_tool(chat_engine, store, namespace="book")
-    assert isinstance(remember, StructuredTool)
-    message = remember.invoke({"name": "remember", "args": {"text": "Ana keeps bees."}, "id": "1", "type": "tool_call"})
-    assert message.artifact[0].page_content.strip() == "Ana keeps bees."
-    answer = model.invoke("What does Ana keep?", packs=[message.content])
-    assert answer.response_metadata["kp"]["pack_tokens"] > 0
 
 
 def test_rewritten_text_wins_over_its_handle(text_retriever, store, caplog):

@@ -35,7 +35,7 @@ def living(shelf, tmp_path):
 @pytest.fixture
 def wrapped(shelf, tmp_path):
     collection = Chroma("chunks", EMBEDDINGS, str(tmp_path / "chroma"))
-    return KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf))
+    return KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf))
 
 
 class TestDocumentIndex(DocumentIndexerTestSuite):
@@ -92,9 +92,7 @@ def test_what_is_indexed_again_leaves_nothing_stale(kind, cleanup, request, shel
 
 
 def test_documents_are_deleted_by_id_filter_and_source(living, shelf):
-    living.add_documents(
-        [Document(f"Line {n}.", id=str(n), metadata={"source": f"{n % 3}.md", "n": n}) for n in range(9)]
-    )
+    living.upsert([Document(f"Line {n}.", id=str(n), metadata={"source": f"{n % 3}.md", "n": n}) for n in range(9)])
     assert living.delete(["0", "none"])["succeeded"] == ["0"]
     assert living.delete(where={"n": {"$gte": 7}})["num_deleted"] == 2
     assert living.delete(source="2.md")["succeeded"] == ["2", "5"]
@@ -107,7 +105,9 @@ def test_documents_are_deleted_by_id_filter_and_source(living, shelf):
 
 def test_a_document_is_edited_and_found_by_its_new_handle(living, shelf):
     living = living.model_copy(update={"kv": "stored"})
-    [name] = living.add_documents([Document("The ferry leaves at dawn. " + "It is red. " * 40, metadata={"page": 3})])
+    [name] = living.upsert([Document("The ferry leaves at dawn. " + "It is red. " * 40, metadata={"page": 3})])[
+        "succeeded"
+    ]
     [before] = living.invoke("ferry")
     made = living.edit(name, "dawn", "noon")
     [found] = living.invoke("ferry")
@@ -120,7 +120,7 @@ def test_a_document_is_edited_and_found_by_its_new_handle(living, shelf):
 def test_documents_come_back_as_they_were_put(living):
     about = {"tags": ["a", 1, None], "none": None, "deep": {"x": [1.5]}, "source": "a.md", "title": 7, "score": "mine"}
     given = [Document("The mill.", id="m/1 ä", metadata=about), Document("The ferry.", metadata={})]
-    ids = living.add_documents(given)
+    ids = living.upsert(given)["succeeded"]
     assert ids[0] == "m/1 ä"
     assert [(each.page_content, each.id, each.metadata) for each in living.get(ids)] == [
         ("The mill.", "m/1 ä", about),

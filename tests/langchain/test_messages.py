@@ -47,7 +47,7 @@ def test_text_blocks_and_what_assistants_add_to_them():
     blocks = [{"type": "reasoning", "reasoning": "hm"}, "one ", {"type": "text", "text": "two"}]
     blocks.append({"type": "tool_call", "name": "f", "args": {}, "id": "1"})
     [message] = to_messages([AIMessage(blocks)])
-    assert message["content"] == [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert message["content"] == "one two"
 
 
 @pytest.mark.parametrize(

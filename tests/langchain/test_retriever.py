@@ -255,7 +255,7 @@ def test_misspelt_options_are_refused_before_anything_is_made(facts, shelf, embe
 
 
 def test_what_is_no_fact_store_is_named(shelf):
-    with pytest.raises(ValidationError, match=r"Got <class '.*Vectors'> as fact store; expected a FactStore"):
+    with pytest.raises(ValidationError, match=r"fact_store\n.* an instance of FactStore"):
         KnowledgePackRetriever(fact_store=Vectors(None), store=shelf)
     with pytest.raises(FactError, match=r"object'> as embedder; expected an Embedder"):
         KnowledgePackRetriever.from_facts([], engine=tiny_engine(), store=shelf, embedder=object())

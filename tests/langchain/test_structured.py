@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from kp_core.errors import ToolError
 from kp_core.testing import CHATML
 from kp_langchain import ChatKnowledgePacks
-from kp_langchain.structured import response_schema
+from kp_langchain.chat_model import response_schema
 from tests.conftest import tiny_engine
 
 

@@ -1,4 +1,4 @@
-"""`from_retriever` and `from_vectorstore`: what other retrievers find, with packs."""
+"""`from_retriever`: what other retrievers find, with packs."""
 
 import asyncio
 
@@ -74,8 +74,8 @@ def check(found, given, shelf):
 )
 def test_what_a_vector_store_finds(search_type, search_kwargs, collection, shelf):
     given = collection.as_retriever(search_type=search_type, search_kwargs=search_kwargs).invoke("harbour 7")
-    retriever = KnowledgePackRetriever.from_vectorstore(
-        collection, search_type=search_type, search_kwargs=search_kwargs, **parts(shelf)
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_type=search_type, search_kwargs=search_kwargs), **parts(shelf)
     )
     check(retriever.invoke("harbour 7"), given, shelf)
     assert len(shelf) == len(given)
@@ -83,7 +83,7 @@ def test_what_a_vector_store_finds(search_type, search_kwargs, collection, shelf
 
 
 async def test_async_asks_the_other_retriever_so_and_does_not_block(collection, shelf):
-    retriever = KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf))
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf))
     check(await retriever.ainvoke("harbour 7"), await collection.as_retriever().ainvoke("harbour 7"), shelf)
     ticks = 0
     run = asyncio.create_task(retriever.abatch([f"harbour {n}" for n in range(4)]))
@@ -150,8 +150,8 @@ def test_scores_and_handles_of_our_own_retrievers_stay(facts, embedder, shelf):
 
 
 def test_packs_are_compiled_in_the_background(collection, shelf):
-    retriever = KnowledgePackRetriever.from_vectorstore(
-        collection, content="handle", precompile="background", **parts(shelf)
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(), content="handle", precompile="background", **parts(shelf)
     )
     first = retriever.invoke("harbour 7")
     assert [each.page_content for each in first] == [
@@ -163,18 +163,18 @@ def test_packs_are_compiled_in_the_background(collection, shelf):
 
 def test_without_an_engine_packs_are_looked_up(collection, shelf, caplog):
     settings = {"store": shelf, "namespace": "isles"}
-    found = KnowledgePackRetriever.from_vectorstore(collection, **settings).invoke("harbour 7")
+    found = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **settings).invoke("harbour 7")
     assert [each.metadata["kp"]["handle"] for each in found] == [None] * 4
     assert "goes as text" in caplog.text
-    KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf)).invoke("harbour 7")
-    found = KnowledgePackRetriever.from_vectorstore(collection, **settings).invoke("harbour 7")
+    KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf)).invoke("harbour 7")
+    found = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **settings).invoke("harbour 7")
     assert all(each.metadata["kp"]["handle"] for each in found)
 
 
 def test_a_chain_answers_as_from_text(collection, shelf):
     engine = tiny_engine()
     settings = parts(shelf, compiled_for=pack_place(PROMPT), content="handle")
-    retriever = KnowledgePackRetriever.from_vectorstore(collection, search_kwargs={"k": 2}, **settings)
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(search_kwargs={"k": 2}), **settings)
     chat = ChatKnowledgePacks(engine=engine, store=shelf, namespaces=["isles"], max_tokens=12)
 
     def answer(found):
@@ -187,7 +187,7 @@ def test_a_chain_answers_as_from_text(collection, shelf):
 
 
 def test_handles_survive_trimming(collection, shelf):
-    retriever = KnowledgePackRetriever.from_vectorstore(collection, content="handle", **parts(shelf))
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(), content="handle", **parts(shelf))
     chat = ChatKnowledgePacks(engine=tiny_engine(), store=shelf, namespaces=["isles"], max_tokens=2)
     found = join(retriever.invoke("harbour 7"))
     messages = [SystemMessage("Answer."), HumanMessage("Old. " * 50), HumanMessage(f"{found}\nWhich harbour?")]
@@ -204,7 +204,7 @@ def test_handles_survive_trimming(collection, shelf):
 
 
 def test_the_search_tool_takes_it(collection, shelf):
-    retriever = KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf))
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf))
     tool = create_pack_search_tool(retriever, shelf)
     assert len(find_handles(tool.invoke({"query": "harbour 7"}))) == 4
 
@@ -216,15 +216,17 @@ def test_callbacks_see_both_retrievers(collection, shelf):
         def on_retriever_end(self, documents, **about):
             seen.append((about["parent_run_id"] is None, len(documents)))
 
-    retriever = KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf))
+    retriever = KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf))
     retriever.invoke("harbour 7", {"callbacks": [Watch()]})
     assert seen == [(False, 4), (True, 4)]
 
 
 def test_packs_of_what_is_changed_through_it_go(collection, shelf):
-    retriever = KnowledgePackRetriever.from_vectorstore(collection, search_kwargs={"k": 20}, **parts(shelf, kv="lazy"))
+    retriever = KnowledgePackRetriever.from_retriever(
+        collection.as_retriever(search_kwargs={"k": 20}), **parts(shelf, kv="lazy")
+    )
     retriever.invoke("harbour")
-    retriever.add_documents([Document("Chunk 3 tells of the mill.", id="c3")])
+    retriever.upsert([Document("Chunk 3 tells of the mill.", id="c3")])
     assert [each.page_content for each in retriever.get(["c3"])] == ["Chunk 3 tells of the mill."]
     assert retriever.delete(["c4"])["succeeded"] == ["c4"]
     retriever.invoke("harbour")
@@ -235,15 +237,14 @@ def test_packs_of_what_is_changed_through_it_go(collection, shelf):
 
 def test_errors_say_what_to_do(collection, shelf):
     for ask, error, says in (
-        (lambda: KnowledgePackRetriever.from_vectorstore(shelf, **parts(shelf)), FactError, "a LangChain vector store"),
         (lambda: KnowledgePackRetriever.from_retriever(collection, **parts(shelf)), FactError, "a LangChain retriever"),
         (
-            lambda: KnowledgePackRetriever.from_vectorstore(collection, k=3, **parts(shelf)),
+            lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(), k=3, **parts(shelf)),
             OptionError,
             "no option 'k'",
         ),
         (
-            lambda: KnowledgePackRetriever.from_vectorstore(collection, search_type="mrr", **parts(shelf)),
+            lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(search_type="mrr"), **parts(shelf)),
             ValidationError,
             "search_type of mrr not allowed",
         ),
@@ -253,7 +254,7 @@ def test_errors_say_what_to_do(collection, shelf):
             "Fixed is only read here",
         ),
         (
-            lambda: KnowledgePackRetriever.from_vectorstore(collection, **parts(shelf)).delete(),
+            lambda: KnowledgePackRetriever.from_retriever(collection.as_retriever(), **parts(shelf)).delete(),
             FactError,
             "expected ids",
         ),

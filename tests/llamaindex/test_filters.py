@@ -73,15 +73,14 @@ def test_filters_look_beyond_the_nearest(tiny_index):
 
 def test_numbers_that_banks_keep_as_strings(store, embedder):
     facts = [Fact(f"Fact of {year}.", metadata={"year": str(year)}) for year in (1980, 1990, 2000)]
-    retriever = KnowledgePackRetriever.from_facts(
-        facts,
+    retriever = KnowledgePackRetriever(
+        MemoryFactStore(embedder),
+        store,
         engine=tiny_engine(),
-        store=store,
-        fact_store=MemoryFactStore(embedder),
         lazy=True,
-        progress=False,
         filters=only(("year", FilterOperator.GTE, 1990)),
     )
+    retriever.delivery.add(facts, progress=False)
     assert {hit.metadata["year"] for hit in retriever.retrieve("fact")} == {"1990", "2000"}
 
 

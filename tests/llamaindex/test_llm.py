@@ -20,7 +20,7 @@ from kp_core.errors import (
     SamplingError,
     UnsupportedContentError,
 )
-from kp_llamaindex import KnowledgePackLLM, to_messages, use_in_settings
+from kp_llamaindex import KnowledgePackLLM, to_messages
 from tests.conftest import tiny_engine, until
 
 CHAT = [ChatMessage("Be brief.", role="system"), ChatMessage("Name a colour.")]
@@ -196,8 +196,7 @@ def test_token_counting(tiny):
 
 
 def test_settings(tiny, clean_settings):
-    use_in_settings(tiny)
-    assert Settings.llm is tiny
+    Settings.llm, Settings.tokenizer = tiny, tiny.token_ids
     assert Settings.tokenizer("Héron") == tiny.engine.tokenizer.encode("Héron", add_special_tokens=False)
     memory = Memory.from_defaults(token_limit=100)
     assert memory.tokenizer_fn("Héron") == tiny.token_ids("Héron")

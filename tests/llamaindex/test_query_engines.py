@@ -1,6 +1,7 @@
 """LlamaIndex's query engines and chat engines: packs answer as text does, in fewer calls."""
 
 import pytest
+from llama_index.core import Settings
 from llama_index.core.chat_engine import CondensePlusContextChatEngine
 from llama_index.core.chat_engine.types import ChatMode
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
@@ -12,7 +13,7 @@ from llama_index.core.tools import QueryEngineTool, ToolMetadata
 
 from kp_core import MemoryFactStore, PackStore, find_handles, load_engine
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM, use_in_settings
+from kp_llamaindex import KnowledgePackIndex, KnowledgePackLLM
 from tests.llamaindex.conftest import QUESTION, LetterEmbedder
 
 MODES = [
@@ -132,7 +133,7 @@ def test_sixty_nodes_in_one_call(usages, store, embedder):
     sizes = [len(engine.tokenizer.encode(node.text)) for node in nodes]
     assert 90 < min(sizes) <= max(sizes) < 120
     llm = KnowledgePackLLM(engine=engine, store=store, namespaces=["default"], max_tokens=8, pack_budget=6800)
-    use_in_settings(llm)
+    Settings.llm, Settings.tokenizer = llm, llm.token_ids
     index = KnowledgePackIndex.from_nodes(
         nodes, engine=engine, store=store, fact_store=MemoryFactStore(embedder), lazy=True, llm=llm, progress=False
     )

@@ -14,9 +14,15 @@ from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import MetadataMode, TextNode
 from llama_index.core.tools import RetrieverTool
 
-from kp_core import Fact, Handle, MemoryFactStore, Packs, find_handles
+from kp_core import Handle, MemoryFactStore, Packs, find_handles
 from kp_core.errors import FactError, OptionError, PromptError
-from kp_llamaindex import KnowledgePackIndex, KnowledgePackMemoryBlock, KnowledgePackRetriever, pack_place
+from kp_llamaindex import (
+    KnowledgePackIndex,
+    KnowledgePackMemoryBlock,
+    KnowledgePackPostprocessor,
+    KnowledgePackRetriever,
+    pack_place,
+)
 from tests.conftest import tiny_engine, until
 from tests.llamaindex.conftest import QUESTION
 
@@ -103,7 +109,7 @@ def test_the_first_pack_stands_where_the_prompt_has_it(tiny_index, store, usages
     [hit] = tiny_index.as_retriever(similarity_top_k=1).retrieve(QUESTION)
     llm = tiny_index.llm.model_copy(update={"max_tokens": 1})
     engine = tiny_engine()
-    tiny_index.lazy = False
+    tiny_index.delivery.kv = "stored"
     tiny_index.insert_nodes([hit.node])
     pack = store.get(Handle.parse(hit.get_content(MetadataMode.LLM)))
     assert not pack.is_lazy
@@ -179,7 +185,7 @@ def test_chat_engines_answer(mode, tiny_index):
 
 
 def test_chat_modes_that_are_gone(tiny_index):
-    with pytest.raises(PromptError, match="expected one of best"):
+    with pytest.raises(ValueError, match="deprecated and removed"):
         tiny_index.as_chat_engine(ChatMode.REACT)
 
 
@@ -225,9 +231,10 @@ def test_misspelt_options_are_refused_before_anything_is_made(nodes, store, embe
     for ask, says in (
         (lambda: KnowledgePackRetriever(bank, store, similarity_topk=2), "Did you mean 'similarity_top_k'"),
         (lambda: KnowledgePackRetriever(bank, store, k=2), "has no option 'k'"),
-        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], fact_store=bank, progres=False, **made), "'progress'"),
-        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], bank=bank, **made), "Did you mean 'fact_store'"),
-        (lambda: KnowledgePackRetriever.from_facts([Fact("a")], path=tmp_path / "b", filter=1, **made), "'filters'"),
+        (lambda: KnowledgePackRetriever(bank, store, filter=1), "'filters'"),
+        (lambda: KnowledgePackIndex(tiny_engine(), store, bank, lasy=True), "Did you mean 'lazy'"),
+        (lambda: KnowledgePackIndex.from_nodes([], fact_store=bank, lasy=True, **made), "Did you mean 'lazy'"),
+        (lambda: KnowledgePackPostprocessor(precompiled="use", **made), "Did you mean 'precompile'"),
         (lambda: tiny_index.as_retriever(scorecutoff=0.5), "Did you mean 'score_cutoff'"),
         (lambda: tiny_index.as_query_engine(respons_mode="compact"), "Did you mean 'response_mode'"),
         (lambda: tiny_index.as_chat_engine(system_promt="Be brief."), "Did you mean 'system_prompt'"),

@@ -14,7 +14,7 @@ from kp_core import Delta, ToolCallDelta, load_engine
 from kp_core.errors import ToolError
 from kp_core.testing import CHATML, tiny_model, tiny_tokenizer
 from kp_llamaindex import KnowledgePackLLM, to_messages
-from kp_llamaindex.responses import Answer, to_completion
+from kp_llamaindex.messages import Answer, to_completion
 from tests.conftest import tiny_engine
 
 

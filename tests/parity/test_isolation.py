@@ -30,16 +30,10 @@ def documents(facts, store, held, **settings):
 
 
 def nodes(facts, store, held, **settings):
-    made = NodeRetriever.from_facts(
-        facts,
-        engine=tiny_engine(),
-        store=store,
-        fact_store=held,
-        namespace="mine",
-        similarity_top_k=99,
-        lazy=True,
-        **settings,
+    made = NodeRetriever(
+        held, store, engine=tiny_engine(), namespace="mine", similarity_top_k=99, lazy=True, **settings
     )
+    made.delivery.add(facts, progress=False)
     return [(hit.text, hit.node.handle, str(hit.node.metadata)) for hit in made.retrieve(QUESTION)]
 
 
@@ -111,7 +105,7 @@ def test_tools_follow_no_handle_inside_a_fact(store):
 def test_resolving_reads_the_namespaces_that_are_given(store):
     engine = tiny_engine()
     mine, theirs = (str(store.put(engine.build_pack("Red.", namespace=name, lazy=True))) for name in ("mine", "theirs"))
-    read = resolve_documents([mine, theirs], store, namespaces=["mine"])
+    read = resolve_documents([mine, theirs], store.view("mine"))
     assert [document.page_content for document in read] == ["Red.", theirs]
 
 
