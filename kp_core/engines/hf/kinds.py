@@ -18,9 +18,14 @@ _WHY_NOT = {
     "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
 }
 _OWN = "transformers keeps its recurrent states in a place of its own, not in the cache"
+_FROM_ZERO = "the selective scan of transformers (Mamba 1) starts from zero, not from a cached state"
 _UNFIT = {
+    "falcon_mamba": _FROM_ZERO,
+    "jamba": _FROM_ZERO,
+    "mamba": _FROM_ZERO,
     "minimax": _OWN,
     "recurrent_gemma": _OWN,
+    "zamba": _FROM_ZERO,
 }
 """Model types whose recurrent layers cannot continue from a cached state."""
 _LATENT = "kv_lora_rank"

@@ -24,7 +24,6 @@ from kp_core.engines.hf.packed import own_view, pack_weights
 from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import Sampler
-from kp_core.engines.hf.scans import scan_from_states
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
@@ -65,8 +64,6 @@ class CausalModel:
         """Device of the input token ids."""
         one_pass = partial(self._model.base_model, input_ids=self._probe_ids(), use_cache=False)
         self._packed = pack_weights(self._model, one_pass)
-        if self.kind.is_recurrent:
-            scan_from_states(self._model)
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         parameters = inspect.signature(self._model.forward).parameters
