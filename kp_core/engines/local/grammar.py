@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kp_core.errors import MissingDependencyError, SamplingError, ToolError
-from kp_core.tools.base import JsonScan
+from kp_core.tools import JsonScan
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
