@@ -15,7 +15,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -475,7 +475,7 @@ class AnswerShape:
             try:
                 json.dumps(candidate)
             except (TypeError, ValueError) as error:
-                raise ToolError(f"Got {name} that JSON cannot say ({error}); expected a JSON Schema.") from error
+                raise ToolError(f"Got {name} that is no JSON ({error}); expected a JSON Schema.") from error
         return cls(offered, choice, parallel, schema)
 
     @property
@@ -502,19 +502,25 @@ class AnswerShape:
         `token(text)` is the id of a marker that is a special token, else `None`. `thinks` allows a `<think>` block at
         the beginning; with `opened` the prompt has already begun it.
         """
-        options, rules = self._calls(form, token) if self.callable else ([], [])
+        options, rules = list[str](), list[str]()
+        if self.callable:
+            options.append(self._calls(form, token, rules))
         if self.schema is not None:
             options.append("answer")
-            rules.append(f"answer: {_literals(form.answer, form.markers, token)} {_json_rule(self.schema)}")
+            rules.append(f"answer: {_literals(form.answer, form, token)} {_json_rule(self.schema)}")
+        elif not self.is_forced and self.callable and not form.trigger:
+            options.append("PLAIN")
+            rules.append(r"PLAIN: /([^{](.|\n)*)?/")
         elif not self.is_forced:
-            name, text = self._free_text(form, token)
-            options.append(name)
-            rules.append(f"{name}: {text}")
+            options.append("TEXT")
+            # Forbid the beginning of a call where none is allowed. A special token is no text anyway.
+            bans = not self.callable and form.trigger and token(form.trigger) is None
+            rules.append(f"TEXT: {_ANY}" + (f" & ~/(.|\n)*{re.escape(form.trigger)}(.|\n)*/" if bans else ""))
         start = " | ".join(options)
         # Text holds no special tokens, so even a free answer needs a rule for reasoning that begins with one.
         is_held = self.is_forced or self.schema is not None or token(THINK[1]) is not None
         if is_held and (thinks or opened):
-            begin, end = (_literals(mark, THINK, token) for mark in THINK)
+            begin, end = (json.dumps(mark) if (at := token(mark)) is None else f"<[{at}]>" for mark in THINK)
             block = "thought_block" if token(THINK[1]) is not None else "thought_block[lazy]"
             rules = [
                 f"body: {start}",
@@ -525,38 +531,28 @@ class AnswerShape:
             start = ("thought" if opened else "thought?") + " body"
         return "\n".join([f"start: {start}", *rules])
 
-    def _free_text(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[str, str]:
-        """Return the text of an answer without calls, as the name of a terminal and its pattern."""
-        if not self.callable:
-            # Forbid the beginning of a call. A trigger that is a special token is no text anyway.
-            bans = form.trigger and token(form.trigger) is None
-            return "TEXT", f"{_ANY} & ~/(.|\n)*{re.escape(form.trigger)}(.|\n)*/" if bans else _ANY
-        return ("TEXT", _ANY) if form.trigger else ("PLAIN", r"/([^{](.|\n)*)?/")
-
-    def _calls(self, form: ToolFormat, token: Callable[[str], int | None]) -> tuple[list[str], list[str]]:
-        """Return how an answer with calls begins and continues, and the rules for it."""
+    def _calls(self, form: ToolFormat, token: Callable[[str], int | None], rules: list[str]) -> str:
+        """Return how an answer with calls begins and continues; adds the rules for it to `rules`."""
         several = bool(form.between) and (self.parallel if self.parallel is not None else not self.is_forced)
-        rules = [f"call_{at}: {_call(tool, form, token)}" for at, tool in enumerate(self.callable)]
+        rules += [f"call_{at}: {_call(tool, form, token)}" for at, tool in enumerate(self.callable)]
         rules.append("call: " + " | ".join(f"call_{at}" for at in range(len(self.callable))))
-        between, closing = _literals(form.between, form.markers, token), _literals(form.closing, form.markers, token)
-        repeated = f" ({between} call)*" if several else ""
-        tail = f"call{repeated} {closing}".rstrip()
+        repeated = f" ({_literals(form.between, form, token)} call)*" if several else ""
+        tail = f"call{repeated} {_literals(form.closing, form, token)}".rstrip()
         if self.is_forced or self.schema is not None:
-            return [f"{_literals(form.opening, form.markers, token)} {tail}".strip()], rules
+            return f"{_literals(form.opening, form, token)} {tail}".strip()
         if not form.trigger:
             tag = token(form.markers[0]) if form.markers else None
-            return [f"<[{tag}]>? {tail}" if tag is not None else tail], rules
-        rest = _literals(form.opening[len(form.trigger) :], form.markers, token)
-        tag = token(form.trigger)
-        if tag is not None:
-            return [f"TEXT <[{tag}]> {rest} {tail}"], rules
+            return f"<[{tag}]>? {tail}" if tag is not None else tail
+        rest = _literals(form.opening[len(form.trigger) :], form, token)
+        if (tag := token(form.trigger)) is not None:
+            return f"TEXT <[{tag}]> {rest} {tail}"
         rules.append(f"trigger[lazy]: TEXT {json.dumps(form.trigger)}")
-        return [f"trigger {rest} {tail}"], rules
+        return f"trigger {rest} {tail}"
 
 
 def _call(tool: Tool, form: ToolFormat, token: Callable[[str], int | None]) -> str:
     if form.separator is not None:
-        return f"{json.dumps(tool.name)} {_literals(form.separator, form.markers, token)} {_json_rule(tool.parameters)}"
+        return f"{json.dumps(tool.name)} {_literals(form.separator, form, token)} {_json_rule(tool.parameters)}"
     # References inside the schema are relative to its root, so the definitions move to the root of the call.
     parameters = {key: value for key, value in tool.parameters.items() if key not in ("$defs", "definitions")}
     definitions = {key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters}
@@ -575,50 +571,40 @@ def _json_rule(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**_closed(schema), **_SPACING}, ensure_ascii=False)}"
 
 
-# Keys whose values map the user's names to schemas, and keys whose values are data.
+# Keys whose values map the user's names to schemas, keys whose values are data, and keys that constrain nothing.
 _NAMED = ("properties", "$defs", "definitions", "patternProperties")
-_DATA = ("const", "enum", "required", "examples")
+_DATA = ("const", "enum", "required")
 _SAID = ("title", "description", "default", "examples")
 
 
-def _closed(schema: Mapping[str, Any], *, merged: bool = False) -> dict[str, Any]:
-    """Close all objects of `schema` that list their properties, so that the answer has no further properties.
+def _closed(schema: Any, key: str = "") -> Any:  # noqa: ANN401 - a part of a JSON Schema
+    """Close all objects that list their properties, so that the answer has no further ones; `schema` is under `key`.
 
-    Members of `allOf` stay open (`merged`), because each lists only a part.
+    Members of `allOf` stay open, because each lists only a part.
     """
-    closed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _SAID:
-            continue
-        if key in _NAMED and isinstance(value, Mapping):
-            closed[key] = {
-                name: _closed(inner) if isinstance(inner, Mapping) else inner for name, inner in value.items()
-            }
-        elif key in _DATA or not isinstance(value, Mapping | list | tuple):
-            closed[key] = value
-        elif isinstance(value, Mapping):
-            closed[key] = _closed(value)
-        else:
-            closed[key] = [
-                _closed(inner, merged=key == "allOf") if isinstance(inner, Mapping) else inner for inner in value
-            ]
-    if "properties" in closed and "allOf" not in closed and not merged:
+    if isinstance(schema, list | tuple):
+        return [_closed(member, key) for member in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    if key in _NAMED:
+        return {name: _closed(member) for name, member in schema.items()}
+    closed = {
+        name: member if name in _DATA else _closed(member, name) for name, member in schema.items() if name not in _SAID
+    }
+    if "properties" in closed and "allOf" not in closed and key != "allOf":
         closed.setdefault("additionalProperties", False)
     return closed
 
 
-def _literals(text: str, markers: Sequence[str], token: Callable[[str], int | None]) -> str:
-    """Return `text` as grammar: markers that are special tokens by their id, everything else quoted."""
-    literals, rest = [], text
-    while rest:
-        at, marker = min(((rest.find(m), m) for m in markers if m in rest), default=(len(rest), ""))
-        if at:
-            literals.append(json.dumps(rest[:at], ensure_ascii=False))
-        if marker:
-            number = token(marker)
-            literals.append(json.dumps(marker) if number is None else f"<[{number}]>")
-        rest = rest[at + len(marker) :]
-    return " ".join(literals)
+def _literals(text: str, form: ToolFormat, token: Callable[[str], int | None]) -> str:
+    """Return `text` as grammar: markers of `form` that are special tokens by their id, everything else quoted."""
+    pieces = re.split(f"({'|'.join(map(re.escape, form.markers))})", text) if form.markers else [text]
+    ids = {marker: token(marker) for marker in form.markers}
+    return " ".join(
+        json.dumps(piece, ensure_ascii=False) if ids.get(piece) is None else f"<[{ids[piece]}]>"
+        for piece in pieces
+        if piece
+    )
 
 
 class AnswerReader:
