@@ -359,13 +359,9 @@ def train_wrapper(  # noqa: PLR0913
     stays. `about` goes to the training record. Raises `WrapperError` for too few documents, a checkpoint of other
     settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging Face's.
     """
-    chosen, target = settings or PacketTraining(), Path(out)
-    model = _model_of(session)
-    samples = Samples(session, documents, chosen)
-    digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
-    record = {"settings": chosen.to_dict(), "documents": digest, "model": session.fingerprint.id}
-    with _frozen(model):
-        return _Training(session, Distilling(model), samples, chosen, record, target).run(minutes, about, progress)
+    with _frozen(_model_of(session)):
+        training = _Training(session, documents, settings or PacketTraining(), Path(out))
+        return training.run(minutes, about, progress)
 
 
 @torch.no_grad()
@@ -404,19 +400,17 @@ def wrapper_scores(  # noqa: PLR0913
 class _Training:
     """One training, with its checkpoint."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        session: Session,
-        distilling: Distilling,
-        samples: Samples,
-        settings: PacketTraining,
-        made: dict[str, Any],
-        out: Path,
-    ) -> None:
-        self._session, self._distilling, self._samples, self._settings = session, distilling, samples, settings
-        self._made, self._out, self._file = made, out, checkpoint_of(out)
+    def __init__(self, session: Session, documents: Documents, settings: PacketTraining, out: Path) -> None:
+        self._session, self._settings, self._out, self._file = session, settings, out, checkpoint_of(out)
+        self._samples, self._distilling = Samples(session, documents, settings), Distilling(_model_of(session))
+        digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
+        self._made: dict[str, Any] = {
+            "settings": settings.to_dict(),
+            "documents": digest,
+            "model": session.fingerprint.id,
+        }
         self._state = self._resumed() if self._file.exists() else self._fresh()
-        self._held = cache(lambda number: distilling.teach(samples.draw("held", number), settings.answer))
+        self._held = cache(lambda number: self._teach("held", number))
 
     def run(self, minutes: float | None, about: str, progress: bool) -> Wrapper:  # noqa: FBT001
         """Train to the end, or for `minutes`, and write the wrapper."""
@@ -430,9 +424,8 @@ class _Training:
         else:
             bare = self._look(soft[:0])
             state.looks.append({"step": 0, "held_kl": self._look(state.average), "bare_kl": bare})
-        bar = bar_of("Training", settings.steps, "step", done=state.step, shown=progress)
         is_over = False
-        with bar:
+        with bar_of("Training", settings.steps, "step", done=state.step, shown=progress) as bar:
             while not is_over and not self._is_done():
                 loss = self._step(soft, adam)
                 if state.step % settings.every == 0 or state.step == settings.steps:
@@ -446,8 +439,20 @@ class _Training:
                 state.seconds, is_over = before + spent, minutes is not None and spent > 60 * minutes
                 state.soft, state.mean, state.square = soft, adam.state[soft]["exp_avg"], adam.state[soft]["exp_avg_sq"]
                 self._save()
+        record = {
+            **self._made,
+            "about": about,
+            "steps": state.step,
+            "minutes": round(state.seconds / 60, 1),
+            "best": {name: value for name, value in state.least.items() if name in ("step", "held_kl")},
+            "without_soft_tokens_kl": state.looks[0]["bare_kl"],
+            "looks": [[look["step"], round(look["held_kl"], 5)] for look in state.looks],
+            "dtype": self._session.fingerprint.dtype,
+            "device": f"{self._distilling.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
+            "torch": torch.__version__,
+        }
         header, trailer = state.best.tensor_split(2)
-        wrapper = Wrapper(header, trailer, self._session.fingerprint, self._record(about))
+        wrapper = Wrapper(header, trailer, self._session.fingerprint, record)
         save_wrapper(wrapper, self._out)
         if self._is_done():
             self._file.unlink(missing_ok=True)
@@ -460,8 +465,7 @@ class _Training:
         adam.zero_grad()
         total = 0.0
         for number in range(state.step * settings.batch, (state.step + 1) * settings.batch):
-            taught = self._distilling.teach(self._samples.draw("train", number), settings.answer)
-            loss = self._distilling.divergence(taught, soft) / settings.batch
+            loss = self._distilling.divergence(self._teach("train", number), soft) / settings.batch
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_([soft], 1.0)
@@ -469,6 +473,9 @@ class _Training:
         state.step += 1
         state.average = state.average.lerp(soft.detach(), _AVERAGED)
         return total
+
+    def _teach(self, kind: str, number: int) -> Taught:
+        return self._distilling.teach(self._samples.draw(kind, number), self._settings.answer)
 
     @torch.no_grad()
     def _look(self, soft: Tensor) -> float:
@@ -506,22 +513,6 @@ class _Training:
         content = {"made": self._made, "step": state.step, "seconds": state.seconds, "looks": state.looks}
         names = ("soft", "average", "best", "mean", "square")
         write_signed(self._file, _CHECKPOINT, content, {name: getattr(state, name) for name in names})
-
-    def _record(self, about: str) -> dict[str, Any]:
-        state = self._state
-        best = {name: value for name, value in state.least.items() if name in ("step", "held_kl")}
-        return {
-            **self._made,
-            "about": about,
-            "steps": state.step,
-            "minutes": round(state.seconds / 60, 1),
-            "best": best,
-            "without_soft_tokens_kl": state.looks[0]["bare_kl"],
-            "looks": [[look["step"], round(look["held_kl"], 5)] for look in state.looks],
-            "dtype": self._session.fingerprint.dtype,
-            "device": f"{self._distilling.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-        }
 
 
 def _model_of(session: Session) -> CausalModel:
