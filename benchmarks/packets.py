@@ -36,7 +36,7 @@ from benchmarks import common, plots
 from benchmarks.composed import needles
 from kp_core import Generation, KnowledgePack, PacketComposer, PackStore, Session
 from kp_core.compose import Composer, Forward, composer_of
-from kp_core.engines.hf.samples import PacketTraining, Samples
+from kp_core.engines.hf.training import PacketTraining, Samples
 from kp_core.errors import ContextOverflowError
 from kp_core.kv import KVTensors
 

@@ -52,8 +52,7 @@ def train(  # noqa: PLR0913 - one parameter per setting
 
     It ends after --steps, when held-out documents show no progress any more, or after --minutes.
     """
-    from kp_core.engines.hf.samples import PacketTraining
-    from kp_core.engines.hf.training import checkpoint_of, train_wrapper
+    from kp_core.engines.hf.training import PacketTraining, checkpoint_of, train_wrapper
 
     settings = PacketTraining(
         *(soft, steps, batch, rate, _range("--documents", documents), _range("--tokens", tokens)),

@@ -17,8 +17,7 @@ from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles
 from kp_core.plan import Plan, Region
-from kp_core.steering import Steering
-from kp_core.steering.file import steering_bytes, steering_of
+from kp_core.steering import Steering, steering_bytes, steering_of
 
 __all__ = ["COMPUTED", "Moved", "Placed", "asked", "blocks_as_json", "blocks_of", "digest_of", "moved_packs", "steered"]
 

@@ -15,7 +15,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 from kp_core.rope import Rope
-from kp_core.steering.value import Steering
+from kp_core.steering import Steering
 
 __all__ = ["Composer", "Forward", "Region", "Source", "join"]
 

@@ -1,7 +1,8 @@
 """Renders chat templates, which are code that comes with a model, in Jinja's sandbox within limits of time and size.
 
 Templates get the filters, functions and tags that transformers offers. Jinja's sandbox limits neither time nor size,
-but has hooks for calls, filters and operators. `_Meter` adds hooks for loops, output, names and `~`.
+but has hooks for calls, filters and operators. `_Meter` adds hooks for loops, output, names and `~`. Limits between the
+lines of a template would not do: a single filter, method or operator can fill the memory or run for hours.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.filters["kp made"] = lambda value: value
         # The filter `format` works like the operator `%`; the method `format` has another syntax.
         self.filters = {name: _limited("%" if name == "format" else name, run) for name, run in self.filters.items()}
-        self.globals |= {"raise_exception": _raise, "strftime_now": _now, "dict": _Dict(), "namespace": _Names}
+        self.globals |= {"raise_exception": _raise, "strftime_now": _now, "dict": _dict, "namespace": _Names}
         del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -258,11 +259,9 @@ def _tojson(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:  # no
     return "".join(chunks)
 
 
-class _Dict:
-    """`dict` for templates: not a class, because the attributes of a class lead out of the sandbox."""
-
-    def __call__(self, *args: Any, **named: Any) -> dict[Any, Any]:  # noqa: ANN401
-        return dict(*args, **named)
+def _dict(*args: Any, **named: Any) -> dict[Any, Any]:  # noqa: ANN401
+    """`dict` for templates: not the class, because the attributes of a class lead out of the sandbox."""
+    return dict(*args, **named)
 
 
 class _Names(Namespace):

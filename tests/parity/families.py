@@ -125,16 +125,10 @@ CHANGES = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "shared_intermediate_size": 16},
     "inkling_text": _INKLING,
     "inkling2_text": _INKLING,
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm3": {"num_hidden_layers": 3, "layer_types": ["conv", "sliding_attention", "full_attention"]},
     "nemotron_h": {
         "layer_types": ["linear_attention", "moe", "full_attention", "mlp"],
         "moe_shared_expert_intermediate_size": 16,
-    },
-    "zamba": {
-        "num_hidden_layers": 3,
-        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
-        "attention_head_dim": 16,
     },
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
@@ -252,7 +246,7 @@ Each `model_type` below was tested as a tiny random model, with the transformers
 a pack it gives what it gives from the text, and in float32 what `model.generate` gives, token for token: below, at
 and above its window, and in conversations. Bits of pack and text are the same where `"bitwise" in
 engine.engine.supports`, tested at load; elsewhere reused KV rounds differently ([reasons](loading.md#the-same-bits)).
-On an AMD EPYC 63 of the 132 are bitwise in bfloat16, and 16 in float32, as activations of layers this narrow round by
+On an AMD EPYC 63 of the 128 are bitwise in bfloat16, and 16 in float32, as activations of layers this narrow round by
 the size of a pass. The bundled model is bitwise in both. What a layer caches decides what else works:
 
 - **plain**: keys and values of every token, and every token sees all before it. `splice` and `blend` are refused
@@ -261,7 +255,7 @@ the size of a pass. The bundled model is bitwise in both. What a layer caches de
   exact composer.
 - **shared KV**: layers that read the KV of others store nothing. Layers of a steering count those that store.
 - **latent**: the latent and rotary key of multi-head latent attention. No steering, only the exact composer.
-- **states** (Mamba, gated delta rule, short convolutions): states are kept at the end of each pack and message. A
+- **states** (Mamba 2, gated delta rule, short convolutions): states are kept at the end of each pack and message. A
   prompt that differs inside a message is computed from where that message begins. A state takes the same room after
   ten tokens and ten thousand (`engine.state_bytes`, `Usage.state_bytes`). No steering, overwriting or int8, only the
   exact composer. A model that cannot go on from its states is refused at load.

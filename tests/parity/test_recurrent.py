@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import RecurrentGemmaConfig
 
-import kp_core.engines.hf.model
+import kp_core.engines.hf.kinds
 from kp_core import PackStore, load_engine
 from kp_core.edit import amend, overwrite
 from kp_core.engines.hf.kinds import kind_of
@@ -167,6 +167,6 @@ def test_a_model_that_does_not_go_on_from_its_states_is_found_out(monkeypatch):
     """By name before its weights are read, and else by what it answers."""
     with pytest.raises(UnsupportedModelError, match="in a place of its own"):
         kind_of(RecurrentGemmaConfig())
-    monkeypatch.setattr(kp_core.engines.hf.model, "scan_from_states", lambda _: 0)
+    monkeypatch.setattr(kp_core.engines.hf.kinds, "_UNFIT", {})
     with pytest.raises(UnsupportedModelError, match="does not go on from the states"):
         CausalModel(model_of("mamba"))

@@ -12,15 +12,20 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kp_core.errors import UnsupportedModelError
 
-__all__ = ["CacheKind", "kind_of", "narrowed", "rope_parameters"]
+__all__ = ["CacheKind", "kind_of", "narrowed", "positions_of", "rope_parameters"]
 
 _WHY_NOT = {
     "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
 }
 _OWN = "transformers keeps its recurrent states in a place of its own, not in the cache"
+_FROM_ZERO = "the selective scan of transformers (Mamba 1) starts from zero, not from a cached state"
 _UNFIT = {
+    "falcon_mamba": _FROM_ZERO,
+    "jamba": _FROM_ZERO,
+    "mamba": _FROM_ZERO,
     "minimax": _OWN,
     "recurrent_gemma": _OWN,
+    "zamba": _FROM_ZERO,
 }
 """Model types whose recurrent layers cannot continue from a cached state."""
 _LATENT = "kv_lora_rank"
@@ -146,6 +151,18 @@ def narrowed(kind: CacheKind, config: Any, tokens: int) -> Iterator[CacheKind]: 
     finally:
         for name, size in sizes.items():
             setattr(config, name, size)
+
+
+def positions_of(config: Any) -> int:  # noqa: ANN401
+    """Most tokens a sequence may have, from a text configuration.
+
+    If the RoPE frequencies change with the length (`longrope`), this is the length up to which they are constant.
+    """
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31 - 1
+    rope = rope_parameters(config)
+    if rope.get("rope_type") == "longrope":
+        limit = rope.get("original_max_position_embeddings") or limit
+    return int(limit)
 
 
 def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -19,12 +19,11 @@ from kp_core.engines.hf import attention
 from kp_core.engines.hf.attention import Sees, attend
 from kp_core.engines.hf.bitwise import why_not_bitwise
 from kp_core.engines.hf.cache import cache_of, measured_shape
-from kp_core.engines.hf.kinds import kind_of, narrowed, rope_parameters
+from kp_core.engines.hf.kinds import kind_of, narrowed, positions_of, rope_parameters
 from kp_core.engines.hf.packed import own_view, pack_weights
 from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import Sampler
-from kp_core.engines.hf.scans import scan_from_states
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
@@ -65,8 +64,6 @@ class CausalModel:
         """Device of the input token ids."""
         one_pass = partial(self._model.base_model, input_ids=self._probe_ids(), use_cache=False)
         self._packed = pack_weights(self._model, one_pass)
-        if self.kind.is_recurrent:
-            scan_from_states(self._model)
         self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
         parameters = inspect.signature(self._model.forward).parameters
@@ -108,15 +105,8 @@ class CausalModel:
 
     @property
     def max_positions(self) -> int:
-        """Most tokens a sequence may have.
-
-        If the RoPE frequencies change with the length (`longrope`), this is the length up to which they are constant.
-        """
-        config, rope = self._text, rope_parameters(self._text)
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None) or 2**31 - 1
-        if rope.get("rope_type") == "longrope":
-            limit = rope.get("original_max_position_embeddings") or limit
-        return int(limit)
+        """See `positions_of`."""
+        return positions_of(self._text)
 
     @property
     def end_tokens(self) -> frozenset[int]:

@@ -1,39 +1,318 @@
 """Trains soft tokens around packs by self-distillation (KV Packet, arXiv 2604.13226, section 3).
 
-The loss is the KL divergence between the teacher's and the student's distributions at the tokens of the answer. The
-model is frozen; gradients reach only the soft tokens, through the keys and values of the packets.
+`Samples` draws questions over documents, each of which is a packet. In `Distilling`, the teacher is the model with full
+attention over the canonical prompt, and the student is the same model over packets, as `PacketComposer` places them.
+The loss is the KL divergence between their distributions at the tokens of the answer. The model is frozen; gradients
+reach only the soft tokens, through the keys and values of the packets. The activations of one sample fit in memory for
+documents of the intended length, so there is no gradient checkpointing.
 """
 
 from __future__ import annotations
 
 import math
 import platform
+import random
+import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from kp_core.compose.wrapper import Wrapper, read_signed, save_wrapper, write_signed
-from kp_core.engines.hf.distilling import Distilling
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.samples import Documents, PacketTraining, Samples
 from kp_core.engines.session import Session
-from kp_core.errors import UnsupportedRequestError, WrapperError
+from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
+from kp_core.kv import KVTensors
 from kp_core.packs.envelope import Envelope
+from kp_core.packs.view import PackRef
 from kp_core.progress import bar_of
+from kp_core.prompt.conversation import GAP, Turn
 
-__all__ = ["checkpoint_of", "train_wrapper", "wrapper_scores"]
+__all__ = [
+    "Distilling",
+    "Documents",
+    "PacketTraining",
+    "Sample",
+    "Samples",
+    "Taught",
+    "checkpoint_of",
+    "train_wrapper",
+    "wrapper_scores",
+]
 
+Documents = Sequence[tuple[str, str]]
+"""Title (may be empty) and text of each document."""
+
+_QUESTIONS = (
+    "What is said about {}?",
+    "Tell me about {}.",
+    "Answer the question with a few words, using the facts.\nQuestion: Who or what is {}?",
+    "Summarise in one sentence what the texts above say about {}.",
+    "Repeat what the text about {} says.",
+)
+_NEXT = "Which sentence follows in the texts above?\n{}"
+_SHARE_OF_NEXT, _SHARE_OF_OWN, _SHARE_OF_ALL = 0.3, 0.5, 0.25
+_TRIES = 50
 _CHECKPOINT = Envelope("knowledge-pack-training", "content", ("1",), covers_tensors=True)
 _AVERAGED = 0.05  # Weight of the current soft tokens in their running average, which is evaluated and saved.
 _HELD = 8
+
+
+@dataclass(frozen=True)
+class PacketTraining:
+    """Settings of the training of soft tokens. All of them affect the result.
+
+    Raises `WrapperError` for a value out of range.
+    """
+
+    soft: int = 8
+    """Tokens of the header, and of the trailer."""
+    steps: int = 1000
+    batch: int = 2
+    """Samples per step."""
+    rate: float = 0.05
+    """Initial step size of Adam, in standard deviations of the model's embeddings; it falls to 0 as a cosine."""
+    documents: tuple[int, int] = (1, 10)
+    """Fewest and most documents of a sample."""
+    tokens: tuple[int, int] = (128, 1024)
+    """Least and greatest length of documents in tokens: shorter ones are left out, longer ones cut."""
+    answer: int = 24
+    """Most tokens of an answer."""
+    every: int = 50
+    """Steps between two evaluations on held-out documents."""
+    patience: int = 6
+    """Evaluations in a row without an improvement that end the training."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("soft", "steps", "batch", "answer", "every", "patience"):
+            if getattr(self, name) < 1:
+                raise WrapperError(f"Got {name}={getattr(self, name)}; expected at least 1.")
+        if not (math.isfinite(self.rate) and self.rate > 0):
+            raise WrapperError(f"Got rate={self.rate}; expected a finite number > 0.")
+        for name in ("documents", "tokens"):
+            low, high = getattr(self, name)
+            if not 1 <= low <= high:
+                raise WrapperError(f"Got {name}={low}-{high}; expected two numbers from 1 on, the smaller one first.")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as in a training record."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> PacketTraining:
+        """The inverse of `to_dict`."""
+        settings: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
+        }
+        return cls(**settings)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question over documents: in the canonical `prompt`, `packets` begin at position `begin`.
+
+    Each packet has the tokens of a document and of the blanks behind it, and is compiled behind the first `prefix`
+    tokens of the prompt. `behind` are the tokens after the last packet. If `answer` is `None`, the teacher writes it.
+    """
+
+    prompt: tuple[int, ...]
+    prefix: int
+    begin: int
+    packets: tuple[tuple[int, ...], ...]
+    behind: tuple[int, ...]
+    answer: tuple[int, ...] | None
+
+
+class Samples:
+    """Draws samples from documents, some of which are held out.
+
+    The number of a sample determines it, whatever was drawn before. Raises `WrapperError` for too few documents.
+    """
+
+    def __init__(self, session: Session, texts: Documents, settings: PacketTraining) -> None:
+        self._session, self._settings = session, settings
+        most, tokens = settings.documents[1], settings.tokens
+        self._positions = session.max_positions - settings.answer
+        encode, decode = session.tokenizer.encode, session.tokenizer.decode
+        documents: list[tuple[str, str]] = []
+        for title, text in dict.fromkeys(texts):
+            ids = encode(text, add_special_tokens=False)
+            if len(ids) >= tokens[0]:
+                documents.append((title, text.strip() if len(ids) <= tokens[1] else decode(ids[: tokens[1]]).strip()))
+        if len(documents) < 2 * most:
+            raise WrapperError(
+                f"Got {len(documents)} different documents of at least {tokens[0]} tokens (of {len(texts)}); expected "
+                f"at least {2 * most}, as a sample has up to {most} and as many are held out. Give more documents, or "
+                "lower --documents or --tokens."
+            )
+        random.Random(settings.seed).shuffle(documents)  # noqa: S311 - not cryptography
+        held_count = max(most, min(len(documents) // 10, 200))
+        self._pools = {"held": documents[:held_count], "train": documents[held_count:]}
+        self._pack = lru_cache(4096)(lambda text: PackRef("", session.build_pack(text, lazy=True)))
+
+    @property
+    def held(self) -> Documents:
+        """The held-out documents, which no training sample contains."""
+        return self._pools["held"]
+
+    def draw(self, kind: str, number: int, count: int | None = None) -> Sample:
+        """Draw sample `number` for `"train"`, or of the `"held"` out documents; with `count` documents, if given.
+
+        Raises `WrapperError` for too few held-out documents, and if none of 50 attempts fits.
+        """
+        if count is not None and count > len(self._pools[kind]):
+            raise WrapperError(f"Got {len(self._pools[kind])} documents that are held out; expected at least {count}.")
+        for attempt in range(_TRIES):
+            draw = random.Random(f"{self._settings.seed}/{kind}/{number}/{attempt}")  # noqa: S311 - not cryptography
+            sample = self._made(draw, self._pools[kind], count)
+            if sample is not None:
+                return sample
+        raise WrapperError(
+            f"None of {_TRIES} samples fits: the tokenizer merges these documents with what stands around them, or "
+            f"they are too long for the {self._session.max_positions} positions of the model."
+        )
+
+    def _made(self, draw: random.Random, pool: Documents, count: int | None) -> Sample | None:
+        chosen = draw.sample(pool, count or draw.randint(*self._settings.documents))
+        question, answer = self._asked(draw, *draw.choice(chosen))
+        try:
+            packs = [self._pack(f"{title}: {text}" if title else text) for title, text in chosen]
+        except ShortTextError:
+            return None
+        segments = tuple(segment for pack in packs for segment in (pack, GAP))
+        prompt = self._session.template.render_turns([Turn("user", (*segments, question))])
+        spans, ends = prompt.spans, self._session.template.ends(prompt)
+        fits = [span.pack.token_ids == prompt.token_ids[span.start : span.stop] for span in spans]
+        if (
+            len(spans) < len(chosen)
+            or not all(fits)
+            or len(prompt) + 2 * self._settings.soft * len(spans) > self._positions
+        ):
+            return None
+        # The first document stands where its pack was compiled. Alone, or in a share of samples, it is a packet too.
+        first_packet = 0 if len(spans) == 1 or draw.random() < _SHARE_OF_ALL else 1
+        prefix = spans[0].start
+        starts = [span.start for span in spans[first_packet:]]
+        if list(ends[first_packet:-1]) != starts[1:] or spans[0].pack.prefix.token_ids != prompt.token_ids[:prefix]:
+            return None
+        ids = prompt.token_ids
+        packets = tuple(ids[start:end] for start, end in zip(starts, ends[first_packet:], strict=True))
+        return Sample(ids, prefix, starts[0], packets, ids[ends[-1] :], answer)
+
+    def _asked(self, draw: random.Random, title: str, text: str) -> tuple[str, tuple[int, ...] | None]:
+        """A question about a document, and the tokens of its answer; `None` if the teacher is to write it."""
+        sentences = re.split(r"(?<=[.!?])\s+", text)
+        if len(sentences) > 1 and draw.random() < _SHARE_OF_NEXT:
+            at = draw.randrange(len(sentences) - 1)
+            question, answer = _NEXT.format(sentences[at]), " ".join(sentences[at + 1 :])
+        else:
+            question, answer = draw.choice(_QUESTIONS).format(title or " ".join(text.split()[:5])), text
+        if draw.random() < _SHARE_OF_OWN:
+            return question, None
+        ids = self._session.tokenizer.encode(answer, add_special_tokens=False)
+        return question, tuple(ids[: self._settings.answer]) or None
+
+
+@dataclass(frozen=True)
+class Taught:
+    """A sample with its answer, the teacher's logits for it, `(answer, vocabulary)`, and the KV before the packets."""
+
+    sample: Sample
+    answer: tuple[int, ...]
+    logits: Tensor
+    before: KVTensors
+
+
+class Distilling:
+    """Teacher and student on one model."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._model, self._rope, self.device = model.network, model.rope, model.device
+        self._embeddings = self._model.get_input_embeddings()
+        self._ends = model.end_tokens
+        self._keeps_logits = model.keeps_logits
+        self.spread = float(self._embeddings.weight.detach().float().std())
+        """Standard deviation of the model's input embeddings."""
+
+    @torch.no_grad()
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """Input embeddings, `(tokens, hidden)`."""
+        embeddings: Tensor = self._embeddings(torch.tensor(ids, dtype=torch.long, device=self.device))
+        return embeddings
+
+    @torch.no_grad()
+    def teach(self, sample: Sample, most: int) -> Taught:
+        """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
+        past, logits = self._run(self.embed(sample.prompt), None, 1)
+        before, answer_logits = past.slice(0, sample.begin).clone(), [logits]
+        if sample.answer is not None:
+            answer = sample.answer
+            if answer[1:]:
+                answer_logits.append(self._run(self.embed(answer[:-1]), past, len(answer) - 1)[1])
+            return Taught(sample, answer, torch.cat(answer_logits), before)
+        generated = [int(logits[-1].argmax())]
+        while len(generated) < most and generated[-1] not in self._ends:
+            past, logits = self._run(self.embed(generated[-1:]), past, 1)
+            answer_logits.append(logits)
+            generated.append(int(logits[-1].argmax()))
+        return Taught(sample, tuple(generated), torch.cat(answer_logits), before)
+
+    def divergence(self, taught: Taught, soft: Tensor) -> Tensor:
+        """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
+        expected = taught.logits.float().log_softmax(-1)
+        actual = self.student(taught, soft).float().log_softmax(-1)
+        return (expected.exp() * (expected - actual)).sum(-1).mean()
+
+    def student(self, taught: Taught, soft: Tensor) -> Tensor:
+        """The student's logits for the tokens of the answer, `(answer, vocabulary)`."""
+        sample, prefix = taught.sample, taught.sample.prefix
+        weight = self._embeddings.weight
+        header, trailer = soft.to(weight.dtype).tensor_split(2)
+        parts, at = [taught.before], sample.begin
+        for ids in sample.packets:
+            # One at a time: a batch would pad all documents to the longest.
+            inputs = torch.cat([header, self.embed(ids), trailer])
+            kv, _ = self._run(inputs, taught.before.slice(0, prefix), 0)
+            parts.append(self._rope.move(kv.slice(prefix, kv.tokens), at - prefix))
+            at += len(inputs)
+        tail = self.embed((*sample.behind, *taught.answer[:-1]))
+        return self._run(tail, KVTensors.concat(parts), len(taught.answer))[1]
+
+    def _run(self, inputs: Tensor, past: KVTensors | None, keep: int) -> tuple[KVTensors, Tensor]:
+        """KV of `past` and `inputs`, `(tokens, hidden)`, and the logits at the last `keep` inputs."""
+        count, new = 0 if past is None else past.tokens, len(inputs)
+        cache = DynamicCache(config=self._model.config)
+        for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):
+            cache.update(key[None], value[None], layer)
+        mask = None
+        if count and new > 1:
+            least = torch.finfo(inputs.dtype).min
+            mask = torch.full((new, count + new), least, dtype=inputs.dtype, device=self.device).triu(count + 1)
+            mask = mask[None, None]
+        arguments: dict[str, Any] = {
+            "inputs_embeds": inputs[None],
+            "attention_mask": mask,
+            "position_ids": torch.arange(count, count + new, device=self.device)[None],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        logits = inputs.new_empty(0)
+        if keep:
+            arguments |= {"logits_to_keep": keep} if self._keeps_logits else {}
+            logits = self._model(**arguments).logits[0, -keep:]
+        else:
+            self._model.base_model(**arguments)
+        layers = cache.layers
+        return KVTensors(tuple(kv.keys[0] for kv in layers), tuple(kv.values[0] for kv in layers)), logits
 
 
 @dataclass
@@ -80,13 +359,9 @@ def train_wrapper(  # noqa: PLR0913
     stays. `about` goes to the training record. Raises `WrapperError` for too few documents, a checkpoint of other
     settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging Face's.
     """
-    chosen, target = settings or PacketTraining(), Path(out)
-    model = _model_of(session)
-    samples = Samples(session, documents, chosen)
-    digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
-    record = {"settings": chosen.to_dict(), "documents": digest, "model": session.fingerprint.id}
-    with _frozen(model):
-        return _Training(session, Distilling(model), samples, chosen, record, target).run(minutes, about, progress)
+    with _frozen(_model_of(session)):
+        training = _Training(session, documents, settings or PacketTraining(), Path(out))
+        return training.run(minutes, about, progress)
 
 
 @torch.no_grad()
@@ -125,19 +400,17 @@ def wrapper_scores(  # noqa: PLR0913
 class _Training:
     """One training, with its checkpoint."""
 
-    def __init__(  # noqa: PLR0913
-        self,
-        session: Session,
-        distilling: Distilling,
-        samples: Samples,
-        settings: PacketTraining,
-        made: dict[str, Any],
-        out: Path,
-    ) -> None:
-        self._session, self._distilling, self._samples, self._settings = session, distilling, samples, settings
-        self._made, self._out, self._file = made, out, checkpoint_of(out)
+    def __init__(self, session: Session, documents: Documents, settings: PacketTraining, out: Path) -> None:
+        self._session, self._settings, self._out, self._file = session, settings, out, checkpoint_of(out)
+        self._samples, self._distilling = Samples(session, documents, settings), Distilling(_model_of(session))
+        digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
+        self._made: dict[str, Any] = {
+            "settings": settings.to_dict(),
+            "documents": digest,
+            "model": session.fingerprint.id,
+        }
         self._state = self._resumed() if self._file.exists() else self._fresh()
-        self._held = cache(lambda number: distilling.teach(samples.draw("held", number), settings.answer))
+        self._held = cache(lambda number: self._teach("held", number))
 
     def run(self, minutes: float | None, about: str, progress: bool) -> Wrapper:  # noqa: FBT001
         """Train to the end, or for `minutes`, and write the wrapper."""
@@ -151,9 +424,8 @@ class _Training:
         else:
             bare = self._look(soft[:0])
             state.looks.append({"step": 0, "held_kl": self._look(state.average), "bare_kl": bare})
-        bar = bar_of("Training", settings.steps, "step", done=state.step, shown=progress)
         is_over = False
-        with bar:
+        with bar_of("Training", settings.steps, "step", done=state.step, shown=progress) as bar:
             while not is_over and not self._is_done():
                 loss = self._step(soft, adam)
                 if state.step % settings.every == 0 or state.step == settings.steps:
@@ -167,8 +439,20 @@ class _Training:
                 state.seconds, is_over = before + spent, minutes is not None and spent > 60 * minutes
                 state.soft, state.mean, state.square = soft, adam.state[soft]["exp_avg"], adam.state[soft]["exp_avg_sq"]
                 self._save()
+        record = {
+            **self._made,
+            "about": about,
+            "steps": state.step,
+            "minutes": round(state.seconds / 60, 1),
+            "best": {name: value for name, value in state.least.items() if name in ("step", "held_kl")},
+            "without_soft_tokens_kl": state.looks[0]["bare_kl"],
+            "looks": [[look["step"], round(look["held_kl"], 5)] for look in state.looks],
+            "dtype": self._session.fingerprint.dtype,
+            "device": f"{self._distilling.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
+            "torch": torch.__version__,
+        }
         header, trailer = state.best.tensor_split(2)
-        wrapper = Wrapper(header, trailer, self._session.fingerprint, self._record(about))
+        wrapper = Wrapper(header, trailer, self._session.fingerprint, record)
         save_wrapper(wrapper, self._out)
         if self._is_done():
             self._file.unlink(missing_ok=True)
@@ -181,8 +465,7 @@ class _Training:
         adam.zero_grad()
         total = 0.0
         for number in range(state.step * settings.batch, (state.step + 1) * settings.batch):
-            taught = self._distilling.teach(self._samples.draw("train", number), settings.answer)
-            loss = self._distilling.divergence(taught, soft) / settings.batch
+            loss = self._distilling.divergence(self._teach("train", number), soft) / settings.batch
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_([soft], 1.0)
@@ -190,6 +473,9 @@ class _Training:
         state.step += 1
         state.average = state.average.lerp(soft.detach(), _AVERAGED)
         return total
+
+    def _teach(self, kind: str, number: int) -> Taught:
+        return self._distilling.teach(self._samples.draw(kind, number), self._settings.answer)
 
     @torch.no_grad()
     def _look(self, soft: Tensor) -> float:
@@ -227,22 +513,6 @@ class _Training:
         content = {"made": self._made, "step": state.step, "seconds": state.seconds, "looks": state.looks}
         names = ("soft", "average", "best", "mean", "square")
         write_signed(self._file, _CHECKPOINT, content, {name: getattr(state, name) for name in names})
-
-    def _record(self, about: str) -> dict[str, Any]:
-        state = self._state
-        best = {name: value for name, value in state.least.items() if name in ("step", "held_kl")}
-        return {
-            **self._made,
-            "about": about,
-            "steps": state.step,
-            "minutes": round(state.seconds / 60, 1),
-            "best": best,
-            "without_soft_tokens_kl": state.looks[0]["bare_kl"],
-            "looks": [[look["step"], round(look["held_kl"], 5)] for look in state.looks],
-            "dtype": self._session.fingerprint.dtype,
-            "device": f"{self._distilling.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
-            "torch": torch.__version__,
-        }
 
 
 def _model_of(session: Session) -> CausalModel:

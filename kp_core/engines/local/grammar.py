@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kp_core.errors import MissingDependencyError, SamplingError, ToolError
-from kp_core.tools.base import JsonScan
+from kp_core.tools import JsonScan
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,8 +24,6 @@ _KEPT = 64  # Compiled grammars in the cache.
 _FEW = 200  # Top-ranked tokens, enough to write nearly every string.
 _SPARE = 256  # The search for an end goes this many tokens beyond the room, so that errors can say how many it takes.
 _THOUGHT, _THOUGHT_END = "<think>", "</think>"
-
-_Preferences: TypeAlias = tuple[list[int], list[int]]
 
 
 class Grammars:
@@ -49,7 +47,7 @@ class Grammars:
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
             thought = _Thought(tuple(self._llm.tokenize_str(_THOUGHT_END)), _THOUGHT if opened else "")
-            return Constraint(matcher, self._text, self._preferred, self._ends[0], room, thought)
+            return Constraint(self, matcher, room, thought)
 
     @cached_property
     def _llm(self) -> Any:  # noqa: ANN401
@@ -75,13 +73,19 @@ class Grammars:
             )
         return LLMatcher(llm, grammar)
 
-    def _text(self, tokens: Sequence[int]) -> str:
+    @property
+    def end(self) -> int:
+        """The token with which a constraint ends an answer."""
+        return self._ends[0]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`."""
         return str(self._llm.decode_str(list(tokens)))
 
     @cached_property
-    def _preferred(self) -> _Preferences:
+    def preferred(self) -> tuple[list[int], list[int]]:
         """All tokens in the order in which they lead to an end, best first: inside a JSON string, and outside."""
-        texts = [self._text([token]) for token in range(min(len(self._tokenizer), self._vocabulary))]
+        texts = [self.text([token]) for token in range(min(len(self._tokenizer), self._vocabulary))]
         inside, outside = (
             sorted(range(len(texts)), key=lambda token: -rank(texts[token])) for rank in (_rank_inside, _rank_outside)
         )
@@ -95,16 +99,8 @@ class Constraint:
     answer fits into `room` tokens.
     """
 
-    def __init__(  # noqa: PLR0913 - made in one place
-        self,
-        matcher: LLMatcher,
-        text: Callable[[Sequence[int]], str],
-        preferred: _Preferences,
-        end: int,
-        room: int,
-        thought: _Thought,
-    ) -> None:
-        self._matcher, self._text, self._preferred, self._end = matcher, text, preferred, end
+    def __init__(self, grammars: Grammars, matcher: LLMatcher, room: int, thought: _Thought) -> None:
+        self._grammars, self._matcher, self._end = grammars, matcher, grammars.end
         self._scan, self._thought, self._far = JsonScan(), thought, room + _SPARE
         self._unwritable = ""
         ending = self._search(matcher, self._scan, thought)
@@ -124,8 +120,9 @@ class Constraint:
 
     def mask(self, scores: Tensor) -> Tensor:
         """`scores`, `(1, vocabulary)`, with minus infinity for the tokens that the grammar forbids."""
-        allowed = _allowed(self._matcher, scores.shape[-1]).to(scores.device)
-        return scores.masked_fill(~allowed, float("-inf"))
+        bits = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[: scores.shape[-1]]
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
     def accept(self, token: int, left: int) -> int:
         """Take the next token and return it: `token` if the answer can still end in time, else one of a known ending.
@@ -146,7 +143,7 @@ class Constraint:
         # Quotes open no JSON string in free text, where the answer may end anywhere, nor in thoughts.
         self._scan = JsonScan() if self._matcher.is_accepting() or self._thought.is_open else self._scan
         self._matcher.consume_token(token)
-        text = self._text([token])
+        text = self._grammars.text([token])
         self._scan, self._thought = self._scan.feed(text), self._thought.feed(text)
         return token
 
@@ -158,7 +155,7 @@ class Constraint:
             trial = ahead.deep_copy()
             if trial.try_consume_tokens(ending) == len(ending) and trial.is_accepting():
                 return ending
-        text = self._text([token])
+        text = self._grammars.text([token])
         return self._search(ahead, self._scan.feed(text), self._thought.feed(text))
 
     def _search(self, matcher: LLMatcher, scan: JsonScan, thought: _Thought) -> list[int] | None:
@@ -171,7 +168,7 @@ class Constraint:
             step = list(thought.ending) if thought.is_open else lookahead.compute_ff_tokens()
             if not step:
                 mask = lookahead.compute_bitmask()
-                ranked = self._preferred[0 if scan.inside else 1]
+                ranked = self._grammars.preferred[0 if scan.inside else 1]
                 # One of the first few is nearly always allowed. Tokens that this string has already come last, so that
                 # a string whose pattern needs an "@" gets one.
                 chosen = next((token for token in ranked if mask[token >> 3] >> (token & 7) & 1), self._end)
@@ -181,21 +178,15 @@ class Constraint:
                 uses[chosen] += scan.inside
                 step = [chosen]
             if (accepted := lookahead.try_consume_tokens(step)) < len(step):
-                self._unwritable = "" if lookahead.get_error() else self._text([step[accepted]])
+                self._unwritable = "" if lookahead.get_error() else self._grammars.text([step[accepted]])
                 return None
             ending += step
-            text = self._text(step)
+            text = self._grammars.text(step)
             was_inside = scan.inside
             scan, thought = JsonScan() if thought.is_open else scan.feed(text), thought.feed(text)
             if was_inside and not scan.inside:  # The next string may use the same tokens again.
                 uses.clear()
         return ending
-
-
-def _allowed(matcher: LLMatcher, vocabulary: int) -> Tensor:
-    """A mask of the tokens that may come next, `(vocabulary,)`."""
-    bits = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
-    return ((bits[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1).bool().flatten()[:vocabulary]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kp_core.errors import PackCorruptError
 from kp_core.facts import ChromaFactStore
 from kp_core.facts.sources import read_facts
 from kp_core.packs.file import encode_pack, read_pack
-from kp_core.steering.file import load_steering, save_steering
+from kp_core.steering import load_steering, save_steering
 from kp_core.testing import HashEmbedder
 from tests.attack.harness import Case, LostError, WrongError, refused
 from tests.attack.mutate import damaged, text, warped

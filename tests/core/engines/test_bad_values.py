@@ -51,7 +51,7 @@ def test_integers_and_none_are_taken(options):
         ({"packs": 0.5}, OptionError, "packs=0.5; expected a list"),
         ({"packs": [0.5]}, HandleError, "0.5; expected a handle"),
         ({"tools": 0.5}, OptionError, "tools=0.5; expected a list"),
-        ({"response_schema": {"enum": {1}}}, ToolError, "response_schema that JSON cannot say"),
+        ({"response_schema": {"enum": {1}}}, ToolError, "response_schema that is no JSON"),
         ({"response_schema": DEEP}, ToolError, "100 levels"),
         ({"tools": [{"name": "f", "parameters": DEEP}]}, ToolError, "100 levels"),
     ],

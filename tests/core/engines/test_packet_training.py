@@ -9,9 +9,7 @@ import torch
 
 from kp_core import PacketComposer, PackStore
 from kp_core.compose import Wrapper, load_wrapper
-from kp_core.engines.hf.distilling import Distilling
-from kp_core.engines.hf.samples import PacketTraining, Samples
-from kp_core.engines.hf.training import checkpoint_of, train_wrapper
+from kp_core.engines.hf.training import Distilling, PacketTraining, Samples, checkpoint_of, train_wrapper
 from kp_core.errors import UnsupportedRequestError, WrapperError
 from kp_core.packs import durable
 from tests.conftest import tiny_engine

@@ -14,8 +14,7 @@ from benchmarks.grammar import random_schema, valid_answer
 from kp_core import Request, Tool
 from kp_core.errors import GenerationTimeoutError, SamplingError, ToolError
 from kp_core.testing import CHATML, tiny_tokenizer
-from kp_core.tools import FORMATS, THINK, AnswerReader, AnswerShape, HarmonyReader, format_of
-from kp_core.tools.native import braced, tagged
+from kp_core.tools import FORMATS, THINK, AnswerReader, AnswerShape, HarmonyReader, braced, format_of, tagged
 from tests.conftest import tiny_engine
 
 WEATHER = {
@@ -55,7 +54,7 @@ def cut(text, places):
 @pytest.mark.parametrize("name", SAID)
 @given(places=st.lists(st.integers(0, 500), max_size=12))
 def test_calls_are_read_wherever_the_pieces_are_cut(name, places):
-    reader = AnswerReader(FORM[name], ("weather", "clock"))
+    reader = AnswerReader(FORM[name], {"weather": {}, "clock": {}})
     deltas = read(reader, cut(SAID[name], places))
     assert [(call.name, call.arguments) for call in reader.calls] == [("weather", {"city": 'Pa"ris}'}), ("clock", {})]
     assert reader.text == ("" if name == "llama3" else "Let me see.")
@@ -85,21 +84,21 @@ def test_without_tools_and_thoughts_text_is_text(text, places):
 @given(st.text(alphabet='<tol_ca \n"{}', max_size=40), st.lists(st.integers(0, 60), max_size=6))
 def test_nothing_is_lost_while_it_might_be_markup(text, places):
     for form in FORMATS:
-        reader = AnswerReader(form, ("weather",), thought=THINK)
+        reader = AnswerReader(form, {"weather": {}}, thought=THINK)
         said = "".join(delta.text for delta in read(reader, cut(text, places)))
         begun = re.search("<tool_(c|ca)$", text) if form.name == "hermes" else None
         assert said.strip() == (text[: begun.start()] if begun else text).strip()
 
 
 def test_a_call_that_was_cut_off_is_no_call():
-    reader = AnswerReader(FORM["hermes"], ("weather",))
+    reader = AnswerReader(FORM["hermes"], {"weather": {}})
     read(reader, ['<tool_call>\n{"name": "weather", "arguments": {"city": "Par'])
     assert reader.calls == []
 
 
 @pytest.mark.parametrize("begun", ["<tool_", "<tool_call", '<tool_call>\n{"na'])
 def test_a_call_that_was_cut_off_is_no_text_either(begun):
-    reader = AnswerReader(FORM["hermes"], ("weather",))
+    reader = AnswerReader(FORM["hermes"], {"weather": {}})
     read(reader, ["Let me see. ", begun])
     assert reader.text == "Let me see."
     assert reader.calls == []
@@ -111,7 +110,7 @@ def test_calls_by_bare_names_are_read_wherever_the_pieces_are_cut(form, places):
     calls = [("weather", '{"city": "a </function><tool_call|><end_function_call> b"}'), ("clock", "{}")]
     said = form.opening + form.between.join(f"{name}{form.separator}{arguments}" for name, arguments in calls)
     if form.between:
-        reader = AnswerReader(form, ("weather", "clock"))
+        reader = AnswerReader(form, {"weather": {}, "clock": {}})
         read(reader, cut(f"Let me see. {said}{form.closing}", places))
     else:
         reader = HarmonyReader({"weather": {}, "clock": {}})
@@ -130,7 +129,7 @@ def test_calls_by_bare_names_are_read_wherever_the_pieces_are_cut(form, places):
     ],
 )
 def test_arguments_that_cannot_be_read_are_no_call(form, said):
-    reader = AnswerReader(FORM[form], ("weather",))
+    reader = AnswerReader(FORM[form], {"weather": {}})
     read(reader, [said])
     assert (reader.calls, reader.text) == ([], "")
 
