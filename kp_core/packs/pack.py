@@ -16,7 +16,7 @@ from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
 if TYPE_CHECKING:
-    from kp_core.steering.value import Steering
+    from kp_core.steering import Steering
 
 __all__ = ["KnowledgePack", "PackKey", "Prefix", "common_length"]
 
