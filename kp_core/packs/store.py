@@ -158,6 +158,8 @@ class PackStore(Packs):
         if entered:
             self.files.note_change()
         self._uses.note(f"{handle}{slot}")
+        if done and not self.blobs.is_far:
+            self.files.look(handle, slot)  # Its header is parsed and cached now, not while a question waits.
         return handle
 
     def peek(self, handle: Handle, key: PackKey | None = None) -> KnowledgePack | None:
