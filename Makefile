@@ -67,11 +67,13 @@ test: setup
 test-slow: setup
 	$(call timed,test-slow,$(PYTEST) -m "slow and not nightly")
 
-# What takes hours: laws on all models, ten minutes of fifty threads, and attacks that nobody has tried yet.
+# What takes hours: laws on all models, ten minutes of fifty threads, attacks that nobody has tried yet, and faults put
+# into the code, which the short tests must notice.
 test-nightly: setup
 	$(call timed,test-nightly,$(PYTEST) -m nightly)
 	KP_SOAK_SECONDS=600 $(BIN)/python -m pytest -m slow tests/core/engines/test_soak.py
 	$(BIN)/python -m tests.attack --minutes 60 --seed $$(date +%F)
+	$(BIN)/python -m tests.mutants
 
 # Models quantised by torchao. It is in a folder of its own, since it writes to stderr wherever a model is loaded.
 TORCHAO := torchao==0.18.0

@@ -127,6 +127,105 @@ FAULTS = (
         '_add("value", steered_kv.keys',
         "tests/core/steering tests/laws/test_steering_laws.py",
     ),
+    # Packs: who may read them, and what they are.
+    Fault(
+        "kp_core/packs/view.py",
+        "if role not in self.trusted_roles:",
+        "if role == 'nobody':",
+        "tests/core/prompt tests/core/engines/test_session.py",
+    ),
+    Fault(
+        "kp_core/packs/view.py",
+        "elif handle.namespace not in self.namespaces:",
+        "elif handle.namespace == '':",
+        "tests/core/prompt tests/core/packs",
+    ),
+    Fault(
+        "kp_core/packs/view.py",
+        "elif pack.text.strip() == text[start:stop]:",
+        "else:",
+        "tests/core/prompt/test_recognise.py tests/core/engines/test_recognition.py",
+    ),
+    Fault(
+        "kp_core/packs/handle.py", "key=secret, ", "", "tests/core/packs/test_handle.py tests/core/packs/test_store.py"
+    ),
+    Fault(
+        "kp_core/packs/handle.py",
+        'return _PATTERN.sub(lambda match: " " if text',
+        'return _PATTERN.sub(lambda match: "" if text',
+        "tests/core/packs/test_handle.py",
+    ),
+    Fault(
+        "kp_core/packs/fingerprint.py",
+        "if mine[name] != theirs[name]}",
+        "if name == 'weights' and mine[name] != theirs[name]}",
+        "tests/core/packs/test_fingerprint.py",
+    ),
+    Fault("kp_core/packs/file.py", "!= self.digests[index]:", "== 'none':", "tests/core/packs/test_file.py"),
+    Fault(
+        "kp_core/packs/envelope.py",
+        'if metadata["digest"] != self._digest',
+        'if "" == self._digest',
+        "tests/core/packs tests/core/steering",
+    ),
+    Fault(
+        "kp_core/prompt/conversation.py",
+        "packs.setdefault(pack.handle, replace(pack, batch=number))",
+        "packs[pack.handle] = replace(pack, batch=0)",
+        "tests/core/prompt tests/core/engines/test_ordering.py",
+    ),
+    # What is made of packs.
+    Fault(
+        "kp_core/compose/splice.py",
+        "span.start - len(pack.prefix), place",
+        "span.start - len(pack.prefix) + 1, place",
+        "tests/core/compose",
+    ),
+    Fault(
+        "kp_core/compose/blend.py",
+        "return -torch.arange(len(region)",
+        "return torch.arange(len(region)",
+        "tests/core/compose",
+    ),
+    Fault("kp_core/edit/amend.py", "position = correction.stop", "position = correction.start", "tests/core/edit"),
+    Fault(
+        "kp_core/steering.py",
+        "return self + -other if",
+        "return self + other if",
+        "tests/core/steering tests/laws/test_steering_laws.py",
+    ),
+    # Facts, requests and what a caller is told.
+    Fault(
+        "kp_core/facts/filters.py",
+        'together = all if name == "$and" else any',
+        "together = any",
+        "tests/core/facts/test_facts.py",
+    ),
+    Fault(
+        "kp_core/facts/filters.py",
+        "negated = predicate(wanted, depth)",
+        "negated = lambda fact: False",
+        "tests/core/facts/test_facts.py",
+    ),
+    Fault(
+        "kp_core/facts/store.py",
+        "for space in dict.fromkeys(fact.namespace for fact in facts):",
+        "for space in list(dict.fromkeys(fact.namespace for fact in facts))[:1]:",
+        "tests/core/facts tests/core/test_delivery.py",
+    ),
+    Fault(
+        "kp_langchain/messages.py",
+        "input_tokens=usage.prompt_tokens,",
+        "input_tokens=usage.prompt_tokens + usage.pack_tokens,",
+        "tests/langchain/test_chat_model.py",
+    ),
+    Fault(
+        "kp_serve/rights.py",
+        "if not isinstance(signed, str) or not hmac.compare_digest(_mac(key, text).encode(), mac.encode()):",
+        "if not isinstance(signed, str):",
+        "tests/serve",
+    ),
+    Fault("kp_serve/rights.py", 'if claims["salt"] != salt:', "if False:", "tests/serve"),
 )
 
 

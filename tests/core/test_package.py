@@ -9,6 +9,7 @@ import pytest
 
 import kp_core
 import kp_serve
+from tests.mutants import FAULTS, ROOT
 
 INSIDE_VLLM = ("kp_serve.blocks", "kp_serve.connector")
 HEAVY = ("transformers", "chromadb", "langchain_core", "llama_index", "sentence_transformers", "sklearn", "vllm")
@@ -54,3 +55,9 @@ def test_errors_tell_what_to_do():
     for name in errors.__all__:
         assert name in (errors.__doc__ or ""), f"{name} is not drawn in the tree"
         assert issubclass(getattr(errors, name), errors.KnowledgePackError)
+
+
+def test_every_fault_of_the_mutants_can_be_put_into_the_code():
+    assert len(FAULTS) == 40
+    for fault in FAULTS:
+        assert (ROOT / fault.file).read_text(encoding="utf-8").count(fault.text) == 1, fault
