@@ -282,9 +282,10 @@ class Filler:
             _check(run.limit)
 
     def _extend(self, run: Run, start: int, kv: KVTensors | None = None) -> None:
-        """Insert the tokens of the buffer from `start` on into the tree, as one node for each owner.
+        """Insert the tokens of the buffer from `start` on into the tree, with a new node where a new owner begins.
 
-        `kv` is their KV; by default it is copied from the buffer.
+        `kv` is their KV; by default it is copied from the buffer. Tokens behind a pack are found only by who may read
+        it, so they need no node of their own, and neither do further packs of the same owner.
         """
         stop = run.buffer.length
         if not run.path.is_open or run.path.tokens != start or start == stop:
@@ -292,12 +293,18 @@ class Filler:
         kv = run.buffer.read(start, stop) if kv is None else kv
         # A state may be larger than the KV of many tokens, so the tree keeps none inside a long text.
         kv = kv if stop in run.plan.ends or stop == len(run.plan.prompt) else replace(kv, states=())
+        parts: list[tuple[int, int, str]] = []
+        reached = run.path.owners
         for begin, end, owner in run.plan.prompt.owned(start, stop):
-            part_kv = kv.slice(begin - start, end - start)
+            if parts and (not owner or owner in reached):
+                parts[-1] = parts[-1][0], end, parts[-1][2]
+            else:
+                parts.append((begin, end, owner))
+            reached |= {owner}
+        for begin, end, owner in parts:
             logits = run.logits if end == len(run.plan.prompt) else None
-            if not run.path.extend(
-                run.plan.prompt.token_ids[begin:end], part_kv, logits, owners={owner} if owner else ()
-            ):
+            ids, part_kv = run.plan.prompt.token_ids[begin:end], kv.slice(begin - start, end - start)
+            if not run.path.extend(ids, part_kv, logits, owners={owner} if owner else ()):
                 return
 
     def _pass(self, run: Run, ids: Sequence[int], *, logits: bool) -> Tensor | None:

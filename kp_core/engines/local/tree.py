@@ -116,6 +116,16 @@ class Path:
         self.is_open = self.is_open and self._tree._insert(self, ids, kv, logits, frozenset(owners), label)  # noqa: SLF001
         return self.is_open
 
+    @property
+    def owners(self) -> frozenset[str]:
+        """Owners of the nodes of the path: what a request must be able to read to find what stands below it."""
+        owners: frozenset[str] = frozenset()
+        with self._tree.lock:
+            node: Node | None = self.last
+            while node is not None:
+                owners, node = owners | node.owners, node.parent
+        return owners
+
     def pin(self) -> Node:
         """Keep the whole path in the tree until `PrefixTree.unpin` is called with the returned node."""
         with self._tree.lock:
