@@ -19,16 +19,8 @@ import gradio as gr
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-from kp_cli.play.look import (
-    answers_html,
-    documents_html,
-    empty_html,
-    head_html,
-    plan_html,
-    problem_html,
-    steps_html,
-)
-from kp_cli.play.world import Agent, Answer, Way, World
+from kp_cli.play.look import answers_html, documents_html, empty_html, head_html, plan_html, problem_html
+from kp_cli.play.world import Answer, Way, World
 from kp_cli.shared import ERRORS, message_of
 from kp_core.errors import ModelError
 from kp_core.steering import preset_about, preset_names
@@ -45,10 +37,8 @@ _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 _BUTTONS = {f"button_primary_background_fill{way}": "#0b6b68" for way in ("", "_dark", "_hover", "_hover_dark")}
 _QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
 _ASK_FIRST = "Ask something: the answers come side by side, and below them where each token of the prompt comes from."
-_OLD = "Fenwick Sloe"  # A statement of the sample that visitors may correct.
 # The model computes one thing at a time, for all visitors.
 _ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
-_AGENT_FIRST = "Each step is one search. With packs the prompt stays as long as it is, however much has been read."
 
 
 class _Here:
@@ -108,18 +98,18 @@ def make_page(world: World) -> gr.Blocks:
         _html(head_html(world.session, world.address))
         with gr.Row(elem_classes="kp-body"):
             with gr.Column(scale=1, min_width=300):
-                documents, chosen = _documents(world)
-                alpha, style = _steering()
-            with gr.Column(scale=3, min_width=300), gr.Tabs():
-                with gr.Tab("Ask"):
-                    _asking(world, documents, style, alpha)
-                with gr.Tab("Agent"):
-                    _agent(world)
-        page.load(lambda: (_listed(world), _names(world)), None, [documents, chosen])
+                documents = _documents(world)
+                with gr.Accordion("Steer the voice", open=False):
+                    alpha = gr.Slider(-2, 2, value=0, step=0.25, label="Strength", info="0 is off.")
+                    choices = [(f"{name}: {preset_about(name)}", name) for name in preset_names()]
+                    style = gr.Dropdown(choices, value="formal", label="Towards, and away from")
+            with gr.Column(scale=3, min_width=300):
+                _asking(world, documents, style, alpha)
+        page.load(lambda: _listed(world), None, documents)
     return page
 
 
-def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
+def _documents(world: World) -> gr.HTML:
     listing = _html()
     with gr.Accordion("Add your own", open=False):
         text = gr.Textbox(
@@ -128,48 +118,23 @@ def _documents(world: World) -> tuple[gr.HTML, gr.Dropdown]:
         label = "Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines"
         files = gr.File(label=label, file_count="multiple", height=120)
         add = gr.Button("Compile", variant="primary")
-    with gr.Accordion("Correct a fact", open=False):
-        chosen = gr.Dropdown(label="Document", choices=[], interactive=True)
-        old_text, new_text = gr.Textbox(_OLD, label="It says"), gr.Textbox("Ada Finch", label="It shall say")
-        ways = [("a line behind it", "amend"), ("computed anew", "rebuild"), ("its KV alone", "overwrite")]
-        method = gr.Radio(ways, value="amend", label="How")
-        correct = gr.Button("Correct, then ask again")
 
     def adding(pasted: str, dropped: list[str] | None) -> Iterator[tuple[Any, ...]]:
         try:
-            yield _listed(world, empty_html("Reading ...")), gr.skip(), gr.skip(), gr.skip()
-            streams = [world.add(list(map(Path, dropped)))] if dropped else []
-            for document in chain(*streams, world.paste(pasted) if pasted.strip() or not dropped else ()):
+            yield _listed(world, empty_html("Reading ...")), gr.skip(), gr.skip()
+            added = [world.add(list(map(Path, dropped)))] if dropped else []
+            for document in chain(*added, world.paste(pasted) if pasted.strip() or not dropped else ()):
                 status = empty_html(f"Compiled {document.name}: {document.tokens:,} tokens.")
-                yield _listed(world, status), gr.skip(), gr.skip(), gr.skip()
-            yield _listed(world), _names(world), "", None
+                yield _listed(world, status), gr.skip(), gr.skip()
+            yield _listed(world), "", None
         except ERRORS as error:
-            yield _listed(world, problem_html(message_of(error))), _names(world), gr.skip(), None
+            yield _listed(world, problem_html(message_of(error))), gr.skip(), None
         finally:
             for name in dropped or ():
                 Path(name).unlink(missing_ok=True)
 
-    def correcting(name: str | None, said: str, shall: str, way: Any) -> Iterator[str]:  # noqa: ANN401
-        yield _listed(world, empty_html("Correcting ..."))
-        try:
-            old_pack, new_pack = world.edit(name or "", said, shall, way)
-            lines = " ".join(correction.line for correction in new_pack.edits.corrections)
-            status = f"{len(old_pack.token_ids):,} tokens before, {len(new_pack.token_ids):,} now. {lines}"
-            yield _listed(world, empty_html(status))
-        except ERRORS as error:
-            yield _listed(world, problem_html(message_of(error)))
-
-    add.click(adding, [text, files], [listing, chosen, text, files], show_progress="hidden", **_ONE)
-    correct.click(correcting, [chosen, old_text, new_text, method], listing, show_progress="hidden", **_ONE)
-    return listing, chosen
-
-
-def _steering() -> tuple[gr.Slider, gr.Dropdown]:
-    with gr.Accordion("Steer the voice", open=False):
-        alpha = gr.Slider(-2, 2, value=0, step=0.25, label="Strength", info="0 is off. No token is spent on it.")
-        choices = [(f"{name}: {preset_about(name)}", name) for name in preset_names()]
-        style = gr.Dropdown(choices, value="formal", label="Towards, and away from")
-    return alpha, style
+    add.click(adding, [text, files], [listing, text, files], show_progress="hidden", **_ONE)
+    return listing
 
 
 def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slider) -> None:
@@ -189,23 +154,22 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
         )
     board, plan = _html(empty_html(_ASK_FIRST), elem_id="kp-board"), _html()
 
-    def asking(text: str, count: int, made: str, name: str, strength: float) -> Iterator[tuple[Any, ...]]:
+    def asking(text: str, count: int, composed_by: str, name: str, strength: float) -> Iterator[tuple[Any, ...]]:
         try:
             yield empty_html("Looking for documents ..."), "", gr.skip()
-            prepared = world.ask(text, int(count), composer=made, style=name, alpha=strength)
-            kv_bytes = sum(document.kv_bytes for document in prepared.documents)
-            documents_view = _listed(world, used=[document.name for document in prepared.documents])
+            prepared = world.ask(text, int(count), composer=composed_by, style=name, alpha=strength)
+            listed = _listed(world, used=[document.name for document in prepared.documents])
             badge = f"steered: {name} {strength:+g}" if strength else ""
             answers: dict[Way, Answer] = {}
             plan_view = ""
-            for way in ("packs", "text"):
-                with closing(world.watch(way, prepared.requests[way])) as answer_stream:
+            for way, request in prepared.requests.items():
+                with closing(world.watch(way, request)) as answer_stream:
                     for answer in answer_stream:
                         answers[way] = answer
                         # Only a server knows which KV it has.
                         if answer.generation is not None and way == "packs" and not world.address:
                             plan_view = plan_html(prepared.plan, answer.generation.prompt.token_ids, world.session)
-                        yield answers_html([*answers.values()], kv_bytes, badge), plan_view or gr.skip(), documents_view
+                        yield answers_html(answers, badge), plan_view or gr.skip(), listed
         except ERRORS as error:
             yield problem_html(message_of(error)), "", gr.skip()
 
@@ -217,35 +181,9 @@ def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slid
     stop.click(None, cancels=events)
 
 
-def _agent(world: World) -> None:
-    with gr.Row(equal_height=True):
-        task = gr.Textbox(label="Task", value="Who is the miller of Veyl?", max_length=4000, scale=6, min_width=260)
-        step, restart = gr.Button("Next step", variant="primary", min_width=110), gr.Button("Start over", min_width=110)
-    board, state = _html(empty_html(_AGENT_FIRST), elem_id="kp-agent"), gr.State()
-
-    def stepping(text: str, agent: Agent | None) -> Iterator[tuple[Any, ...]]:
-        try:
-            if agent is None or agent.is_done or agent.task != text:
-                agent = Agent(world, text)
-            with closing(agent.step()) as answers:
-                for answer in answers:
-                    yield steps_html(agent.steps, agent.task, answer.text), gr.skip()
-            yield steps_html(agent.steps, agent.task), agent
-        except ERRORS as error:
-            yield problem_html(message_of(error)), None
-
-    step.click(stepping, [task, state], [board, state], show_progress="hidden", **_ONE)
-    restart.click(lambda: (empty_html(_AGENT_FIRST), None), None, [board, state])
-
-
 def _html(value: str = "", **about: Any) -> gr.HTML:  # noqa: ANN401 - of `gr.HTML`
     return gr.HTML(value, apply_default_css=False, **about)
 
 
 def _listed(world: World, note: str = "", used: Iterable[str] = ()) -> str:
     return documents_html(world.documents.values(), used) + note
-
-
-def _names(world: World) -> gr.Dropdown:
-    names = list(world.documents)
-    return gr.Dropdown(choices=names, value=world.saying(_OLD) or next(iter(names), None))

@@ -177,12 +177,12 @@ def attack(folder: Path) -> Iterator[Case]:
             if name not in replaced and world.documents.get(name) is not document:
                 raise LostError(f"{name!r} is gone, or another: {world.documents.get(name)!r}")
         for name, document in world.documents.items():
-            if not world.text_of(document).strip() or document.tokens < 1 or document.name != name:
-                raise WrongError(f"{document!r} says {world.text_of(document)!r}")
+            if not document.text.strip() or document.tokens < 1 or document.name != name:
+                raise WrongError(f"{document!r} is not what was given as {name!r}")
         shown = BeautifulSoup(documents_html(world.documents.values()), "html.parser").find_all()
         if {tag.name for tag in shown} - _TAGS or {key for tag in shown for key in tag.attrs} - {"class"}:
             raise WrongError(f"names with tags of their own: {shown}")
-        if "heron.md" not in replaced and _HERON not in world.text_of(world.search(_HERON, 1)[0]):
+        if "heron.md" not in replaced and _HERON not in world.search(_HERON, 1)[0].text:
             raise WrongError("what was there before is not found by its own words")
 
     def uploading(draw: Random, world: World) -> None:
@@ -200,26 +200,12 @@ def attack(folder: Path) -> Iterator[Case]:
         said, before = text(draw), dict(world.documents)
         with refused():
             for made in world.paste(said):
-                pieces = re.split(
-                    "\n| > ", world.text_of(made)
-                )  # Headings stand above a paragraph, one behind another.
+                pieces = re.split("\n| > ", made.text)  # Headings stand above a paragraph, one behind another.
                 if wrong := [each for each in pieces if _squeezed(each) not in _squeezed(said)]:
                     raise WrongError(f"{said!r} says {wrong}")
         if {path.name for path in (folder / "case").glob("*.md")} != {"heron.md"}:
             raise WrongError("a pasted text leaves a file")
         checked(world, before, set())
-
-    def correcting(draw: Random, world: World) -> None:
-        old, new = (draw.choice(("west", "leg", "", text(draw))) for _ in range(2))
-        with refused():
-            before, made = world.edit(
-                draw.choice(("heron.md", text(draw))),
-                old,
-                new,
-                draw.choice(("amend", "rebuild", "overwrite", text(draw))),
-            )
-            if new not in made.text or before.text != _HERON:
-                raise WrongError(f"{old!r} to {new!r}: {made.text!r}")
 
     def asking(draw: Random, world: World) -> None:
         with refused():
@@ -234,7 +220,7 @@ def attack(folder: Path) -> Iterator[Case]:
                 for way, request in asked.requests.items()
             }
             if prompts["packs"] != prompts["text"]:
-                raise WrongError(f"{asked.text!r}: another prompt from packs than from text")
+                raise WrongError(f"{asked.plan}: another prompt from packs than from text")
 
     def case(draw: Random) -> None:
         world, began = opened(), time.process_time()
@@ -243,7 +229,6 @@ def attack(folder: Path) -> Iterator[Case]:
             uploading,
             uploading,
             pasting,
-            correcting,
             asking,
         )
         draw.choice(kinds)(draw, world)
