@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import threading
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kp_cli.shared import ModelOptions, console, spread
-from kp_core.errors import MissingDependencyError, ModelError, SourceError
+from kp_core.errors import MissingDependencyError, SourceError
 from kp_core.progress import bar_of
 
 __all__ = ["play"]
@@ -30,15 +29,13 @@ def play(
     ] = None,
     model: ModelOptions,
 ) -> None:
-    """Try it in a browser: ask, see packs and text side by side, correct a fact, steer, let an agent search.
+    """Try it in a browser: ask, see answers from packs and from text side by side, steer the voice.
 
-    The page is for this machine alone, and sends nothing anywhere. Documents are gone when it is closed (Ctrl-C).
+    Only this machine can open the page, and it sends nothing anywhere. Ctrl-C closes it and deletes its documents.
     """
     out = console()
     if missing := [str(path) for path in files or () if not path.exists()]:
         raise SourceError(f"There is no file {missing[0]}.")
-    if port is not None:
-        _check_port(port)
     paths = [path for root in files or () for path in ([root] if root.is_file() else sorted(root.rglob("*")))]
     with tempfile.TemporaryDirectory(prefix="kp-play-") as folder:
         # Uploads are deleted with this folder.
@@ -67,13 +64,3 @@ def play(
         finally:
             page.close(verbose=False)
             session.close()
-
-
-def _check_port(port: int) -> None:
-    """Raise `ModelError` for a port that is in use, before loading a model, which may take minutes."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ModelError(f"Port {port} cannot be used ({error.strerror}); give another one with --port.") from error

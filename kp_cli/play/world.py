@@ -1,19 +1,15 @@
-"""The playground without its page: documents as packs, questions answered from packs and from text, edits, an agent."""
+"""The playground without its page: documents become packs, and questions are answered from packs and from text."""
 
 from __future__ import annotations
 
 import re
-import threading
-import time
 from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, wait
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from kp_core import edit as editing
 from kp_core.engines.explain import Explanation
 from kp_core.engines.request import Generation
 from kp_core.engines.session import Session
@@ -25,11 +21,9 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
-from kp_core.steering import Steering, preset
-from kp_core.tools import Tool
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["MOST_CHARACTERS", "SAMPLE", "Agent", "Answer", "Document", "Question", "Step", "Way", "World"]
+__all__ = ["MOST_CHARACTERS", "SAMPLE", "Document", "Question", "Way", "World"]
 
 Way: TypeAlias = Literal["packs", "text"]
 
@@ -41,18 +35,7 @@ MOST_CHARACTERS = 200_000
 _NAMESPACE = "play"
 _PART_TOKENS = 1200
 _PARAGRAPH = 1000  # Characters that the embedder reads of a text.
-_TICK_S = 0.1
 _INSTRUCTION = "Answer the question in one short sentence, using the text above."
-
-_MOST_SEARCHES = 5
-
-_SEARCH = Tool(
-    "search",
-    "Find a page that says something about the words.",
-    {"type": "object", "properties": {"words": {"type": "string", "maxLength": 40}}, "required": ["words"]},
-)
-_SYSTEM = "You answer questions from pages that you search for."
-_ANSWER = "Now answer in one short sentence: "
 
 
 @dataclass(frozen=True)
@@ -61,32 +44,16 @@ class Document:
 
     name: str
     file: str
+    text: str
     handle: Handle
     tokens: int
     kv_bytes: int
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer so far: its text, and seconds since the call. `first` is the seconds until the first text, if any."""
-
-    way: Way
-    text: str = ""
-    seconds: float = 0.0
-    first: float | None = None
-    generation: Generation | None = None
-
-    @property
-    def clock(self) -> float:
-        """Seconds until the first text, or until now if there is none."""
-        return self.seconds if self.first is None else self.first
-
-
-@dataclass(frozen=True)
 class Question:
     """A question with its documents: the arguments of `Session.stream` for each way, and the plan for packs."""
 
-    text: str
     documents: tuple[Document, ...]
     requests: dict[Way, dict[str, Any]]
     plan: Explanation
@@ -103,7 +70,6 @@ class World:
         self.session, self.store, self.folder = session, PackStore(folder / "packs"), folder
         self.documents: dict[str, Document] = {}
         self._facts = MemoryFactStore(embedder)
-        self._steerings: dict[str, Steering] = {}
 
     @property
     def address(self) -> str:
@@ -115,10 +81,6 @@ class World:
     def view(self) -> PackView:
         """What the model may read: the packs of this playground."""
         return self.store.view(_NAMESPACE)
-
-    def text_of(self, document: Document) -> str:
-        """The text of a document, as the model reads it."""
-        return self._pack(document).text
 
     def paste(self, text: str) -> Iterator[Document]:
         """Add a text that was typed or pasted, as `add` does."""
@@ -154,127 +116,68 @@ class World:
             if not facts_by_name[name]:
                 raise SourceError(f"{file.name}: holds no text; expected at least a sentence.")
         for source, facts in facts_by_name.items():
-            parts = list(self._parts(facts))
-            names = [f"{source}, part {n}" if len(parts) > 1 else source for n in range(1, len(parts) + 1)]
-            texts = [text for text, _ in parts]
-            compiled = zip(
-                names, parts, self.session.build_packs(texts, namespace=_NAMESPACE, progress=False), strict=True
-            )
-            removed = {name for name, document in self.documents.items() if document.file == source} - set(names)
-            for name, (_, paragraphs), pack in compiled:
-                self._keep(name, source, pack)
-                self._forget_facts(name)
-                self._facts.add(
-                    [
-                        replace(fact, id=f"{name}#{number}", source=name, namespace=_NAMESPACE, expires=None)
-                        for number, fact in enumerate(paragraphs)
-                    ],
-                    overwrite=True,
-                )
-                yield self.documents[name]
-            for name in removed:
-                self._forget_facts(name)
-                del self.documents[name]
+            yield from self._compile(source, list(self._parts(facts)))
 
-    def ask(
-        self, question: str, k: int = 1, *, composer: str = "exact", style: str = "formal", alpha: float = 0.0
-    ) -> Question:
-        """A question with the `k` documents that say most about it. Packs are steered with `alpha` times the preset
-        `style`.
+    def ask(self, question: str, k: int = 1, *, composer: str = "exact") -> Question:
+        """A question with the `k` documents that say most about it.
 
         Raises `FactError` for a blank question or without documents, and the errors of `Session.explain`.
         """
         documents = self.search(question, k)
-        content = {
-            "packs": "\n".join(str(document.handle) for document in documents),
-            "text": "\n".join(self.text_of(document) for document in documents),
+        contents: dict[Way, list[str]] = {
+            "packs": [str(document.handle) for document in documents],
+            "text": [document.text for document in documents],
         }
         requests: dict[Way, dict[str, Any]] = {}
-        for way, parts in content.items():
-            message = f"{parts}\n\n{_INSTRUCTION}\nQuestion: {question.strip()}"
-            requests[way] = {"messages": [{"role": "user", "content": message}], "max_tokens": 64}  # type: ignore[index]
-        requests["packs"] |= {"view": self.view, "composer": composer, "recognise": False}
-        if alpha:
-            requests["packs"]["steering"] = (self._steering(style), alpha)
+        for way, parts in contents.items():
+            content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question.strip()}"
+            requests[way] = {"messages": [{"role": "user", "content": content}], "max_tokens": 64}
         requests["text"] |= {"reuse": False}
-        return Question(question.strip(), tuple(documents), requests, self.session.explain(**requests["packs"]))
+        requests["packs"] |= {"view": self.view, "composer": composer, "recognise": False}
+        return Question(tuple(documents), requests, self.session.explain(**requests["packs"]))
 
-    def search(self, question: str, k: int, without: Iterable[str] = ()) -> list[Document]:
-        """The `k` documents with the paragraphs nearest to `question`, best first, except those in `without`."""
+    def search(self, question: str, k: int) -> list[Document]:
+        """The `k` documents with the paragraphs nearest to `question`, best first."""
         if not self.documents:
             raise FactError("There are no documents yet; add one first.")
         hits = self._facts.search(question, len(self._facts), namespace=_NAMESPACE)
-        sources = dict.fromkeys(hit.fact.source for hit in hits)
-        return [self.documents[name] for name in sources if name not in set(without)][:k]
+        return [self.documents[name] for name in dict.fromkeys(hit.fact.source for hit in hits)][:k]
 
-    def watch(self, way: Way, request: dict[str, Any]) -> Generator[Answer, None, None]:
-        """Yield the answer so far, ten times a second and at its end. Closing the iterator stops the answer."""
-        cancel, pieces, future = threading.Event(), list[str](), Future[Generation]()
+    def watch(self, request: dict[str, Any]) -> Generator[tuple[str, Generation | None], None, None]:
+        """Yield the answer so far with each piece of its text, and its `Generation` at its end. Closing stops it."""
+        text = ""
+        with closing(self.session.stream(**request)) as stream:
+            for piece in stream:
+                text += piece
+                yield text, None
+            generation = stream.result()
+        yield generation.text, generation
 
-        def run() -> None:
-            try:
-                with closing(self.session.stream(**request, cancel=cancel)) as stream:
-                    for piece in stream:
-                        pieces.append(piece)
-                    future.set_result(stream.result())
-            except BaseException as error:  # noqa: BLE001 - raised where the answer is read
-                future.set_exception(error)
+    def _compile(self, source: str, parts: list[tuple[str, list[Fact]]]) -> Iterator[Document]:
+        """Make the packs of a file's parts, in place of those of an earlier version."""
+        names = [f"{source}, part {number}" if len(parts) > 1 else source for number in range(1, len(parts) + 1)]
+        packs = self.session.build_packs([text for text, _ in parts], namespace=_NAMESPACE, progress=False)
+        outdated = {name for name, document in self.documents.items() if document.file == source} - set(names)
+        for name, (_, paragraphs), pack in zip(names, parts, packs, strict=True):
+            self.documents[name] = self._stored(name, source, pack)
+            self._forget_facts(name)
+            facts = [
+                replace(fact, id=f"{name}#{number}", source=name, namespace=_NAMESPACE, expires=None)
+                for number, fact in enumerate(paragraphs)
+            ]
+            self._facts.add(facts, overwrite=True)
+            yield self.documents[name]
+        for name in outdated:
+            self._forget_facts(name)
+            del self.documents[name]
 
-        began, answer = time.perf_counter(), Answer(way)
-        threading.Thread(target=run, daemon=True, name="kp-play").start()
-        try:
-            while not future.done():
-                yield answer
-                wait([future], _TICK_S)
-                seconds, text = time.perf_counter() - began, "".join(pieces)
-                first = seconds if text and answer.first is None else answer.first
-                answer = replace(answer, text=text, seconds=seconds, first=first)
-            generation = future.result()
-            yield replace(answer, text=generation.text, first=generation.usage.ttft_s, generation=generation)
-        finally:
-            cancel.set()
-
-    def edit(self, name: str, old: str, new: str, how: editing.How = "amend") -> tuple[KnowledgePack, KnowledgePack]:
-        """Correct `old` to `new` in a document (see `kp_core.edit`). Returns its pack before and after.
-
-        Raises `PackError` for a statement that the document does not make exactly once, `FactError` without a document.
-        """
-        if name not in self.documents:
-            raise FactError("There is no document to correct; add one, and choose it.")
-        document = self.documents[name]
-        pack = self._pack(document)
-        edited = editing.edit(pack, old, new, self.session, how=how, compiled_for="user")
-        self._keep(name, document.file, edited)
-        for fact in list(self._facts.facts(where={"kp:source": name}, namespace=_NAMESPACE)):
-            if fact.text.count(old) == 1:
-                with suppress(FactError):  # Another paragraph already has this text.
-                    self._facts.update(replace(fact, text=fact.text.replace(old, new)))
-        return pack, edited
-
-    def saying(self, statement: str) -> str | None:
-        """The name of the first document that makes a statement exactly once."""
-        for name, document in self.documents.items():
-            pack = self.store.peek(document.handle)  # Its KV is not needed.
-            if pack is not None and pack.text.count(statement) == 1:
-                return name
-        return None
-
-    def _steering(self, style: str) -> Steering:
-        if style not in self._steerings:
-            self._steerings[style] = self.session.make_steering(preset(style), progress=False)
-        return self._steerings[style]
-
-    def _pack(self, document: Document) -> KnowledgePack:
-        return self.store.get(document.handle, PackKey(self.session.fingerprint))
-
-    def _keep(self, name: str, file: str, pack: KnowledgePack) -> None:
-        """Store a pack and update its document. A server compiles on first use, so it reads the pack now."""
+    def _stored(self, name: str, file: str, pack: KnowledgePack) -> Document:
+        """Store a pack. A server compiles on first use, so it reads the pack now."""
         handle = self.store.put(pack)
         if self.address:
             self.session.generate(str(handle), view=self.view, max_tokens=1)
         stored = self.store.peek(handle, PackKey(self.session.fingerprint))
-        kv_bytes = 0 if stored is None else stored.stored_bytes
-        self.documents[name] = Document(name, file, handle, len(pack.token_ids), kv_bytes)
+        return Document(name, file, pack.text, handle, len(pack.token_ids), stored.stored_bytes if stored else 0)
 
     def _forget_facts(self, name: str) -> None:
         self._facts.delete([fact.id for fact in self._facts.facts(where={"kp:source": name}, namespace=_NAMESPACE)])
@@ -301,66 +204,3 @@ class World:
             tokens, title = tokens + count, fact.title
         if paragraphs:
             yield text, paragraphs
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step of the agent: its search and what it found, or its answer; its cost; and the tokens of a text prompt."""
-
-    number: int
-    generation: Generation
-    text_tokens: int
-    words: str = ""
-    found: str = ""
-
-
-class Agent:
-    """An agent that searches until it has read five documents, or all, and then answers.
-
-    A small model would not decide by itself to go on, so this class decides. The prompt holds handles, and tool calls
-    are compacted, so it does not grow. The same conversation is also counted as text.
-    """
-
-    def __init__(self, world: World, task: str) -> None:
-        if not task.strip():
-            raise FactError("Got no task; expected a question that the agent shall answer.")
-        self.world, self.task, self.steps = world, task, list[Step]()
-        self._messages: list[dict[str, Any]] = [
-            {"role": "system", "content": _SYSTEM},
-            {"role": "user", "content": task.strip()},
-        ]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the agent has answered."""
-        return bool(self.steps) and not self.steps[-1].words
-
-    def step(self) -> Generator[Answer, None, None]:
-        """Take the next step. Yields what the model writes, as it comes; at the end the step is in `steps`.
-
-        Raises `FactError` if there is nothing to read, and the errors of `Session.stream`.
-        """
-        read_names = [step.found for step in self.steps]
-        unread = self.world.search(self.task, 1, without=read_names) if len(read_names) < _MOST_SEARCHES else []
-        instruction = [] if unread else [{"role": "user", "content": _ANSWER + self.task.strip()}]
-        request: dict[str, Any] = {"messages": self._messages + instruction, "view": self.world.view, "max_tokens": 128}
-        request |= {"tools": [_SEARCH], "tool_choice": "search" if unread else "none"}
-        generation = None
-        for answer in self.world.watch("packs", request | {"compact": True}):
-            generation = answer.generation
-            yield answer
-        if generation is None:
-            return
-        rows = self.world.session.explain(**request).rows
-        words = str(generation.tool_calls[0].arguments.get("words", "")) if generation.tool_calls else ""
-        hits = self.world.search(words if words.strip() else self.task, 1, without=read_names) if unread else []
-        for document in hits:
-            call = {"type": "function", "id": "search", "function": {"name": "search", "arguments": {"words": words}}}
-            self._messages += [
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "name": "search", "tool_call_id": "search", "content": str(document.handle)},
-            ]
-        name = hits[0].name if hits else ""
-        text_tokens = rows[-1].stop if rows else 0  # Positions in the plan count packs as their text.
-        query = (words or self.task) if hits else ""
-        self.steps.append(Step(len(self.steps) + 1, generation, text_tokens, query, name))
