@@ -13,7 +13,7 @@ from kp_core.engines.hf.distilling import Distilling
 from kp_core.engines.hf.samples import PacketTraining, Samples
 from kp_core.engines.hf.training import checkpoint_of, train_wrapper
 from kp_core.errors import UnsupportedRequestError, WrapperError
-from kp_core.packs import durable
+from kp_core.packs import blobs
 from tests.conftest import tiny_engine
 from tests.matrix import architectures
 
@@ -135,7 +135,7 @@ def test_time_that_is_up_leaves_the_best_so_far_and_a_checkpoint(tmp_path):
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     out, file = tmp_path / "isles", checkpoint_of(tmp_path / "isles")
     train(out, minutes=0)
-    before, stage = file.read_bytes(), durable.stage
+    before, stage = file.read_bytes(), blobs.stage
 
     @contextmanager
     def full(folder, chunks):
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         yield
 
-    monkeypatch.setattr(durable, "stage", full)
+    monkeypatch.setattr(blobs, "stage", full)
     with pytest.raises(WrapperError, match=r"could not be written \(No space left on device"):
         train(out)
     assert file.read_bytes() == before
