@@ -136,7 +136,8 @@ def route_synthetic(embedder: SentenceTransformerEmbedder, counts: Sequence[int]
     figures = {}
     for count in counts:
         with ChromaFactStore(folder / f"synthetic-{count}", remembering, near_duplicate=None) as store:
-            store.build(map(Fact, texts[:count]))
+            store.add(map(Fact, texts[:count]))
+            store.rebuild()
             figures[str(count)] = {
                 name: common.mean(
                     store.search(question, 1, probes=probes)[0].fact.text == text

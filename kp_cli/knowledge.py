@@ -42,9 +42,9 @@ from kp_core.delivery import KV, Delivery, Unit
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, PackError, SourceError
 from kp_core.facts import Added, ChromaFactStore, Fact, FactStore
-from kp_core.facts.banking import BANK_SIZE
 from kp_core.facts.sources import OnError, read_dataset, read_facts
 from kp_core.facts.sources.drafts import STDIN
+from kp_core.facts.store import BANK_SIZE
 from kp_core.packs.codec import Compression
 from kp_core.packs.handle import Handle
 from kp_core.packs.pack import PackKey

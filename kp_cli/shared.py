@@ -25,9 +25,8 @@ from kp_cli import importing
 from kp_core.errors import FactError, KnowledgePackError, ModelError
 from kp_core.facts import ChromaFactStore, Fact, Filter, Hit, LexicalReranker
 from kp_core.facts.base import content_id
-from kp_core.facts.client import is_url
+from kp_core.facts.client import is_fact_store, is_url
 from kp_core.facts.embed import SentenceTransformerEmbedder
-from kp_core.facts.folder import is_fact_store
 from kp_core.packs.handle import Handle, check_namespace
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from rich.table import Table
 from kp_cli.shared import JsonFlag, ModelOptions, did_you_mean, spread, table_of, tell
 from kp_core import SentenceTransformerEmbedder
 from kp_core.errors import SourceError, SteeringError
-from kp_core.facts.sources.tables import read_json_lines
+from kp_core.facts.sources.texts import read_json_lines
 from kp_core.steering import (
     LayerRange,
     Method,

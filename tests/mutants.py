@@ -187,7 +187,7 @@ FAULTS = (
         "return torch.arange(len(region)",
         "tests/core/compose",
     ),
-    Fault("kp_core/edit/amend.py", "position = correction.stop", "position = correction.start", "tests/core/edit"),
+    Fault("kp_core/edit.py", "position = correction.stop", "position = correction.start", "tests/core/test_edit.py"),
     Fault(
         "kp_core/steering.py",
         "return self + -other if",

@@ -14,15 +14,13 @@ import numpy as np
 from filelock import FileLock
 
 from kp_core.errors import FactError, KnowledgePackError
-from kp_core.facts.banking import BANK_SIZE, Vectors
 from kp_core.facts.base import Fact, Filter, Hit
-from kp_core.facts.client import check_unlocked, is_url, open_client, run_vacuum
+from kp_core.facts.client import FACTS, SCHEMA, check_unlocked, is_url, open_client, prepared, run_vacuum
 from kp_core.facts.embed import Embedder, OtherEmbedder, SentenceTransformerEmbedder, as_embedder, normalised
 from kp_core.facts.filters import predicate
-from kp_core.facts.folder import FACTS, SCHEMA, prepared
 from kp_core.facts.index import blank_room, check_index, end_repair, needs_repair
 from kp_core.facts.records import OURS, from_others_record, from_record, pushed_down, to_record
-from kp_core.facts.store import BaseFactStore, Row, alive
+from kp_core.facts.store import BANK_SIZE, BaseFactStore, Row, Vectors, alive
 from kp_core.packs.handle import check_namespace
 
 __all__ = ["ChromaFactStore"]

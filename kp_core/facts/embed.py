@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,22 +13,33 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from tqdm import tqdm
 
 from kp_core.bundled import bundled_embedder, needing
 from kp_core.errors import FactError
-from kp_core.facts.question import QuestionEncoder
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+import math
 
-__all__ = ["Embedder", "OtherEmbedder", "SentenceTransformerEmbedder", "as_embedder", "checked_vectors", "normalised"]
+__all__ = [
+    "Embedder",
+    "OtherEmbedder",
+    "QuestionEncoder",
+    "SentenceTransformerEmbedder",
+    "as_embedder",
+    "checked_vectors",
+    "normalised",
+]
 
 _UNIT_TOLERANCE = 1e-3
+_MANY = 500
 _BUNDLED_NAME = "all-MiniLM-L6-v2"
 _ENGLISH_BGE = ("bge-small-en", "bge-base-en", "bge-large-en")
 # The English BGE models were trained with this before a question, but their files do not say so.
 _BGE_QUERY_PROMPT = "Represent this sentence for searching relevant passages: "
+_LAYERS, _HEADS, _EPSILON, _MOST = 6, 12, 1e-12, 256  # Of all-MiniLM-L6-v2; it reads at most so many tokens.
+
+Array = NDArray[np.float32]
 
 
 class Embedder(Protocol):
@@ -106,25 +118,16 @@ class SentenceTransformerEmbedder:
         return len(self.embed_query("a"))
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """See `Embedder.embed`; shows a progress bar after one second."""
-        model = self._model()
-        # Longest first: batches of similar length need little padding, and memory runs out at once or never.
-        order = sorted(range(len(texts)), key=lambda row: -len(texts[row]))
-        rows: NDArray[np.float32] | None = None
-        with tqdm(total=len(texts), desc="Embedding", unit="text", delay=1, disable=None) as progress:
-            for start in range(0, len(order), self._batch_size):
-                batch = order[start : start + self._batch_size]
-                vectors = model.encode_document(
-                    [texts[row] for row in batch],
-                    batch_size=self._batch_size,
-                    normalize_embeddings=True,
-                    show_progress_bar=False,
-                )
-                if rows is None:
-                    rows = np.empty((len(texts), vectors.shape[1]), np.float32)
-                rows[batch] = vectors
-                progress.update(len(batch))
-        return np.empty((0, self.dimensions), np.float32) if rows is None else rows
+        """See `Embedder.embed`; shows a progress bar for many texts in a terminal."""
+        if not texts:
+            return np.empty((0, self.dimensions), np.float32)
+        vectors = self._model().encode_document(
+            list(texts),
+            batch_size=self._batch_size,
+            normalize_embeddings=True,
+            show_progress_bar=len(texts) >= _MANY and sys.stderr.isatty(),
+        )
+        return np.asarray(vectors, np.float32)
 
     def embed_query(self, text: str) -> NDArray[np.float32]:
         """See `Embedder.embed_query`; uses the light numpy encoder if the bundled model is not loaded yet."""
@@ -202,3 +205,64 @@ def as_embedder(given: object) -> Embedder:
         f"Got {type(given)} as embedder; expected an Embedder (`name`, `dimensions`, `embed(texts)`, "
         "`embed_query(text)`), LangChain `Embeddings` or a LlamaIndex embedding, e.g. `SentenceTransformerEmbedder()`."
     )
+
+
+class QuestionEncoder:
+    """all-MiniLM-L6-v2 for one question, in numpy: importing its libraries takes seconds, a search milliseconds.
+
+    A BERT encoder with mean pooling, loaded from the model's folder. The oracle is sentence-transformers, which embeds
+    documents; the vectors agree to 1e-5.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+
+        self._weights: dict[str, Array] = load_file(folder / "model.safetensors")
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_padding()
+        self._tokenizer.enable_truncation(_MOST)
+
+    def __call__(self, text: str) -> Array:
+        """Return the vector of `text`, shape `(384,)`, of length 1."""
+        ids = self._tokenizer.encode(text.strip()).ids
+        words, places, types = (
+            self._weights[f"embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
+        )
+        x = self._normed(words[ids] + places[: len(ids)] + types[0], "embeddings")
+        for layer in range(_LAYERS):
+            name = f"encoder.layer.{layer}"
+            x = self._normed(x + self._attended(x, f"{name}.attention"), f"{name}.attention.output")
+            inner = _gelu(self._linear(x, f"{name}.intermediate.dense"))
+            x = self._normed(x + self._linear(inner, f"{name}.output.dense"), f"{name}.output")
+        pooled: Array = x.mean(axis=0)
+        return pooled / np.linalg.norm(pooled)
+
+    def _attended(self, x: Array, name: str) -> Array:
+        heads = (
+            self._linear(x, f"{name}.self.{part}").reshape(len(x), _HEADS, -1) for part in ("query", "key", "value")
+        )
+        query, key, value = (head.transpose(1, 0, 2) for head in heads)
+        scores = query @ key.transpose(0, 2, 1) / np.float32(math.sqrt(query.shape[-1]))
+        shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        mixed = shares / shares.sum(axis=-1, keepdims=True) @ value
+        return self._linear(mixed.transpose(1, 0, 2).reshape(x.shape), f"{name}.output.dense")
+
+    def _linear(self, x: Array, name: str) -> Array:
+        output: Array = x @ self._weights[f"{name}.weight"].T + self._weights[f"{name}.bias"]
+        return output
+
+    def _normed(self, x: Array, name: str) -> Array:
+        centred = x - x.mean(axis=-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + np.float32(_EPSILON))
+        output: Array = scaled * self._weights[f"{name}.LayerNorm.weight"] + self._weights[f"{name}.LayerNorm.bias"]
+        return output
+
+
+def _gelu(x: Array) -> Array:
+    """GELU, x Φ(x); the error function is Abramowitz and Stegun 7.1.26 (error 1.5e-7), because numpy has none."""
+    z = np.abs(x) / np.float32(math.sqrt(2))
+    t = 1 / (1 + np.float32(0.3275911) * z)
+    series = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    output: Array = (x * (0.5 + 0.5 * np.sign(x) * (1 - series * np.exp(-z * z)))).astype(np.float32)
+    return output

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from kp_core.facts.banking import BANK_SIZE, Vectors
 from kp_core.facts.base import Fact, Filter, Hit
 from kp_core.facts.embed import Embedder
 from kp_core.facts.filters import predicate
-from kp_core.facts.store import BaseFactStore, Row, alive
+from kp_core.facts.store import BANK_SIZE, BaseFactStore, Row, Vectors, alive
 
 __all__ = ["MemoryFactStore"]
 

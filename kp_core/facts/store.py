@@ -1,4 +1,4 @@
-"""A fact store without its storage: adds, finds and groups facts; subclasses store the rows."""
+"""A fact store without its storage: adds, finds and groups facts into banks (§2.3); subclasses store the rows."""
 
 from __future__ import annotations
 
@@ -6,24 +6,36 @@ import itertools
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from kp_core.bundled import needing
 from kp_core.errors import FactError
-from kp_core.facts.banking import BANK_SIZE, LARGEST, Vectors, cluster
-from kp_core.facts.base import LATEST, Added, Fact, Filter, Hit, NearDuplicate, Reranker
+from kp_core.facts.base import LATEST, Added, Fact, FactStore, Filter, Hit, NearDuplicate, Reranker
 from kp_core.facts.embed import Embedder, as_embedder, checked_vectors, normalised
 from kp_core.facts.filters import predicate
 from kp_core.facts.rerank import hits_wanted, reranked
 
-__all__ = ["BaseFactStore", "Row", "alive"]
+__all__ = ["BANK_SIZE", "LARGEST", "BaseFactStore", "Row", "Vectors", "alive", "cluster"]
 
 logger = logging.getLogger(__name__)
 
+Vectors = NDArray[np.float32]
+
+BANK_SIZE = 20
+"""Default number of facts in a bank, as in the paper."""
+
+LARGEST = 2
+"""A new bank with more than this many times the bank size is split in half."""
+
+_PLUS_PLUS_UP_TO = 5000
+_ROUNDS = 20
+_SEED = 0
 _BATCH, _SAMPLE = 512, 32
 _FIRST, _GROWTH = 8, 4
 # Minimum cosine between the stored vector of a text and a new one: rounding and batch padding differ.
@@ -39,7 +51,7 @@ class Row(NamedTuple):
     bank: int | None = None
 
 
-class BaseFactStore(ABC):
+class BaseFactStore(FactStore):
     """A `FactStore` whose subclass stores the rows by namespace, in the order they were added, with expired ones.
 
     A bank has about `bank_size` facts. Two facts with a cosine of at least `near_duplicate` are reported as duplicates;
@@ -104,24 +116,22 @@ class BaseFactStore(ABC):
         Until this finishes, the namespace has no banks, also if the process is killed.
         """
 
-    def _check_writes(self) -> None:  # noqa: B027 - where all may be changed, there is nothing to check
+    def _check_writes(self) -> None:
         """Raise `FactError` if the store may not be changed."""
 
     def __len__(self) -> int:
-        """See `FactStore`."""
         return sum(self._count(space) - len(self._expired(space)) for space in self._spaces(None))
 
     def facts(
         self, *, ids: Sequence[str] | None = None, where: Filter | None = None, namespace: str | None = None
     ) -> Iterator[Fact]:
-        """See `FactStore.facts`; reads page by page, so it may or may not see concurrent changes."""
+        # Read page by page, so concurrent changes may or may not be seen.
         test = predicate({} if where is None else where)
         for space in self._spaces(namespace):
             rows = self._rows(space, ids=ids, where=where)
             yield from (row.fact for row in rows if alive(row.fact) and test(row.fact))
 
     def get(self, fact_id: str, *, namespace: str | None = None) -> Fact:
-        """See `FactStore.get`."""
         for fact in self.facts(ids=[fact_id], namespace=namespace):
             return fact
         where = "" if namespace is None else f" in the namespace {namespace!r}"
@@ -137,7 +147,6 @@ class BaseFactStore(ABC):
         namespace: str | None = None,
         rerank: Reranker | None = None,
     ) -> list[Hit]:
-        """See `FactStore.search`."""
         shortlist_size = hits_wanted(k, rerank)
         if probes is not None and (not isinstance(probes, int) or probes < 1):
             raise FactError(f"Got probes={probes!r}; expected at least 1.")
@@ -153,18 +162,15 @@ class BaseFactStore(ABC):
         return reranked(question, nearest, rerank)[:k]
 
     def namespaces(self) -> tuple[str, ...]:
-        """See `FactStore.namespaces`."""
         return tuple(space for space in self._spaces(None) if self._count(space))
 
     def banks(self, namespace: str | None = None) -> tuple[str, ...]:
-        """See `FactStore.banks`."""
         with self._writing:
             spaces = self._with_banks(self._spaces(namespace))
             living = {(space, row.bank) for space in spaces for row in self._rows(space) if alive(row.fact)}
         return tuple(_name(space, bank) for space, bank in sorted((s, b) for s, b in living if b is not None))
 
     def bank_facts(self, bank: str) -> tuple[Fact, ...]:
-        """See `FactStore.bank_facts`."""
         space, _, number = bank.rpartition("/")
         with self._writing:
             for namespace in self._with_banks(self._spaces(space)) if space and number.isdecimal() else ():
@@ -173,7 +179,6 @@ class BaseFactStore(ABC):
         raise FactError(f"Got the bank {bank!r}; expected one of `banks()`, e.g. 'default/0'.")
 
     def bank_of(self, facts: Sequence[Fact]) -> list[str]:
-        """See `FactStore.bank_of`."""
         names: dict[tuple[str, str], str] = {}
         for space in dict.fromkeys(fact.namespace for fact in facts):
             ids = [fact.id for fact in facts if fact.namespace == space]
@@ -232,13 +237,6 @@ class BaseFactStore(ABC):
         checked: Vectors = checked_vectors(vector, (1, vector.shape[-1]), self.embedder)[0]
         return checked
 
-    def build(self, facts: Iterable[Fact]) -> Added:
-        """Add `facts`, then make all banks anew."""
-        report = self.add(facts)
-        if report.added:
-            self.rebuild()
-        return report
-
     def add(
         self,
         facts: Iterable[Fact],
@@ -247,7 +245,6 @@ class BaseFactStore(ABC):
         vectors: Vectors | None = None,
         overwrite: bool = False,
     ) -> Added:
-        """See `FactStore.add`."""
         if ttl is not None and not 0 < ttl <= LATEST:
             raise FactError(f"Got ttl={ttl}; expected seconds above 0, or None for never.")
         self._check_writes()
@@ -262,7 +259,6 @@ class BaseFactStore(ABC):
         return report
 
     def update(self, fact: Fact) -> Fact:
-        """See `FactStore.update`."""
         self._check_writes()
         with self._writing:
             stored = self.get(fact.id, namespace=fact.namespace)
@@ -273,7 +269,6 @@ class BaseFactStore(ABC):
             return fact
 
     def delete(self, ids: Iterable[str], *, namespace: str | None = None) -> int:
-        """See `FactStore.delete`."""
         self._check_writes()
         unique, count = list(dict.fromkeys(ids)), 0
         with self._writing:
@@ -284,7 +279,6 @@ class BaseFactStore(ABC):
         return count
 
     def rebuild(self) -> None:
-        """See `FactStore.rebuild`."""
         self._check_writes()
         with self._writing:
             for space in self._spaces(None):
@@ -459,3 +453,46 @@ def _conflict(fact: Fact, held: Fact) -> FactError:
 
 def _name(namespace: str, number: int) -> str:
     return f"{namespace}/{number}"
+
+
+def cluster(vectors: Vectors, bank_size: int) -> tuple[NDArray[np.int32], Vectors]:
+    """Cluster `vectors`, `(n, dimensions)`; returns the bank of each, and the centroids, `(banks, dimensions)`.
+
+    Banks are numbered from 0 and hold about `bank_size` vectors, at most `LARGEST` times that. A centroid is the
+    normalised mean. Raises `MissingDependencyError` if scikit-learn is not installed.
+    """
+    with needing("Making banks needs scikit-learn", "chroma"):
+        from sklearn.cluster import KMeans
+    count = -(-len(vectors) // bank_size)
+    labels = np.zeros(len(vectors), np.int32)
+    if count > 1:
+        # For thousands of vectors, k-means++ takes most of the time and changes little.
+        begin = "k-means++" if len(vectors) <= _PLUS_PLUS_UP_TO else "random"
+        means = KMeans(count, init=begin, n_init=1, max_iter=_ROUNDS, random_state=_SEED)
+        labels = np.asarray(means.fit_predict(vectors), np.int32)
+    largest = LARGEST * bank_size
+    while (sizes := np.bincount(labels)).max() > largest:
+        for label in np.flatnonzero(sizes > largest).tolist():
+            rows = np.flatnonzero(labels == label)
+            labels[rows[_half(vectors[rows])]] = labels.max() + 1
+    labels = np.unique(labels, return_inverse=True)[1].astype(np.int32)
+    sums = np.zeros((labels.max() + 1, vectors.shape[1]), np.float32)
+    np.add.at(sums, labels, vectors)
+    return labels, _normalised(sums)
+
+
+def _half(vectors: Vectors) -> NDArray[np.intp]:
+    """Return the rows of one of two groups; for identical vectors, every second row."""
+    from sklearn.cluster import KMeans
+
+    spread = float(np.ptp(vectors, axis=0).max())
+    labels = KMeans(2, n_init=1, random_state=_SEED).fit_predict(vectors) if spread > 0 else None
+    rows = np.arange(len(vectors))[1::2] if labels is None else np.flatnonzero(labels == 1)
+    return rows if 0 < len(rows) < len(vectors) else np.arange(len(vectors))[1::2]
+
+
+def _normalised(sums: Vectors) -> Vectors:
+    lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+    # Vectors that cancel out have no mean direction; any direction will do.
+    first_axis = np.eye(1, sums.shape[1], dtype=np.float32)
+    return np.where(lengths > 1e-6, sums / np.maximum(lengths, 1e-6), first_axis).astype(np.float32)

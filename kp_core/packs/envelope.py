@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kp_core.errors import PackCorruptError, PackVersionError
-from kp_core.packs.blobs import Buffer
-from kp_core.packs.durable import replace_file
+from kp_core.packs.blobs import Buffer, replace_file
 
 __all__ = [
     "DTYPES",

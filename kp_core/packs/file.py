@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from hashlib import sha256
 from itertools import accumulate, chain, pairwise
 from math import prod
 
@@ -20,7 +22,7 @@ from kp_core.packs.envelope import DTYPES, Envelope, header_entries, header_stop
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.pack import KnowledgePack, Prefix
 
-__all__ = ["VERSION", "PackFile", "encode_pack", "open_pack", "read_header", "read_pack"]
+__all__ = ["VERSION", "PackFile", "Seal", "encode_pack", "open_pack", "read_header", "read_pack"]
 
 VERSION = "5"
 """The format version that we write."""
@@ -33,6 +35,7 @@ _ENVELOPE = Envelope(
 )
 _HEADERS = 64  # Cached headers, about 50 KB each.
 _STATE = "states."
+_MAC = "kp:mac"  # Key in the provenance of an entry.
 _LARGEST_INT = 2**53 - 1  # The largest integer that every JSON reader keeps exact.
 
 
@@ -314,3 +317,36 @@ def _names(count: int, states: int = 0) -> list[str]:
 def _dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+@dataclass(frozen=True)
+class Seal:
+    """HMAC-SHA-256 over everything in an entry: model, text, tokens, prefix, and the digest of each tensor.
+
+    The digests in a file reveal damage, but anyone who can write to the store can recompute them. The MAC needs the
+    key.
+    """
+
+    key: bytes
+
+    def sealed(self, pack: KnowledgePack) -> KnowledgePack:
+        """Return `pack` with the MAC in its provenance."""
+        digests = encode_pack(replace(pack, compression="none")).digests
+        return replace(pack, provenance={**pack.provenance, _MAC: self._mac(pack, digests)})
+
+    def holds(self, file: PackFile) -> bool:
+        """Whether the file has a valid MAC over the digests in its header; reading checks tensors against digests."""
+        mac = self._mac(file.pack, file.digests)
+        return hmac.compare_digest(mac.encode(), file.pack.provenance.get(_MAC, "").encode())
+
+    def _mac(self, pack: KnowledgePack, digests: Sequence[str]) -> str:
+        sealed = {
+            "digests": list(digests),
+            "fingerprint": pack.fingerprint.to_dict(),
+            "namespace": pack.namespace,
+            "prefix": pack.prefix.token_ids,
+            "provenance": {name: value for name, value in pack.provenance.items() if name != _MAC},
+            "text": pack.text,
+            "token_ids": pack.token_ids,
+        }
+        return hmac.new(self.key, b"kp-entry-v1\0" + to_json(sealed, sort_keys=True).encode(), sha256).hexdigest()

@@ -16,13 +16,12 @@ from kp_core.errors import BusyError, PackCorruptError, PackError
 from kp_core.kv import KVTensors
 from kp_core.packs.blobs import BlobStat
 from kp_core.packs.envelope import to_json
-from kp_core.packs.file import encode_pack, open_pack
+from kp_core.packs.file import Seal, encode_pack, open_pack
 from kp_core.packs.files import PackFiles, handle_of, pack_key, text_key
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import Handle, check_namespace
 from kp_core.packs.pack import KnowledgePack, Prefix, common_length
 from kp_core.packs.room import LastUse
-from kp_core.packs.seal import Seal
 
 __all__ = ["KeptEntries", "KeptEntry", "KeptKV"]
 

@@ -16,7 +16,7 @@ from kp_core.bundled import cache_directory
 from kp_core.errors import MissingDependencyError, PackError
 from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, check_key
 
-__all__ = ["NearBlobs", "ObjectBlobs", "is_far", "open_blobs"]
+__all__ = ["LocalCopies", "ObjectBlobs", "is_far", "open_blobs"]
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)")
 _CACHE_BYTES = 8 * 2**30
@@ -55,12 +55,12 @@ class ObjectBlobs:
                 f"Got {url!r} as a place for packs; expected a folder, or a URL such as s3://bucket/prefix."
             )
         self._options = {**(_S3 if self.protocol in {"s3", "s3a"} else {}), **options}
-        self._connected = dict[int, Any]()
+        self._systems = dict[int, Any]()
         self.root = str(self._system._strip_protocol(self._url)).rstrip("/")  # noqa: SLF001 - fsspec's name for it
-        self._near = NearBlobs(self._url, cache_bytes) if cache_bytes and self.is_far else None
-        self._seen = dict[str, tuple[float, BlobStat]]()
+        self._copies = LocalCopies(self._url, cache_bytes) if cache_bytes and self.is_far else None
+        self._stats = dict[str, tuple[float, BlobStat]]()
         # Other storage makes a conditional write atomic itself.
-        self._turn: AbstractContextManager[object] = nullcontext() if self.is_far else _IN_MEMORY
+        self._lock: AbstractContextManager[object] = nullcontext() if self.is_far else _IN_MEMORY
 
     def __str__(self) -> str:
         return self._url
@@ -73,28 +73,28 @@ class ObjectBlobs:
     def read(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         """As `Blobs.read`; the local cache serves whole packs, never ranges."""
         if start or stop is not None or not key.endswith(".safetensors"):
-            return self._get(key, start, stop)
+            return self._fetch(key, start, stop)
         for _ in range(_TRIES):
-            found = self.stat(key, recent=True)
-            if found is None:
-                if self._near:
-                    self._near.drop(key)
+            stat = self.stat(key, recent=True)
+            if stat is None:
+                if self._copies:
+                    self._copies.drop(key)
                 raise FileNotFoundError(key)
-            data: Buffer | None = self._near.read(key, found.version) if self._near else None
+            data: Buffer | None = self._copies.read(key, stat.version) if self._copies else None
             if data is not None:
                 return data
-            data = self._get(key) if found.size < _LARGE else self._call("cat_file", self._path(key))
+            data = self._fetch(key) if stat.size < _LARGE else self._call("cat_file", self._path(key))
             # All parts must be of one version, and a copy must carry its own version.
-            if self.stat(key) == found and len(data) == found.size:
-                if self._near:
-                    self._near.write(key, found.version, data)
+            if self.stat(key) == stat and len(data) == stat.size:
+                if self._copies:
+                    self._copies.write(key, stat.version, data)
                 return data
         raise OSError(f"{self}/{key} changed, or came in another length, each of the {_TRIES} times that it was read.")
 
     def write(self, key: str, chunks: Iterable[Buffer], *, if_absent: bool = False) -> bool:
         """As `Blobs.write`; may return `False` although an earlier attempt of this same call wrote the blob."""
         path, data = self._path(key), b"".join(chunks)
-        with self._turn:
+        with self._lock:
             if if_absent and self.stat(key) is not None:
                 return False
             try:
@@ -108,24 +108,24 @@ class ObjectBlobs:
                     raise
                 self._call("pipe_file", path, data)
             finally:
-                self._seen.pop(key, None)
+                self._stats.pop(key, None)
         return True
 
     def stat(self, key: str, *, recent: bool = False) -> BlobStat | None:
         """As `Blobs.stat`."""
-        when, found = self._seen.get(key, (float("-inf"), None))
-        if recent and time.monotonic() - when < _FRESH_SECONDS:
-            return found
-        found = None
+        read_at, stat = self._stats.get(key, (float("-inf"), None))
+        if recent and time.monotonic() - read_at < _FRESH_SECONDS:
+            return stat
+        stat = None
         with suppress(FileNotFoundError, NotADirectoryError):
             info = self._call("info", self._path(key))
-            found = _stat(info) if info["type"] == "file" else None
-        self._seen.pop(key, None)
-        if found is not None:
-            if len(self._seen) > 1 << 16:
-                self._seen.clear()
-            self._seen[key] = time.monotonic(), found
-        return found
+            stat = _stat(info) if info["type"] == "file" else None
+        self._stats.pop(key, None)
+        if stat is not None:
+            if len(self._stats) > 1 << 16:
+                self._stats.clear()
+            self._stats[key] = time.monotonic(), stat
+        return stat
 
     def list(self, prefix: str = "") -> Iterator[tuple[str, BlobStat]]:
         """As `Blobs.list`; also yields names that are not valid keys."""
@@ -148,8 +148,8 @@ class ObjectBlobs:
 
     def delete(self, key: str) -> bool:
         """As `Blobs.delete`; if two callers delete a blob at the same time, both may get `True`."""
-        if self._near:
-            self._near.drop(key)
+        if self._copies:
+            self._copies.drop(key)
         if self.stat(key) is None:
             return False
         try:
@@ -157,10 +157,10 @@ class ObjectBlobs:
         except FileNotFoundError:
             return False
         finally:
-            self._seen.pop(key, None)
+            self._stats.pop(key, None)
         return True
 
-    def _get(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
+    def _fetch(self, key: str, start: int = 0, stop: int | None = None) -> Buffer:
         try:
             # Without a start, s3fs would first ask for the size.
             data: bytes = self._call("cat_file", self._path(key), start=start, end=stop)
@@ -168,7 +168,7 @@ class ObjectBlobs:
             raise
         except OSError:
             # Servers refuse a range that starts behind the end.
-            if (found := self.stat(key)) is None or start < found.size:
+            if (stat := self.stat(key)) is None or start < stat.size:
                 raise
             return b""
         return data
@@ -183,12 +183,12 @@ class ObjectBlobs:
     def _system(self) -> Any:  # noqa: ANN401 - fsspec ships no types
         """The fsspec file system of this process: connections and threads do not survive a fork."""
         process = os.getpid()
-        if process not in self._connected:
+        if process not in self._systems:
             import fsspec
 
             try:
                 # Cache no listings: other processes write, too.
-                made, _ = fsspec.url_to_fs(
+                system, _ = fsspec.url_to_fs(
                     self._url, skip_instance_cache=True, use_listings_cache=False, **self._options
                 )
             except ImportError as error:
@@ -196,8 +196,8 @@ class ObjectBlobs:
                 raise MissingDependencyError(f"{self._url} needs a package that is not installed: `{how}`.") from error
             except ValueError as error:
                 raise PackError(f"Got {self._url!r} as a place for packs: {error}.") from error
-            self._connected[process] = made
-        return self._connected[process]
+            self._systems[process] = system
+        return self._systems[process]
 
     def _call(self, name: str, path: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401
         """Call the file system; turn every error into an `OSError` that says what to do."""
@@ -211,13 +211,13 @@ class ObjectBlobs:
                 raise FileExistsError(path) from error
             denied = isinstance(error, PermissionError) or "credentials" in str(error).lower()
             kind, advice = (PermissionError, _KEYS) if denied else (OSError, _ADDRESS)
-            said = f"{type(error).__name__}: {error}".rstrip(". ")
-            raise kind(f"{self._url} cannot be reached, or refuses ({name}): {said}. {advice}") from (
+            reason = f"{type(error).__name__}: {error}".rstrip(". ")
+            raise kind(f"{self._url} cannot be reached, or refuses ({name}): {reason}. {advice}") from (
                 error.__cause__ or error
             )
 
 
-class NearBlobs:
+class LocalCopies:
     """A local cache of object storage at `place`, in one folder for all processes and storages of this user.
 
     The folder is `objects` in `KP_CACHE` (default `~/.cache/knowledge-packs`). The copies read longest ago are deleted
@@ -236,10 +236,10 @@ class NearBlobs:
         name = self._name(key, version)
         with suppress(OSError):
             data = self._blobs.read(name)
-            found = data[:-_DIGEST_BYTES]
-            if _digest(found) == bytes(data[-_DIGEST_BYTES:]):
+            content = data[:-_DIGEST_BYTES]
+            if _digest(content) == bytes(data[-_DIGEST_BYTES:]):
                 os.utime(self._blobs.path / name)
-                return found
+                return content
             self._blobs.delete(name)
         return None
 
@@ -250,13 +250,13 @@ class NearBlobs:
         with suppress(OSError):
             self.drop(key)
             self._blobs.write(self._name(key, version), [data, _digest(data)])
-            held = sorted(self._blobs.list(), key=lambda each: each[1].modified)
-            spare = self.max_bytes - sum(found.size for _, found in held)
-            for name, found in held:
-                if spare >= 0:
+            oldest_first = sorted(self._blobs.list(), key=lambda copy: copy[1].modified)
+            excess = sum(stat.size for _, stat in oldest_first) - self.max_bytes
+            for name, stat in oldest_first:
+                if excess <= 0:
                     break
                 self._blobs.delete(name)
-                spare += found.size
+                excess -= stat.size
 
     def drop(self, key: str) -> None:
         """Delete all copies of a blob."""
@@ -288,10 +288,10 @@ def _code(error: BaseException | None) -> str:
 
 def _stat(info: Mapping[str, Any]) -> BlobStat:
     """Return the `BlobStat` of a file; each file system names the fields differently."""
-    when = next((info[name] for name in ("LastModified", "mtime", "updated", "created") if info.get(name)), 0.0)
-    if isinstance(when, str):
-        when = datetime.fromisoformat(when)
-    modified = when.timestamp() if isinstance(when, datetime) else float(when)
+    modified = next((info[name] for name in ("LastModified", "mtime", "updated", "created") if info.get(name)), 0.0)
+    if isinstance(modified, str):
+        modified = datetime.fromisoformat(modified)
+    modified = modified.timestamp() if isinstance(modified, datetime) else float(modified)
     token = next((info[name] for name in ("ETag", "etag", "generation", "md5Hash") if info.get(name)), modified)
     # Whole seconds: listings have milliseconds, a query of one object has seconds.
     return BlobStat(int(info["size"]), f"{token}.{info['size']}".replace('"', ""), float(int(modified)))

@@ -1,26 +1,114 @@
-"""`KnowledgePack`: a text, its tokens and its KV."""
+"""`KnowledgePack`: a text, its tokens, its KV, and the edits that led to it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
+from hashlib import blake2b
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kp_core.errors import FingerprintMismatchError, KVShapeError, PackError, SteeringError
 from kp_core.kv import KVTensors
 from kp_core.packs.codec import Compression, check_compression, rounded
-from kp_core.packs.edits import Edit, Edits
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import check_namespace
 
 if TYPE_CHECKING:
     from kp_core.steering import Steering
 
-__all__ = ["KnowledgePack", "PackKey", "Prefix", "common_length"]
+__all__ = ["Correction", "Edit", "Edits", "KnowledgePack", "PackKey", "Prefix", "common_length", "root_of"]
 
 _ROUNDED = "/int8"  # Suffix of a fingerprint's dtype: int8 has numerics of its own, and never counts as exact.
+_EDITS = "kp:edits"  # Key in the provenance of a pack, which every file version stores.
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit: `how` it was done ("amend", "overwrite", "rebuild" or "squash"), the old text and the new text."""
+
+    how: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Read the characters `start:stop` of the corrected text as `new`; `line` is the erratum that tells the model."""
+
+    start: int
+    stop: int
+    new: str
+    line: str
+
+
+@dataclass(frozen=True)
+class Edits:
+    """The edits of one pack, oldest first.
+
+    `corrections` refer to the first `base` characters of the pack's text. Their lines (errata) follow the text, in
+    order. `starts` are the tokens of the pack at which errata begin, ascending. `said` are earlier errata that are now
+    part of the text. `root` is the digest of the very first text (`root_of`); it is empty if no earlier version counts.
+    """
+
+    root: str = ""
+    said: tuple[str, ...] = ()
+    base: int = 0
+    corrections: tuple[Correction, ...] = ()
+    starts: tuple[int, ...] = ()
+    history: tuple[Edit, ...] = ()
+
+    @cached_property
+    def errata(self) -> tuple[str, ...]:
+        """All errata since the first text that still apply."""
+        return (*self.said, *(correction.line for correction in self.corrections))
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, str]) -> Edits:
+        """Read the edits from `provenance`; raises `PackError` if `written` did not write them."""
+        text = provenance.get(_EDITS)
+        if text is None:
+            return cls()
+        try:
+            root, said, base, corrections, starts, history = json.loads(text)
+            edits = cls(
+                root,
+                tuple(said),
+                base,
+                tuple(Correction(*row) for row in corrections),
+                tuple(starts),
+                tuple(Edit(*row) for row in history),
+            )
+        except (ValueError, TypeError) as error:
+            raise PackError(f"Got {text[:60]!r} as the edits of a pack; expected what an edit wrote.") from error
+        strings = [
+            root,
+            *said,
+            *(text for correction in edits.corrections for text in (correction.new, correction.line)),
+        ]
+        strings += [text for edit in edits.history for text in astuple(edit)]
+        numbers = [
+            0,
+            base,
+            *starts,
+            *(at for correction in edits.corrections for at in (correction.start, correction.stop)),
+        ]
+        wrong = [value for value in strings if not isinstance(value, str)]
+        wrong += [value for value in numbers if type(value) is not int or value < 0]
+        if wrong or list(starts) != sorted(set(starts)):
+            raise PackError(f"Got {wrong or starts} in the edits of a pack; expected strings, and positions in order.")
+        return edits
+
+    def written(self, provenance: Mapping[str, str]) -> dict[str, str]:
+        """Return `provenance` with these edits added."""
+        return {**provenance, _EDITS: json.dumps(astuple(self), ensure_ascii=False, separators=(",", ":"))}
+
+
+def root_of(text: str) -> str:
+    """Return the digest that names a text in the edits of its later versions."""
+    return blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import re
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +35,6 @@ class Recogniser:
     after that point. `find_packs` and `discard` are thread-safe.
     """
 
-    _known: ClassVar[WeakKeyDictionary[Packs, Recogniser]] = WeakKeyDictionary()
-    _making: ClassVar = Lock()
-
     def __init__(self, min_chars: int = _MIN_CHARS) -> None:
         self._min = min_chars
         self._texts: dict[Handle, str] = {}
@@ -52,14 +48,6 @@ class Recogniser:
         self._lock = Lock()
         self._namespaces: frozenset[str] = frozenset()
         self._changes: object = None
-
-    @classmethod
-    def of(cls, store: Packs) -> Recogniser:
-        """Return the recogniser of `store`, empty at first; `find_packs` updates it. It lives as long as the store."""
-        with cls._making:
-            if store not in cls._known:
-                cls._known[store] = cls()
-            return cls._known[store]
 
     @property
     def handles(self) -> Collection[Handle]:

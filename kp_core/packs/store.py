@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kp_core.errors import PackCorruptError, PackError, PackNotFoundError, QuotaError
 from kp_core.packs.blobs import Blobs, FolderBlobs
-from kp_core.packs.file import PackFile, encode_pack, read_pack
+from kp_core.packs.file import PackFile, Seal, encode_pack, read_pack
 from kp_core.packs.files import (
     PackCorruptWarning,
     PackFiles,
@@ -33,7 +33,6 @@ from kp_core.packs.kept import KeptEntries
 from kp_core.packs.objects import open_blobs
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.room import LastUse, make_room
-from kp_core.packs.seal import Seal
 from kp_core.packs.secret import forget_secrets, load_secrets
 from kp_core.packs.view import Packs
 

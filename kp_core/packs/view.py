@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Literal, TypeAlias
 
@@ -64,6 +65,11 @@ class Packs(ABC):
     """Where the packs' bytes lie; measurements on the packs are stored beside them."""
     kept: KeptEntries | None = None
     """The kept KV: KV that was computed behind other packs."""
+
+    @cached_property
+    def recogniser(self) -> Recogniser:
+        """Finds the texts of these packs in messages; empty at first, and updated by every search."""
+        return Recogniser()
 
     @property
     def changes(self) -> object:
@@ -198,7 +204,7 @@ class PackView:
         """Yield where texts of packs stand in `text`."""
         if not self.recognise or role not in self.trusted_roles:
             return
-        recogniser = Recogniser.of(self.source)
+        recogniser = self.source.recogniser
         for start, stop, handle in recogniser.find_packs(self.source, text, self.namespaces):
             # A recognised pack that cannot be used stays text: the caller did not ask for it.
             with suppress(KnowledgePackError):

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 from kp_core.errors import PromptError, UnsupportedContentError
-from kp_core.packs.edits import root_of
-from kp_core.packs.pack import Prefix
+from kp_core.packs.pack import Prefix, root_of
 from kp_core.packs.view import PackRef, PackView, Segment
 
 __all__ = [

@@ -20,8 +20,7 @@ from kp_core.errors import KnowledgePackError, SourceError
 from kp_core.facts.base import Fact
 from kp_core.facts.sources.documents import read_docx, read_html, read_pdf
 from kp_core.facts.sources.drafts import STDIN, Draft, error_at, wrong
-from kp_core.facts.sources.tables import read_csv, read_json_lines
-from kp_core.facts.sources.texts import read_markdown, read_text
+from kp_core.facts.sources.texts import read_csv, read_json_lines, read_markdown, read_text
 
 __all__ = ["FORMATS", "OnError", "read_dataset", "read_facts", "read_rows"]
 

@@ -1,15 +1,18 @@
-"""Readers of plain text and Markdown: a fact per paragraph."""
+"""Readers of plain text and Markdown, a fact per paragraph, and of JSON lines and CSV, a fact per row."""
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from kp_core.errors import SourceError
-from kp_core.facts.sources.drafts import Draft, Headings, cut, lines_of
+from kp_core.facts.sources.drafts import Draft, Headings, cut, lines_of, wrong
 
-__all__ = ["read_markdown", "read_text"]
+__all__ = ["read_csv", "read_json_lines", "read_markdown", "read_text"]
 
 _HEADING = re.compile(r"(#{1,6})\s+(.*)$")
 _FENCE = re.compile(r"(`{3,}|~{3,})")
@@ -52,3 +55,60 @@ def _paragraphs(path: Path, max_chars: int, encoding: str | None, *, markdown: b
         if mark and (not fence or (line.strip() == mark[1] and mark[1].startswith(fence))):
             fence = "" if fence else mark[1]
     yield from flush()
+
+
+def read_json_lines(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
+    """Yield one object per line."""
+    for number, line in lines_of(path, encoding):
+        if isinstance(line, SourceError):
+            yield f"line {number}", line
+            continue
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            yield wrong(path, f"line {number}", f"is not JSON ({error})")
+            continue
+        if isinstance(row, dict):
+            yield f"line {number}", row
+        else:
+            yield wrong(path, f"line {number}", f"got {type(row).__name__}; expected an object with `text`")
+
+
+def read_csv(path: Path, _: int, encoding: str | None = None) -> Iterator[Draft]:
+    """Yield one record per row; the first line has the names."""
+    bad: list[Draft] = []
+
+    def good() -> Iterator[str]:
+        for number, line in lines_of(path, encoding):
+            if isinstance(line, SourceError):
+                bad.append((f"line {number}", line))
+            else:
+                yield line + "\n"
+
+    rows = csv.reader(good(), strict=True)
+    names: list[str] | None = None
+    for row in _parsed(path, rows):
+        if isinstance(row, tuple):
+            yield row
+        elif names is None:
+            names = row
+            if "text" not in names:
+                yield wrong(path, "line 1", f"got the columns {names}; expected one called `text`")
+                return
+        elif len(row) == len(names):
+            yield f"line {rows.line_num}", {name: cell for name, cell in zip(names, row, strict=True) if cell}
+        elif row:
+            yield wrong(path, f"line {rows.line_num}", f"got {len(row)} cells; expected {len(names)}")
+    yield from bad
+
+
+def _parsed(path: Path, rows: Any) -> Iterator[list[str] | Draft]:  # noqa: ANN401 - the csv module's own type
+    while True:
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield wrong(path, f"line {rows.line_num}", f"is not CSV ({error})")

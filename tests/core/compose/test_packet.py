@@ -12,7 +12,7 @@ from kp_core.compose import Wrapper, composer_of, load_wrapper, save_wrapper
 from kp_core.compose.wrapper import SHIPPED
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError, OptionError, WrapperError, WrapperMismatchError
-from kp_core.packs import durable
+from kp_core.packs import blobs
 from kp_core.packs.pack import common_length
 from kp_core.steering import Steering
 from tests.conftest import tiny_engine, until
@@ -212,7 +212,7 @@ def test_files(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(durable, "stage", full)
+    monkeypatch.setattr(blobs, "stage", full)
     with pytest.raises(WrapperError, match="No space left on device"):
         save_wrapper(wrapper_for(tiny_engine(), seed=1), path)
     assert path.read_bytes() == before

@@ -11,7 +11,7 @@ from kp_core import PacketComposer, PackStore
 from kp_core.compose import Wrapper, load_wrapper
 from kp_core.engines.hf.training import Distilling, PacketTraining, Samples, checkpoint_of, train_wrapper
 from kp_core.errors import UnsupportedRequestError, WrapperError
-from kp_core.packs import durable
+from kp_core.packs import blobs
 from tests.conftest import tiny_engine
 from tests.matrix import architectures
 
@@ -133,7 +133,7 @@ def test_time_that_is_up_leaves_the_best_so_far_and_a_checkpoint(tmp_path):
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     out, file = tmp_path / "isles", checkpoint_of(tmp_path / "isles")
     train(out, minutes=0)
-    before, stage = file.read_bytes(), durable.stage
+    before, stage = file.read_bytes(), blobs.stage
 
     @contextmanager
     def full(folder, chunks):
@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
         yield
 
-    monkeypatch.setattr(durable, "stage", full)
+    monkeypatch.setattr(blobs, "stage", full)
     with pytest.raises(WrapperError, match=r"could not be written \(No space left on device"):
         train(out)
     assert file.read_bytes() == before

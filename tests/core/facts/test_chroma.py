@@ -28,7 +28,7 @@ from kp_core.facts.base import content_id
 from kp_core.facts.embed import as_embedder
 from kp_core.facts.index import damaged_indexes
 from kp_core.testing import HashEmbedder
-from tests.core.facts.test_facts import check, facts_of
+from tests.core.facts.test_facts import build, check, facts_of
 
 
 def a_client(path):
@@ -126,7 +126,7 @@ def test_metadata_and_ids_come_back_as_they_were(tmp_path, fact_id):
 
 def test_reopening_embeds_nothing_and_the_same_folder_may_be_open_twice(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
-        store.build(facts_of(40))
+        build(store, facts_of(40))
         store.delete([facts_of(1)[0].id])
         banks = {bank: store.bank_facts(bank) for bank in store.banks()}
     embedder = HashEmbedder()
@@ -207,7 +207,7 @@ def test_what_is_not_ours_is_refused_and_untouched(tmp_path, foreign):
     with ChromaFactStore(client=client, embedder=HashEmbedder()) as store:
         with pytest.raises(FactError, match="lacks our marker"):
             store.add([Fact("a")])
-        store.build([Fact("a", namespace="ours"), Fact("b", namespace="ours")])
+        build(store, [Fact("a", namespace="ours"), Fact("b", namespace="ours")])
         store.rebuild()
         store.delete([Fact("a", namespace="ours").id])
         assert store.verify() == []
@@ -241,13 +241,13 @@ def test_a_missing_library_is_named(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
             with pytest.raises(MissingDependencyError, match=rf"{words}: `pip install"):
-                ChromaFactStore(tmp_path / words, HashEmbedder()).build(facts_of(50))
+                build(ChromaFactStore(tmp_path / words, HashEmbedder()), facts_of(50))
 
 
 def test_removed_text_leaves_the_disk(tmp_path):
     words = "The vault opens with xyzzy-plugh"
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
-        store.build([*facts_of(20), Fact(words, source="secret-source")])
+        build(store, [*facts_of(20), Fact(words, source="secret-source")])
         store.delete([Fact(words).id])
         before = store.nbytes
         store.vacuum()
@@ -279,7 +279,7 @@ def rooms_of_indexes(folder):
 def test_no_memory_stays_in_the_room_of_an_index(tmp_path, monkeypatch):
     monkeypatch.setenv("MALLOC_PERTURB_", "90")  # In what this process starts, glibc fills memory before it is used.
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
-        store.build(facts_of(20))
+        build(store, facts_of(20))
         store.vacuum()
         rooms = rooms_of_indexes(tmp_path)
         assert len(rooms) == 4, "of facts and of centroids"
@@ -294,7 +294,7 @@ def test_no_memory_stays_in_the_room_of_an_index(tmp_path, monkeypatch):
 
 def test_a_vacuum_leaves_the_collections_of_others(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder()) as store:
-        store.build(facts_of(5))
+        build(store, facts_of(5))
     client = a_client(tmp_path)
     client.create_collection("empty", metadata={"kind": "theirs"}, embedding_function=None)
     client.create_collection("filled", embedding_function=None).add(ids=["1"], documents=["x"], embeddings=[[1.0] * 8])
@@ -310,7 +310,7 @@ def test_a_vacuum_leaves_the_collections_of_others(tmp_path):
 
 def test_verify_finds_what_others_damaged_and_repairs_it(tmp_path):
     with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
-        store.build(facts_of(30))
+        build(store, facts_of(30))
     client = a_client(tmp_path)
     collection = client.get_collection("kp-default-facts", embedding_function=None)
     collection.update(ids=collection.get()["ids"][:20], embeddings=HashEmbedder().embed(["x"] * 20))
@@ -328,7 +328,7 @@ def test_verify_finds_what_others_damaged_and_repairs_it(tmp_path):
 
 def test_several_writers_and_readers_on_a_server(emptied):
     with ChromaFactStore(emptied, HashEmbedder(), bank_size=5) as first:
-        first.build(facts_of(20))
+        build(first, facts_of(20))
 
         def write(name):
             with ChromaFactStore(emptied, HashEmbedder(), bank_size=5) as store:
@@ -372,7 +372,7 @@ def test_the_size_of_banks_is_kept_with_the_collection(tmp_path):
             return store.bank_size
 
     with ChromaFactStore(tmp_path, HashEmbedder(), bank_size=5) as store:
-        store.build(facts_of(40))
+        build(store, facts_of(40))
         assert len(store.banks()) >= 4
     assert size() == 5
     assert size(bank_size=7, read_only=True) == 7
@@ -611,7 +611,7 @@ def test_facts_without_a_title_are_found_by_that(tmp_path):
 def test_a_rebuild_that_was_killed_leaves_no_banks_and_they_are_made_anew(tmp_path, monkeypatch, step):
     facts = facts_of(40)
     with ChromaFactStore(tmp_path / "facts", HashEmbedder(), bank_size=4) as store:
-        store.build(facts[:20])
+        build(store, facts[:20])
         before = store.banks()
         store.add(facts[20:30])
         call, count = ChromaFactStore._call, ChromaFactStore._count_banks

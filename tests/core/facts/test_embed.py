@@ -10,8 +10,7 @@ import pytest
 
 from kp_core.bundled import bundled_embedder
 from kp_core.errors import MissingDependencyError
-from kp_core.facts.embed import SentenceTransformerEmbedder
-from kp_core.facts.question import QuestionEncoder
+from kp_core.facts.embed import QuestionEncoder, SentenceTransformerEmbedder
 
 BGE_PROMPT = "Represent this sentence for searching relevant passages: "
 TEXTS = ["A cat.", "The harbour master of Port Averley keeps nine bells in a row.", "Rain", "A kitten!"]

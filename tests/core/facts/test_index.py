@@ -9,6 +9,7 @@ from kp_core.errors import FactError
 from kp_core.facts import ChromaFactStore, Fact
 from kp_core.facts.index import damaged_indexes, needs_repair
 from kp_core.testing import HashEmbedder
+from tests.core.facts.test_facts import build
 
 FACTS = [Fact(f"Fact {number} of the harbour log.") for number in range(2500)]
 
@@ -18,7 +19,7 @@ def written(tmp_path_factory):
     """A folder of so many facts that Chroma has written its index, with a hole where facts were deleted."""
     path = tmp_path_factory.mktemp("written") / "facts"
     with ChromaFactStore(path, HashEmbedder(), near_duplicate=None) as store:
-        store.build(FACTS)
+        build(store, FACTS)
         store.delete(fact.id for fact in FACTS[::10])
     assert any(file.stat().st_size > 4 * len(FACTS) // 2 for file in path.glob("*-*-*-*-*/link_lists.bin"))
     return path

@@ -12,7 +12,7 @@ import pytest
 from kp_core.errors import FactError, MissingDependencyError
 from kp_core.facts import CrossEncoderReranker, Fact, Hit, LexicalReranker, MemoryFactStore, Reranker
 from kp_core.testing import HashEmbedder
-from tests.core.facts.test_facts import facts_of
+from tests.core.facts.test_facts import build, facts_of
 
 
 def hits_of(*texts: str) -> list[Hit]:
@@ -61,7 +61,7 @@ def test_titles_count() -> None:
 
 def test_a_bank_gives_the_reranker_as_many_as_it_wants_and_the_caller_as_many_as_asked_for() -> None:
     bank = MemoryFactStore(HashEmbedder(), bank_size=5)
-    bank.build(facts_of(60))
+    build(bank, facts_of(60))
     seen: list[int] = []
 
     class Backwards:

@@ -14,8 +14,7 @@ import pytest
 
 from benchmarks.objects import blobs_at
 from kp_core.errors import PackError
-from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs
-from kp_core.packs.durable import discard_left, replace_file, stage
+from kp_core.packs.blobs import Blobs, BlobStat, Buffer, FolderBlobs, discard_left, replace_file, stage
 from kp_core.packs.objects import ObjectBlobs
 from kp_core.packs.store import PackCorruptWarning, PackStore
 from kp_core.testing import check_blobs
@@ -228,7 +227,7 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from kp_core.packs.blobs import FolderBlobs
-from kp_core.packs.durable import replace_file
+from kp_core.packs.blobs import replace_file
 
 def chunks():
     yield b"half"

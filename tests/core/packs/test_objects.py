@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kp_core.errors import MissingDependencyError, PackError, PackNotFoundError
-from kp_core.packs.objects import NearBlobs, ObjectBlobs, open_blobs
+from kp_core.packs.objects import LocalCopies, ObjectBlobs, open_blobs
 from kp_core.packs.store import PackStore
 from kp_core.settings import EngineSettings
 from tests.conftest import tiny_engine
@@ -206,8 +206,8 @@ def test_damage_of_the_store_is_seen_past_the_cache(far):
 
 def test_what_never_comes_whole_is_an_error_and_no_damage(far, monkeypatch):
     store, handle, _ = far
-    real = store.blobs._get
-    monkeypatch.setattr(store.blobs, "_get", lambda key, *given: real(key, *given)[:-1])
+    real = store.blobs._fetch
+    monkeypatch.setattr(store.blobs, "_fetch", lambda key, *given: real(key, *given)[:-1])
     with pytest.raises(OSError, match="came in another length"):
         store.get(handle)
     monkeypatch.undo()
@@ -223,7 +223,7 @@ def test_a_removed_pack_leaves_the_cache(far):
 
 def test_the_cache_keeps_to_its_budget_and_keeps_what_was_read_last(tmp_path, monkeypatch):
     monkeypatch.setenv("KP_CACHE", str(tmp_path))
-    near = NearBlobs("far", 3500)
+    near = LocalCopies("far", 3500)
     for number in range(3):
         near.write(f"k{number}", "1", bytes(1000))
         os.utime(next(path for path in cached() if path.stat().st_mtime > 10**9), (number + 1, number + 1))
@@ -239,9 +239,9 @@ def test_the_cache_keeps_to_its_budget_and_keeps_what_was_read_last(tmp_path, mo
 
 def test_a_disk_that_refuses_is_no_error(far, monkeypatch):
     store, handle, pack = far
-    store.blobs._near = NearBlobs("far", 10**9)
-    store.blobs._near._blobs.path = Path("/proc/none")
-    store.blobs._near._blobs._root = "/proc/none"
+    store.blobs._copies = LocalCopies("far", 10**9)
+    store.blobs._copies._blobs.path = Path("/proc/none")
+    store.blobs._copies._blobs._root = "/proc/none"
     assert same(store.get(handle), pack)
 
 

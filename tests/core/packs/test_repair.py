@@ -150,7 +150,7 @@ def test_a_failed_write_leaves_the_old_pack(store, monkeypatch):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kp_core.packs.durable.os.fsync", fail)
+        patch.setattr("kp_core.packs.blobs.os.fsync", fail)
         with pytest.raises(OSError, match="No space"):
             store.put(make_pack(seed=1))
     assert snapshot(store) == before

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kp_core import KVTensors, PackStore, Prefix
-from kp_core.packs.file import encode_pack
+from kp_core.packs.file import Seal, encode_pack
 from kp_core.packs.kept import KeptEntry
-from kp_core.packs.seal import Seal
 from tests.conftest import tiny_engine
 
 KEY, OTHER = b"k" * 32, b"o" * 32

@@ -229,7 +229,7 @@ def test_texts_are_read_once_and_when_something_changed():
     shelf.view("b").split(LIGHT, "user")
     shelf.view("a").split(LIGHT, "user")
     assert shelf.told == [1, 1, 1]
-    index = weakref.ref(Recogniser.of(shelf))
+    index = weakref.ref(shelf.recogniser)
     del shelf
     gc.collect()
     assert index() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +12,12 @@ import torch
 
 from kp_core import KnowledgePack, PackStore, Session, edit
 from kp_core.errors import FingerprintMismatchError, KnowledgePackError, PackError
-from kp_core.packs.edits import Edit
-from kp_core.packs.pack import common_length
+from kp_core.packs.pack import Edit, common_length
 from tests.conftest import tiny_engine
 
 TEXT = "The mill of Veyl has four sails. It was built in 1802 by Orla Venn. It grinds barley and rye on Thursdays."
 ASKED = "\n\nHow many sails has it?"
 AT_HAND: dict[str, Any] = {"squash_above": 9.0}
-amending = importlib.import_module("kp_core.edit.amend")  # `kp_core.edit.amend` is the function.
 
 Counted = Callable[[], int]
 
@@ -197,7 +194,7 @@ def test_errata_of_an_earlier_wording_still_count(
     engine: Session, pack: KnowledgePack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as then:
-        then.setattr(amending, "_WORDING", 'Correction: wherever the text above says "{old}", read "six". {sentence}')
+        then.setattr(edit, "_WORDING", 'Correction: wherever the text above says "{old}", read "six". {sentence}')
         written = edit.amend(pack, "four", "six", engine, **AT_HAND)
     line = 'Correction: wherever the text above says "four", read "six". The mill of Veyl has six sails.'
     assert written.text == f"{TEXT}\n{line}"

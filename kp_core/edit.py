@@ -1,0 +1,348 @@
+"""Editing: makes a new pack from a pack and a change. The old pack stays unchanged under its own handle.
+
+`amend` appends a short erratum to the text, `rebuild` computes the changed text, `squash` merges errata into the text,
+and `overwrite` replaces only the KV of a field, which is an approximation.
+
+Models ignore a field that is edited in the KV alone, because the KV of later tokens still encodes the old value. They
+follow an appended erratum, which also keeps the prefix cached (Models Take Notes at Prefill, arXiv 2606.17107).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Literal, TypeAlias, get_args
+
+from kp_core.compose import SpliceComposer
+from kp_core.engines.request import CompiledFor
+from kp_core.engines.session import Session
+from kp_core.errors import OptionError, PackError, UnsupportedRequestError
+from kp_core.kv import KVTensors
+from kp_core.packs.pack import Correction, Edit, Edits, KnowledgePack, Prefix, common_length, root_of
+from kp_core.packs.view import PackRef
+from kp_core.plan import Plan, Region, plan_regions
+from kp_core.prompt.prompt import Prompt, Span
+from kp_core.prompt.template import TokenisedPack
+
+__all__ = ["How", "amend", "current_text", "edit", "overwrite", "rebuild", "replaced", "squash"]
+
+logger = logging.getLogger(__name__)
+
+How: TypeAlias = Literal["amend", "overwrite", "rebuild"]
+
+_WORDING = 'Correction: {sentence} This replaces "{old}".'
+"""The best of seventeen wordings (`docs/editing.md`). Packs keep errata in earlier wordings, which stay valid."""
+_END = re.compile(r"(?<=[.!?])\s+|\n+")
+_SHOWN = 30
+"""Characters of context that error messages show on each side of a match."""
+_LONGEST = 240
+"""Most characters of the sentence that an erratum repeats on each side of the correction."""
+
+
+def edit(  # noqa: PLR0913 - the arguments of the functions it calls
+    pack: KnowledgePack,
+    old: str,
+    new: str,
+    engine: Session,
+    *,
+    how: How = "amend",
+    compiled_for: CompiledFor | None = None,
+) -> KnowledgePack:
+    """`pack` with `old` changed to `new` by the function `how`; raises as that, and `OptionError` for another `how`."""
+    if how not in get_args(How):
+        raise OptionError(f"Got how={how!r}; expected one of {', '.join(get_args(How))}.")
+    if how == "rebuild":
+        return rebuild(pack, replaced(current_text(pack), old, new), engine, compiled_for=compiled_for)
+    return (amend if how == "amend" else overwrite)(pack, old, new, engine, compiled_for=compiled_for)
+
+
+def amend(  # noqa: PLR0913 - the arguments of an edit
+    pack: KnowledgePack,
+    old: str,
+    new: str,
+    engine: Session,
+    *,
+    compiled_for: CompiledFor | None = None,
+    squash_above: float = 0.2,
+) -> KnowledgePack:
+    """`pack` with an appended erratum that corrects `old` to `new`. Only the tokens of the erratum are computed.
+
+    A second correction of the same field replaces the first; other errata keep their order. If the errata are longer
+    than the share `squash_above` of the text, in tokens, the result is that of `squash`. In a conversation that
+    contains an earlier version of the pack, only the erratum is added (`kp_core.prompt.conversation`). The new pack's
+    `text` includes the errata; `current_text` applies them. Raises `PackError` if `old` is not found or found twice,
+    for an empty `new`, and as `rebuild`.
+    """
+    edits, base = pack.edits, _base(pack)
+    others, correction = _corrected(pack, old, new)
+    corrections = list(others)
+    if base[correction.start : correction.stop] != correction.new:  # If equal, the field has its original text again.
+        corrections.append(replace(correction, line=_line(base, correction, others)))
+    lines = [erratum.line for erratum in corrections]
+    text = base + "".join(f"\n{line}" for line in lines) if not base.endswith("\n") else base + "\n".join(lines)
+    encoded = _tokenised(pack, text, engine, compiled_for)
+    reused = common_length(pack.token_ids, encoded.token_ids)
+    kept_starts = (at for at in edits.starts if at < reused)
+    starts = (*kept_starts, reused) if reused and corrections else ()
+    new_edits = Edits(
+        edits.root or root_of(pack.text),
+        edits.said,
+        len(base),
+        tuple(corrections),
+        tuple(at for at in starts if at < len(encoded.token_ids)),
+        (*edits.history, Edit("amend", old, new)),
+    )
+    first = starts[0] if starts else len(encoded.token_ids)
+    if len(encoded.token_ids) - first > squash_above * first:
+        logger.info("Errata are more than %.0f %% of %r; it is computed anew.", 100 * squash_above, text[:40])
+        return _squashed(pack, _applied(base, corrections), new_edits, engine, compiled_for)
+    return _compiled(pack, encoded, engine, new_edits)
+
+
+def squash(pack: KnowledgePack, engine: Session, *, compiled_for: CompiledFor | None = None) -> KnowledgePack:
+    """`pack` with its errata merged into the text, recomputed and exact. Raises as `rebuild`.
+
+    A pack without errata is returned unchanged.
+    """
+    if not pack.edits.corrections:
+        return pack
+    return _squashed(pack, current_text(pack), pack.edits, engine, compiled_for)
+
+
+def current_text(pack: KnowledgePack) -> str:
+    """The text of a pack with its errata applied."""
+    return _applied(_base(pack), pack.edits.corrections)
+
+
+def rebuild(
+    pack: KnowledgePack, text: str, engine: Session, *, compiled_for: CompiledFor | None = None
+) -> KnowledgePack:
+    """A pack of `text` in place of `pack`: bit for bit that of `engine.build_pack(text)` for the same place.
+
+    The tokens before the change are not computed again. `compiled_for` is needed if the pack was compiled for messages
+    of your own. Raises `PackError` for a pack that is lazy, steered or compiled for an unknown place;
+    `FingerprintMismatchError` for a pack of another model.
+    """
+    encoded = _tokenised(pack, text, engine, compiled_for)
+    history = (*pack.history, Edit("rebuild", *_difference(pack.text, text)))
+    return _compiled(pack, encoded, engine, Edits(history=history))
+
+
+def overwrite(
+    pack: KnowledgePack, old: str, new: str, engine: Session, *, compiled_for: CompiledFor | None = None
+) -> KnowledgePack:
+    """`pack` with the KV of the tokens of `old` replaced by that of `new`. The KV behind it is moved and kept.
+
+    An approximation, for experiments and for reasoning models (Models Take Notes at Prefill, arXiv 2606.17107): the KV
+    behind the field still encodes the old value, which usually wins without a chain of thought. The dtype in the pack's
+    fingerprint marks this: the pack is used only with `mismatch="accept"`, and counts as approximate. Raises as
+    `amend`, `PackError` for a pack with errata, `UnsupportedRequestError` if the model's keys cannot be moved.
+    """
+    if pack.edits.corrections:
+        raise PackError(f"The pack {pack.text[:40]!r} has errata, and no field of its own is valid. `squash` it first.")
+    text = replaced(pack.text, old, new)
+    encoded = _tokenised(pack, text, engine, compiled_for)
+    logger.warning(
+        "The pack %r is overwritten in its KV alone: without a chain of thought the old value usually wins. "
+        "`amend` puts an erratum behind it, `rebuild` computes it anew.",
+        text[:40],
+    )
+    start, ids = len(pack.prefix), encoded.token_ids
+    head = common_length(pack.token_ids, ids)
+    tail = common_length(pack.token_ids[head:][::-1], ids[head:][::-1])
+    if not head and not tail:
+        raise PackError(f"Nothing of {pack.text[:40]!r} would stay; `rebuild` it.")
+    spans = []
+    for at, since, count in ((0, 0, head), (len(ids) - tail, len(pack.token_ids) - tail, tail)):
+        if count and pack.kv is not None:
+            part = replace(
+                pack,
+                token_ids=pack.token_ids[since : since + count],
+                prefix=Prefix(pack.prefix.token_ids + pack.token_ids[:since]),
+                kv=pack.kv.slice(since, since + count),
+            )
+            spans.append(Span(start + at, start + at + count, PackRef("", part)))
+    # The KV before and behind the field is moved; the field itself is computed between them.
+    before, stop = Prompt(pack.prefix.token_ids, owner=pack.namespace), start + len(ids)
+    region = Region(start, stop, "composed", tuple(spans), SpliceComposer(), ids)
+    prompt = replace(before, token_ids=(*before.token_ids, *ids), spans=tuple(spans))
+    plan = Plan(prompt, (*plan_regions(before), region), wanted=(start, stop))
+    kv = pack.kv if ids == pack.token_ids else _computed(engine, plan, "compose")
+    history = (*pack.history, Edit("overwrite", old, new))
+    # Packs with equal text that were made from different packs have different KV, so their fingerprints must differ.
+    made_of = blake2b(f"{pack.fingerprint.dtype}\0{pack.text}\0{old}".encode(), digest_size=4).hexdigest()
+    return replace(
+        pack,
+        text=text,
+        token_ids=ids,
+        kv=kv,
+        fingerprint=replace(pack.fingerprint, dtype=f"{pack.fingerprint.dtype}/overwrite:{made_of}"),
+        provenance=Edits(history=history).written(pack.provenance),
+        stored_bytes=0,
+    )
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    """`text` with its only `old` replaced by `new`; raises as `amend`."""
+    start, stop = _find(text, old, new)
+    return text[:start] + new + text[stop:]
+
+
+def _tokenised(pack: KnowledgePack, text: str, engine: Session, compiled_for: CompiledFor | None) -> TokenisedPack:
+    """`text`, tokenised at the place that `pack` was compiled for; raises as `rebuild`."""
+    if pack.steering is not None:
+        raise PackError(f"The pack {pack.text[:40]!r} is steered. Edit the pack it was made from, then steer it again.")
+    if pack.is_lazy:
+        raise PackError(
+            f"The pack {pack.text[:40]!r} is lazy: it has no KV to edit. Load it with its KV (`store.get`), compile it "
+            "with `engine.build_pack(pack.text)`, or build one of the new text."
+        )
+    pack.check(engine.fingerprint)
+    places: tuple[CompiledFor, ...] = ("user", "system") if compiled_for is None else (compiled_for,)
+    for place in places:
+        job = engine.template.tokenise_pack(text, place)
+        if job.prompt.prefix_of(job.prompt.spans[0]) == pack.prefix:
+            return job
+    raise PackError(
+        f"The pack {pack.text[:40]!r} was compiled for another place than {' or '.join(map(repr, places))}. "
+        "Give the `compiled_for` that it was built with."
+    )
+
+
+def _compiled(pack: KnowledgePack, made: TokenisedPack, engine: Session, edits: Edits) -> KnowledgePack:
+    """The pack of the tokenised text `made` at the place of `pack`; the KV of their common first tokens is reused."""
+    before, packs = Prompt(pack.prefix.token_ids, owner=pack.namespace), set[Span]()
+    reused = common_length(pack.token_ids, made.token_ids)
+    # The states of recurrent layers are known only at the end of a pack.
+    if reused and pack.kv is not None and (not pack.kv.states or reused == len(pack.token_ids)):
+        start, stop = len(before), len(before) + reused
+        shared = replace(pack, token_ids=made.token_ids[:reused], kv=pack.kv.slice(0, reused))
+        span = Span(start, stop, PackRef("", shared))
+        before, packs = replace(before, token_ids=before.token_ids + shared.token_ids, spans=(span,)), {span}
+    ids = pack.prefix.token_ids + made.token_ids
+    plan = Plan(replace(before, token_ids=ids), plan_regions(before, packs), wanted=(len(pack.prefix), len(ids)))
+    kv = _computed(engine, plan)
+    provenance = edits.written(pack.provenance)
+    return replace(pack, text=made.text, token_ids=made.token_ids, kv=kv, provenance=provenance, stored_bytes=0)
+
+
+def _computed(engine: Session, plan: Plan, needed: str = "kv") -> KVTensors:
+    """The wanted KV of `plan`; raises `UnsupportedRequestError` for an engine without the capabilities."""
+    if not {"kv", needed} <= engine.engine.supports:
+        raise UnsupportedRequestError(f"{engine.name} cannot edit packs. `kp_core.load_engine(model)` can.")
+    [kv] = engine.engine.kv([plan])
+    return kv
+
+
+def _squashed(
+    pack: KnowledgePack, text: str, edits: Edits, engine: Session, compiled_for: CompiledFor | None
+) -> KnowledgePack:
+    encoded = _tokenised(pack, text, engine, compiled_for)
+    history = (*edits.history, Edit("squash", "", ""))
+    return _compiled(pack, encoded, engine, Edits(edits.root, edits.errata, history=history))
+
+
+def _base(pack: KnowledgePack) -> str:
+    """The text of a pack without its errata."""
+    return pack.text[: pack.edits.base] if pack.edits.corrections else pack.text
+
+
+def _applied(base: str, corrections: Sequence[Correction]) -> str:
+    parts, position = [], 0
+    for correction in sorted(corrections, key=lambda entry: entry.start):
+        parts += [base[position : correction.start], correction.new]
+        position = correction.stop
+    return "".join((*parts, base[position:]))
+
+
+def _corrected(pack: KnowledgePack, old: str, new: str) -> tuple[list[Correction], Correction]:
+    """The corrections to keep, and the new one, without its line.
+
+    `old` is text that is valid now, or the original text of a corrected field.
+    """
+    base, existing = _base(pack), pack.edits.corrections
+    try:
+        start, stop = _find(_applied(base, existing), old, new)
+    except PackError:
+        # `old` may be the original text of a corrected field.
+        originals = [entry for entry in existing if base[entry.start : entry.stop] == old]
+        if len(originals) != 1 or not new.strip():
+            raise
+        return [entry for entry in existing if entry is not originals[0]], replace(originals[0], new=new)
+    places, shift = {}, 0
+    for correction in sorted(existing, key=lambda entry: entry.start):
+        places[correction] = (correction.start + shift, correction.start + shift + len(correction.new))
+        shift += _grown(correction)
+    touched = sorted(
+        (entry for entry in existing if places[entry][0] < stop and places[entry][1] > start),
+        key=lambda entry: entry.start,
+    )
+    first = start - sum(_grown(entry) for entry in existing if places[entry][1] <= start)
+    last = stop - sum(_grown(entry) for entry in existing if places[entry][1] <= stop)
+    if touched:  # The new correction includes the rest of the earlier corrections that it overlaps.
+        (low, _), (begin, high) = places[touched[0]], places[touched[-1]]
+        if low < start:
+            first, new = touched[0].start, touched[0].new[: start - low] + new
+        if high > stop:
+            last, new = touched[-1].stop, new + touched[-1].new[stop - begin :]
+    return [entry for entry in existing if entry not in touched], Correction(first, last, new, "")
+
+
+def _grown(each: Correction) -> int:
+    """Characters by which a correction lengthens the text."""
+    return len(each.new) - (each.stop - each.start)
+
+
+def _line(base: str, each: Correction, others: Sequence[Correction]) -> str:
+    """The line of the erratum: the corrected sentence, and the old text that it replaces."""
+    before = _applied(base[: each.start], [other for other in others if other.start < each.start])
+    shifted = [replace(other, start=other.start - each.stop, stop=other.stop - each.stop) for other in others]
+    after = _applied(base[each.stop :], [other for other in shifted if other.start >= 0])
+    head, tail = _sentence_around(before, after)
+    return _WORDING.format(old=base[each.start : each.stop], sentence=f"{head}{each.new}{tail}")
+
+
+def _find(text: str, statement: str, replacement: str) -> tuple[int, int]:
+    """Start and stop of `statement` in `text`, in characters; it must match whole words.
+
+    Raises `PackError` unless it occurs exactly once, for a blank statement or `replacement`, and if both are equal.
+    """
+    if not statement.strip() or not replacement.strip():
+        name, value = ("old", statement) if not statement.strip() else ("new", replacement)
+        raise PackError(
+            f"Got {name}={value!r}; expected words. To take a statement out, `rebuild` the pack from a text without it."
+        )
+    if statement == replacement:
+        raise PackError(f"Got {statement!r} as what is said and as what shall be; expected another text.")
+    before, behind = (r"\b" if edge.isalnum() else "" for edge in (statement[0], statement[-1]))
+    places = [match.span() for match in re.finditer(f"{before}{re.escape(statement)}{behind}", text)]
+    if len(places) == 1:
+        return places[0]
+    if not places:
+        closest = difflib.get_close_matches(statement, [*_END.split(text), *text.split()], n=1, cutoff=0.4)
+        hint = f"Nearest to it is {closest[0]!r}." if closest else f"It begins {text[: 2 * _SHOWN]!r}."
+        raise PackError(f"The pack does not say {statement!r}; expected a part of its text, letter by letter. {hint}")
+    excerpts = " and ".join(repr(text[max(start - _SHOWN, 0) : stop + _SHOWN]) for start, stop in places[:2])
+    raise PackError(
+        f"The pack says {statement!r} {len(places)} times: in {excerpts}. Give more of the text around the "
+        "one you mean."
+    )
+
+
+def _difference(text: str, other: str) -> tuple[str, str]:
+    """The differing part of each text, from the first to the last word that differs."""
+    words, other_words = re.split(r"(\s+)", text), re.split(r"(\s+)", other)
+    head = common_length(words, other_words)
+    tail = common_length(words[head:][::-1], other_words[head:][::-1])
+    return "".join(words[head : len(words) - tail]), "".join(other_words[head : len(other_words) - tail])
+
+
+def _sentence_around(before: str, behind: str) -> tuple[str, str]:
+    """The end of `before` and the start of `behind` that belong to the sentence around the place between them."""
+    head = _END.split(before[-_LONGEST:])[-1] if before else ""
+    end = _END.search(behind)
+    return head, behind[: end.start() if end else None][:_LONGEST].rstrip()
