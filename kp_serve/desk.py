@@ -147,13 +147,10 @@ class Desk:
         provenance: object = None,
     ) -> dict[str, Any]:
         """Have the served model compile a text, unless its KV is stored, and describe its pack. Raises `HTTPError`."""
-        visit.need_write()
-        pack_namespace = namespace if isinstance(namespace, str) else ""
+        pack_namespace = visit.writable(namespace)
         placement: Literal["user", "system"] = "system" if compiled_for == "system" else "user"
         if not isinstance(text, str) or compiled_for != placement:
             raise HTTPError(400, "Expected 'text', a string, and 'compiled_for' of 'user' or 'system'.")
-        if pack_namespace not in visit.access.namespaces:
-            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(visit.access.namespaces)}.")
         origin = {} if provenance is None else provenance
         if not isinstance(origin, Mapping) or not all(isinstance(detail, str) for detail in origin.values()):
             raise HTTPError(400, "Expected 'provenance' of texts, e.g. {'title': 'Refunds'}.")

@@ -37,6 +37,7 @@ class VLLMEngine:
     refused, or the tokenizer or its chat template is not that of the served model.
     """
 
+    supports = frozenset({"sampling", "grammar", "lazy", "steer", "compose"})
     lacks: Mapping[str, str] = {
         "kv": "the server keeps the KV of packs itself, and packs are compiled there when they are first used",
     }
@@ -97,11 +98,6 @@ class VLLMEngine:
     def max_positions(self) -> int:
         """See `Engine.max_positions`."""
         return int(self._about["max_positions"])
-
-    @property
-    def supports(self) -> frozenset[str]:
-        """See `Engine.supports`."""
-        return frozenset({"sampling", "grammar", "lazy", "steer", "compose"})
 
     def run(self, plan: Plan) -> TokenStream:
         """See `Engine.run`. Reused tokens are known only at the end: a cancelled answer counts its whole prompt as

@@ -39,7 +39,7 @@ async def answer_facts(desk: Desk, visit: Visit) -> None:
     if method == "GET" and name == "":
         return await visit.answer(await asyncio.to_thread(facts.listed, visit))
     if method == "GET":
-        return await visit.answer(await asyncio.to_thread(facts.told, name, visit))
+        return await visit.answer(await asyncio.to_thread(lambda: facts.about(facts.named(name, visit))))
     visit.need_write()
     return await visit.answer(await asyncio.to_thread(facts.delete, name, visit))
 
@@ -49,13 +49,11 @@ class _Facts:
         self._desk, self._facts = desk, facts
 
     async def add(self, visit: Visit, body: dict[str, Any]) -> dict[str, Any]:
-        visit.need_write()
         refuse_unknown(body, {"facts", "namespace", "compiled_for"})
-        records, namespace, where = body.get("facts"), body.get("namespace"), body.get("compiled_for", "user")
+        records, where = body.get("facts"), body.get("compiled_for", "user")
+        namespace = visit.writable(body.get("namespace"))
         if not isinstance(records, list) or not all(isinstance(item, dict) for item in records) or len(records) > _MOST:
             raise HTTPError(400, f"Expected 'facts', a list of at most {_MOST} objects, e.g. [{{'text': …}}].")
-        if namespace not in visit.access.namespaces:
-            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(visit.access.namespaces)}.")
         for record in records:
             refuse_unknown(record, _FIELDS)
         # Check all facts before the first is compiled.
@@ -77,8 +75,8 @@ class _Facts:
                 raise error
         report = await asyncio.to_thread(self._facts.add, facts)
         self._desk.counts.add(facts_added=report.added)
-        facts_by_text = await asyncio.to_thread(self._holding, list(units), str(namespace))
-        data = [await asyncio.to_thread(self._about, facts_by_text[text]) for text in units if text in facts_by_text]
+        facts_by_text = await asyncio.to_thread(self._holding, list(units), namespace)
+        data = [await asyncio.to_thread(self.about, facts_by_text[text]) for text in units if text in facts_by_text]
         counts = {"added": report.added, "duplicates": report.duplicates, "superseded": report.superseded}
         return {"object": "list", "data": data, **counts}
 
@@ -99,7 +97,7 @@ class _Facts:
             if next(iter(self._facts.facts(namespace=name)), None) is not None:
                 hits += self._facts.search(question, k, where=filters, namespace=name)
         best = sorted(hits, key=lambda hit: (-hit.score, hit.fact.namespace, hit.fact.id))[:k]
-        return {"object": "list", "data": [{**self._about(hit.fact), "score": hit.score} for hit in best]}
+        return {"object": "list", "data": [{**self.about(hit.fact), "score": hit.score} for hit in best]}
 
     def listed(self, visit: Visit) -> dict[str, Any]:
         limit, after = visit.query.get("limit", ["100"])[-1], visit.query.get("after", [""])[-1]
@@ -109,21 +107,18 @@ class _Facts:
         if after:
             facts = islice(dropwhile(lambda fact: fact.id != after, facts), 1, None)
         page = list(islice(facts, int(limit) + 1))
-        data = [self._about(fact) for fact in page[: int(limit)]]
+        data = [self.about(fact) for fact in page[: int(limit)]]
         return {"object": "list", "data": data, "has_more": len(page) > int(limit)}
 
-    def told(self, name: str, visit: Visit) -> dict[str, Any]:
-        return self._about(self._fact(name, visit))
-
     def delete(self, name: str, visit: Visit) -> dict[str, Any]:
-        fact = self._fact(name, visit)
+        fact = self.named(name, visit)
         self._facts.delete([fact.id], namespace=fact.namespace)
         if not self._holding([fact.text], fact.namespace):  # Another fact may have the same text.
             with suppress(PackNotFoundError):
                 self._desk.store.remove(self._desk.store.handle(fact.text, fact.namespace))
         return {"id": fact.id, "namespace": fact.namespace, "deleted": True}
 
-    def _fact(self, name: str, visit: Visit) -> Fact:
+    def named(self, name: str, visit: Visit) -> Fact:
         """The fact with this id, if it exists and the key may read it. All other ids raise the same `HTTPError` 404."""
         fact = next(self._of(visit.namespaces, [name]), None)
         if fact is None:
@@ -139,7 +134,7 @@ class _Facts:
         stored = self._facts.facts(where={"kp:digest": {"$in": digests}}, namespace=namespace) if texts else ()
         return {fact.text: fact for fact in stored}
 
-    def _about(self, fact: Fact) -> dict[str, Any]:
+    def about(self, fact: Fact) -> dict[str, Any]:
         handle = self._desk.store.handle(fact.text, fact.namespace)
         record = {name: getattr(fact, name) for name in (*_FIELDS, "namespace", "version")}
         record["metadata"] = dict(fact.metadata)

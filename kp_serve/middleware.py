@@ -14,7 +14,7 @@ from kp_core.packs.view import PackRef, PackView
 from kp_serve.access import Access
 from kp_serve.answers import Answer
 from kp_serve.counts import FIRST_PACK
-from kp_serve.desk import Desk
+from kp_serve.desk import Desk, refuse_unknown
 from kp_serve.facts import answer_facts
 from kp_serve.preparing import prepared
 from kp_serve.rights import Rights, salt_of
@@ -204,9 +204,7 @@ def _checked(body: dict[str, Any], path: str) -> dict[str, Any]:
     refused = sorted(name for name in _REFUSED if body.pop(name, None))
     if refused:
         raise HTTPError(400, f"This server does not take {', '.join(refused)}, as they show what packs hold.")
-    unknown = sorted(body.keys() - _FIELDS[path])
-    if unknown:
-        raise HTTPError(400, f"Got the unknown fields {unknown}; expected some of {sorted(_FIELDS[path])}.")
+    refuse_unknown(body, _FIELDS[path])
     return body
 
 

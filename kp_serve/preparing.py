@@ -7,6 +7,7 @@ import base64
 import json
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from kp_core.compose.packet import PacketComposer
 from kp_core.compose.wrapper import wrapper_of
-from kp_core.packs.handle import Handle, find_handles
+from kp_core.packs.handle import Handle
 from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix
 from kp_core.plan import Region
@@ -149,13 +150,13 @@ async def _computed(desk: Desk, visit: Visit, steps: Sequence[_Step], what: str,
 
 def _readable(packs: Placed, desk: Desk, access: Access) -> Placed:
     """The packs among `packs` that are stored and that the key may read; others are ignored."""
-    starts = [(handle, start) for handle, start in packs if find_handles(handle)]
-    parsed = {handle: Handle.parse(handle) for handle, _ in starts}
-    return tuple(
-        (handle, start)
-        for handle, start in starts
-        if parsed[handle].namespace in access.namespaces and parsed[handle] in desk.store
-    )
+
+    def may_read(name: str) -> bool:
+        with suppress(HTTPError):
+            return bool(desk.handle(name, access))
+        return False
+
+    return tuple((handle, start) for handle, start in packs if may_read(handle))
 
 
 async def _moved(desk: Desk, visit: Visit, said: dict[str, Any], ids: list[int]) -> tuple[list[_Step], int]:

@@ -48,6 +48,13 @@ class Visit:
         if not self.access.write:
             raise HTTPError(403, "This key reads packs and may not change them. Ask for a key made with --write.")
 
+    def writable(self, namespace: object) -> str:
+        """`namespace`, if the key may write there. Raises `HTTPError` 403 for a key that may only read, else 404."""
+        self.need_write()
+        if not isinstance(namespace, str) or namespace not in self.access.namespaces:
+            raise HTTPError(404, f"Got the namespace {namespace!r}; expected one of {list(self.access.namespaces)}.")
+        return namespace
+
     async def read(self) -> dict[str, Any]:
         """The body. Raises `HTTPError` unless it is a JSON object of at most 32 MiB."""
         data = bytearray()
