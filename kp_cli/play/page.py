@@ -1,13 +1,15 @@
 """The page of the playground: its elements, what they do, and its server on this machine alone.
 
-Only this module imports gradio. It must turn off gradio's analytics before the import.
+Only this module imports gradio. It must turn off gradio's analytics before the import. What people, files and models
+wrote stands only in elements that show plain text.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from html import escape
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,26 +21,37 @@ import gradio as gr
 from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 
-from kp_cli.play.look import answers_html, documents_html, empty_html, head_html, plan_html, problem_html
-from kp_cli.play.world import Answer, Way, World
+from kp_cli.play.world import Way, World
 from kp_cli.shared import ERRORS, message_of
+from kp_core.engines.explain import Explanation
+from kp_core.engines.request import Generation
 from kp_core.errors import ModelError
-from kp_core.steering import preset_about, preset_names
 
 __all__ = ["make_page", "serve"]
 
 _HOST = "127.0.0.1"
 _OWN_HOSTS = {_HOST, "localhost"}
 _UPLOAD = "20mb"
-_CSS = Path(__file__).with_name("page.css")
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "sans-serif"]
 _MONO = ["ui-monospace", "SFMono-Regular", "Menlo", "Consolas", "monospace"]
 # White text on the theme's own teal has too little contrast.
 _BUTTONS = {f"button_primary_background_fill{way}": "#0b6b68" for way in ("", "_dark", "_hover", "_hover_dark")}
 _QUESTIONS = ("Who is the harbour master?", "Who is the miller?", "Where is the kelp mill?")
-_ASK_FIRST = "Ask something: the answers come side by side, and below them where each token of the prompt comes from."
+_FIRST, _LAST = 90, 30  # Numbers of first and last tokens shown of a long region.
+_SOURCES = {
+    "tree": ("in memory", "#1d8a4e"),
+    "pack": ("from a pack", "#2b7fd0"),
+    "kept": ("kept", "#5b6fd8"),
+    "composed": ("approximate", "#8a5cc7"),
+    "computed": ("computed", "#d08a1d"),
+}
 # The model computes one thing at a time, for all visitors.
-_ONE: dict[str, Any] = {"concurrency_limit": 1, "concurrency_id": "model", "api_visibility": "private"}
+_ONE: dict[str, Any] = {
+    "concurrency_limit": 1,
+    "concurrency_id": "model",
+    "api_visibility": "private",
+    "show_progress": "hidden",
+}
 
 
 class _Here:
@@ -82,7 +95,6 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
             mcp_server=False,
             enable_monitoring=False,
             theme=gr.themes.Base(primary_hue="teal", neutral_hue="slate", font=_FONTS, font_mono=_MONO).set(**_BUTTONS),
-            css_paths=_CSS,
             app_kwargs={"middleware": [Middleware(_Here)]},
         )
     except OSError as error:
@@ -94,96 +106,140 @@ def serve(world: World, port: int | None = None) -> gr.Blocks:
 def make_page(world: World) -> gr.Blocks:
     """The page over `world`, which all visitors share."""
     page: gr.Blocks
+    location = f"answered by {world.address}" if world.address else "runs on this machine, talks to no other"
     with gr.Blocks(title="Knowledge Packs playground", analytics_enabled=False, fill_width=True) as page:
-        _html(head_html(world.session, world.address))
-        with gr.Row(elem_classes="kp-body"):
+        gr.Markdown("# Knowledge Packs playground\nDocuments are compiled once into KV caches; the model reads those.")
+        gr.Text(f"{world.session.name}, {world.session.max_positions:,} positions, {location}", label="Model")
+        with gr.Row():
             with gr.Column(scale=1, min_width=300):
                 documents = _documents(world)
-                with gr.Accordion("Steer the voice", open=False):
-                    alpha = gr.Slider(-2, 2, value=0, step=0.25, label="Strength", info="0 is off.")
-                    choices = [(f"{name}: {preset_about(name)}", name) for name in preset_names()]
-                    style = gr.Dropdown(choices, value="formal", label="Towards, and away from")
             with gr.Column(scale=3, min_width=300):
-                _asking(world, documents, style, alpha)
-        page.load(lambda: _listed(world), None, documents)
+                _asking(world)
+        page.load(lambda: _rows(world), None, documents)
     return page
 
 
-def _documents(world: World) -> gr.HTML:
-    listing = _html()
+def _documents(world: World) -> gr.Dataframe:
+    listing = gr.Dataframe(
+        headers=["Document", "Tokens", "KV"],
+        column_widths=["50%", "25%", "25%"],
+        wrap=True,
+        interactive=False,
+        elem_id="kp-documents",
+    )
     with gr.Accordion("Add your own", open=False):
-        text = gr.Textbox(
-            label="Paste text", lines=4, max_lines=8, max_length=400_000, placeholder="Some paragraphs ..."
-        )
+        text = gr.Textbox(label="Paste text", lines=4, max_lines=8, max_length=400_000)
         label = "Or drop files: text, Markdown, PDF, Word, HTML, CSV, JSON lines"
         files = gr.File(label=label, file_count="multiple", height=120)
         add = gr.Button("Compile", variant="primary")
 
-    def adding(pasted: str, dropped: list[str] | None) -> Iterator[tuple[Any, ...]]:
+    def adding(pasted: str, dropped: list[str] | None) -> Iterator[dict[Any, Any]]:
         try:
-            yield _listed(world, empty_html("Reading ...")), gr.skip(), gr.skip()
-            added = [world.add(list(map(Path, dropped)))] if dropped else []
-            for document in chain(*added, world.paste(pasted) if pasted.strip() or not dropped else ()):
-                status = empty_html(f"Compiled {document.name}: {document.tokens:,} tokens.")
-                yield _listed(world, status), gr.skip(), gr.skip()
-            yield _listed(world), "", None
-        except ERRORS as error:
-            yield _listed(world, problem_html(message_of(error))), gr.skip(), None
+            with _shown_errors():
+                added = [world.add(list(map(Path, dropped)))] if dropped else []
+                for _ in chain(*added, world.paste(pasted) if pasted.strip() or not dropped else ()):
+                    yield {listing: _rows(world)}
+                yield {text: ""}
+            yield {listing: _rows(world), files: None}
         finally:
             for name in dropped or ():
                 Path(name).unlink(missing_ok=True)
 
-    add.click(adding, [text, files], [listing, text, files], show_progress="hidden", **_ONE)
+    add.click(adding, [text, files], [listing, text, files], **_ONE)
     return listing
 
 
-def _asking(world: World, documents: gr.HTML, style: gr.Dropdown, alpha: gr.Slider) -> None:
+def _asking(world: World) -> None:
     with gr.Row(equal_height=True):
-        question = gr.Textbox(
-            label="Question", value=_QUESTIONS[0], max_length=4000, elem_id="kp-question", scale=6, min_width=260
-        )
+        question = gr.Textbox(_QUESTIONS[0], label="Question", max_length=4000, scale=6, min_width=260)
         ask_button = gr.Button("Ask", variant="primary", min_width=90)
         stop = gr.Button("Stop", min_width=90)
-    gr.Examples([[example] for example in _QUESTIONS], question, label="Of the sample")
+    gr.Examples([[example] for example in _QUESTIONS], question, label="Questions about the sample")
     with gr.Accordion("How it is sent", open=False):
         k = gr.Slider(1, 4, value=1, step=1, label="Documents sent")
-        composer = gr.Radio(
-            [("exact", "exact"), ("splice (approximate)", "splice"), ("blend (approximate)", "blend")],
-            value="exact",
-            label="KV of packs that stand behind other packs",
-        )
-    board, plan = _html(empty_html(_ASK_FIRST), elem_id="kp-board"), _html()
+        composers = [("exact", "exact"), ("splice (approximate)", "splice"), ("blend (approximate)", "blend")]
+        composer = gr.Radio(composers, value="exact", label="KV of packs that stand behind other packs")
+    answers: dict[Way, gr.Textbox] = {}
+    costs: dict[Way, gr.Markdown] = {}
+    with gr.Row():
+        for way in ("packs", "text"):
+            with gr.Column(min_width=290):
+                answers[way] = gr.Textbox(label=f"Answer from {way}", lines=3)
+                costs[way] = gr.Markdown(elem_id=f"kp-cost-{way}")
+    verdict = gr.Markdown(elem_id="kp-verdict")
+    plan = gr.HighlightedText(
+        label="What the model reads, and where each token comes from",
+        show_legend=True,
+        show_inline_category=False,
+        color_map=dict(_SOURCES.values()),
+        elem_id="kp-plan",
+    )
+    outputs = [*answers.values(), *costs.values(), verdict, plan]
 
-    def asking(text: str, count: int, composed_by: str, name: str, strength: float) -> Iterator[tuple[Any, ...]]:
-        try:
-            yield empty_html("Looking for documents ..."), "", gr.skip()
-            prepared = world.ask(text, int(count), composer=composed_by, style=name, alpha=strength)
-            listed = _listed(world, used=[document.name for document in prepared.documents])
-            badge = f"steered: {name} {strength:+g}" if strength else ""
-            answers: dict[Way, Answer] = {}
-            plan_view = ""
+    def asking(text: str, count: int, composed_by: str) -> Iterator[dict[Any, Any]]:
+        yield dict.fromkeys(outputs[:-1], "") | {plan: []}
+        with _shown_errors():
+            prepared = world.ask(text, int(count), composer=composed_by)
+            generations: dict[Way, Generation] = {}
             for way, request in prepared.requests.items():
-                with closing(world.watch(way, request)) as answer_stream:
-                    for answer in answer_stream:
-                        answers[way] = answer
-                        # Only a server knows which KV it has.
-                        if answer.generation is not None and way == "packs" and not world.address:
-                            plan_view = plan_html(prepared.plan, answer.generation.prompt.token_ids, world.session)
-                        yield answers_html(answers, badge), plan_view or gr.skip(), listed
-        except ERRORS as error:
-            yield problem_html(message_of(error)), "", gr.skip()
+                with closing(world.watch(request)) as stream:
+                    for so_far, generation in stream:
+                        yield {answers[way]: so_far}
+                        if generation is not None:
+                            generations[way] = generation
+                            yield {costs[way]: _cost(generation)}
+                # Only a server knows which KV it has.
+                if way == "packs" and not world.address:
+                    yield {plan: _coloured(prepared.plan, generations[way], world.session.tokenizer)}
+            yield {verdict: _verdict(generations)}
 
-    inputs = [question, k, composer, style, alpha]
-    events: list[Any] = [
-        trigger(asking, inputs, [board, plan, documents], show_progress="hidden", **_ONE)
-        for trigger in (ask_button.click, question.submit)
-    ]
+    inputs = [question, k, composer]
+    events: list[Any] = [trigger(asking, inputs, outputs, **_ONE) for trigger in (ask_button.click, question.submit)]
     stop.click(None, cancels=events)
 
 
-def _html(value: str = "", **about: Any) -> gr.HTML:  # noqa: ANN401 - of `gr.HTML`
-    return gr.HTML(value, apply_default_css=False, **about)
+def _rows(world: World) -> list[list[str]]:
+    return [[row.name, f"{row.tokens:,}", f"{row.kv_bytes / 1e6:,.1f} MB"] for row in world.documents.values()]
 
 
-def _listed(world: World, note: str = "", used: Iterable[str] = ()) -> str:
-    return documents_html(world.documents.values(), used) + note
+def _cost(generation: Generation) -> str:
+    usage = generation.usage
+    approximate = f" · approximate {usage.approximate_tokens:,}" if usage.approximate_tokens else ""
+    return (
+        f"## {usage.ttft_s:.2f} s\nto the first token. Tokens: sent {usage.prompt_tokens:,} · delivered "
+        f"{usage.pack_tokens:,} · at hand {usage.reused_tokens:,} · computed {usage.computed_tokens:,}{approximate}"
+    )
+
+
+def _verdict(generations: Mapping[Way, Generation]) -> str:
+    packs, text = generations["packs"], generations["text"]
+    ratio = text.usage.ttft_s / max(packs.usage.ttft_s, 1e-9)
+    pace = f"**{ratio:.1f} times** sooner" if ratio >= 1 else f"{1 / ratio:.1f} times later"
+    sentence = f"The first token came {pace} from packs. "
+    if packs.prompt.token_ids != text.prompt.token_ids:
+        return f"{sentence}The prompts differ."
+    comparison = "the same" if packs.text == text.text else "not the same"
+    return f"{sentence}Both read the same {len(text.prompt):,} tokens, and the answers are {comparison}."
+
+
+def _coloured(plan: Explanation, generation: Generation, tokenizer: Any) -> list[tuple[str, str | None]]:  # noqa: ANN401
+    """The tokens of a prompt with the sources of their KV. The middle of a long region is left out."""
+    tokens: list[tuple[str, str | None]] = []
+    for row in plan.rows:
+        source, _ = _SOURCES[row.source]
+        ids = generation.prompt.token_ids[row.start : row.stop]
+        pieces = [(tokenizer.decode([token]).replace("\ufffd", "·").replace("\n", "⏎"), source) for token in ids]
+        if (hidden := len(pieces) - _FIRST - _LAST) > 10:
+            tokens += [*pieces[:_FIRST], (f" … {hidden:,} more … ", None), *pieces[-_LAST:]]
+        else:
+            tokens += pieces
+    return tokens
+
+
+@contextmanager
+def _shown_errors() -> Iterator[None]:
+    """Show errors to the visitor."""
+    try:
+        yield
+    except ERRORS as error:
+        gr.Warning(escape(message_of(error)), duration=None)

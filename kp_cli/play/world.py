@@ -21,10 +21,9 @@ from kp_core.packs.handle import Handle
 from kp_core.packs.pack import KnowledgePack, PackKey
 from kp_core.packs.store import PackStore
 from kp_core.packs.view import PackView
-from kp_core.steering import Steering, preset
 from kp_serve.engine import VLLMEngine
 
-__all__ = ["MOST_CHARACTERS", "SAMPLE", "Answer", "Document", "Question", "Way", "World"]
+__all__ = ["MOST_CHARACTERS", "SAMPLE", "Document", "Question", "Way", "World"]
 
 Way: TypeAlias = Literal["packs", "text"]
 
@@ -52,15 +51,6 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An answer so far. `generation` is set at its end."""
-
-    way: Way
-    text: str = ""
-    generation: Generation | None = None
-
-
-@dataclass(frozen=True)
 class Question:
     """A question with its documents: the arguments of `Session.stream` for each way, and the plan for packs."""
 
@@ -80,7 +70,6 @@ class World:
         self.session, self.store, self.folder = session, PackStore(folder / "packs"), folder
         self.documents: dict[str, Document] = {}
         self._facts = MemoryFactStore(embedder)
-        self._steerings: dict[str, Steering] = {}
 
     @property
     def address(self) -> str:
@@ -129,11 +118,8 @@ class World:
         for source, facts in facts_by_name.items():
             yield from self._compile(source, list(self._parts(facts)))
 
-    def ask(
-        self, question: str, k: int = 1, *, composer: str = "exact", style: str = "formal", alpha: float = 0.0
-    ) -> Question:
-        """A question with the `k` documents that say most about it. Packs are steered with `alpha` times the preset
-        `style`.
+    def ask(self, question: str, k: int = 1, *, composer: str = "exact") -> Question:
+        """A question with the `k` documents that say most about it.
 
         Raises `FactError` for a blank question or without documents, and the errors of `Session.explain`.
         """
@@ -148,10 +134,6 @@ class World:
             requests[way] = {"messages": [{"role": "user", "content": content}], "max_tokens": 64}
         requests["text"] |= {"reuse": False}
         requests["packs"] |= {"view": self.view, "composer": composer, "recognise": False}
-        if alpha:
-            if style not in self._steerings:
-                self._steerings[style] = self.session.make_steering(preset(style), progress=False)
-            requests["packs"]["steering"] = (self._steerings[style], alpha)
         return Question(tuple(documents), requests, self.session.explain(**requests["packs"]))
 
     def search(self, question: str, k: int) -> list[Document]:
@@ -161,16 +143,15 @@ class World:
         hits = self._facts.search(question, len(self._facts), namespace=_NAMESPACE)
         return [self.documents[name] for name in dict.fromkeys(hit.fact.source for hit in hits)][:k]
 
-    def watch(self, way: Way, request: dict[str, Any]) -> Generator[Answer, None, None]:
-        """Yield the answer so far with each piece of its text, and at its end. Closing the iterator stops it."""
+    def watch(self, request: dict[str, Any]) -> Generator[tuple[str, Generation | None], None, None]:
+        """Yield the answer so far with each piece of its text, and its `Generation` at its end. Closing stops it."""
         text = ""
-        yield Answer(way)
         with closing(self.session.stream(**request)) as stream:
             for piece in stream:
                 text += piece
-                yield Answer(way, text)
+                yield text, None
             generation = stream.result()
-        yield Answer(way, generation.text, generation)
+        yield generation.text, generation
 
     def _compile(self, source: str, parts: list[tuple[str, list[Fact]]]) -> Iterator[Document]:
         """Make the packs of a file's parts, in place of those of an earlier version."""

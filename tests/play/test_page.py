@@ -33,7 +33,7 @@ def visit(site, browser):
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: failed.append(str(error)))
         page.goto(site)
-        page.wait_for_selector(".kp-docs li")
+        page.locator("#kp-documents", has_text="Guide to Veyl.md").wait_for()
         return page
 
     yield opened
@@ -45,13 +45,17 @@ def visit(site, browser):
 
 
 def ask(page, question="Who is the harbour master?"):
-    field = page.locator("#kp-question textarea")
+    field = page.get_by_label("Question", exact=True)
     # What is there now is not the answer.
-    page.evaluate("document.querySelector('#kp-board .kp-duel')?.setAttribute('data-old', '')")
+    page.evaluate("window.asked = document.querySelector('#kp-verdict p')?.setAttribute('data-old', '')")
     field.fill(question)
     field.press("Enter")
-    page.wait_for_selector(".kp-duel:not([data-old]) .kp-way-text.kp-done")
+    page.wait_for_selector("#kp-verdict p:not([data-old])")
     return page
+
+
+def answer(page, way):
+    return page.get_by_label(f"Answer from {way}").input_value()
 
 
 def slide(page, name, value):
@@ -71,8 +75,8 @@ def choose(page, name):
 
 
 def counts(page, way):
-    said = page.locator(f".kp-card.kp-way-{way} dl > div").all_inner_texts()
-    return dict(each.split("\n") for each in said)
+    said = page.locator(f"#kp-cost-{way}").inner_text()
+    return {name: int(count.replace(",", "")) for name, count in re.findall(r"([a-z ]+[a-z]) ([\d,]+)(?= ·|$)", said)}
 
 
 def picture(page, name, target=None):
@@ -86,20 +90,20 @@ def picture(page, name, target=None):
 
 def test_both_answers_their_costs_and_the_plan_by_keyboard_alone(visit, played):
     page = visit()
-    page.locator("#kp-question textarea").focus()
+    page.get_by_label("Question", exact=True).focus()
     page.keyboard.press("Enter")
-    page.wait_for_selector(".kp-way-text.kp-done")
+    page.wait_for_selector("#kp-verdict p")
     packs, text = counts(page, "packs"), counts(page, "text")
     guide = played.documents["Guide to Veyl.md"]
-    assert packs["delivered"] == f"{guide.tokens:,}"
-    assert (text["delivered"], text["at hand"]) == ("0", "0")
-    assert int(text["computed"]) == int(packs["sent"]) + guide.tokens
-    assert f"{guide.kv_bytes / 1e6:,.1f} MB of KV" in page.locator(".kp-docs li.kp-used").inner_text()
-    assert "Both read the same" in page.locator(".kp-verdict").inner_text()
-    assert "Fenwick Sloe" in page.locator(".kp-way-packs .kp-answer").inner_text()
-    legend = page.locator(".kp-plan li b").all_inner_texts()
-    assert sum(map(int, legend)) == int(text["computed"])
-    assert "harbour" in page.locator(".kp-run.kp-computed").last.inner_text()
+    assert packs[" delivered"] == guide.tokens
+    assert (text[" delivered"], text[" at hand"]) == (0, 0)
+    assert text[" computed"] == packs[" sent"] + guide.tokens
+    assert f"{guide.kv_bytes / 1e6:,.1f} MB" in page.locator("#kp-documents").inner_text()
+    assert "Both read the same" in page.locator("#kp-verdict").inner_text()
+    assert "Fenwick Sloe" in answer(page, "packs")
+    plan = page.locator("#kp-plan").inner_text()
+    assert "from a pack" in plan
+    assert "harbour" in plan
     picture(page, "ask", "body")
 
 
@@ -110,30 +114,20 @@ def test_a_narrow_dark_window_needs_no_sideways_scrolling(visit):
         box = page.get_by_role("button", name=name, exact=True).bounding_box()
         assert box["x"] >= 0
         assert box["x"] + box["width"] <= 400
-    ground, ink = (
-        page.eval_on_selector(".kp-card", f"each => getComputedStyle(each).{name}")
-        for name in ("backgroundColor", "color")
-    )
-    assert _light(ground) < 0.2 < _light(ink)
-    page.evaluate("document.querySelector('.kp-duel').scrollIntoView()")
+    page.get_by_label("Answer from packs").scroll_into_view_if_needed()
     picture(page, "narrow")
 
 
-def test_several_packs_steered_or_composed_are_coloured_as_what_they_are(visit):
+def test_several_packs_that_are_composed_are_coloured_as_what_they_are(visit):
     page = visit()
     page.get_by_role("button", name="How it is sent").click()
     slide(page, "Documents sent", "2")
     choose(page, "splice (approximate)")
     ask(page, "Where is the kelp mill?")
-    assert int(counts(page, "packs")["approximate"]) > 0
-    assert page.locator(".kp-run.kp-composed").count() > 0
-    picture(page, "plan", ".kp-plan")
+    assert counts(page, "packs")[" approximate"] > 0
+    assert "approximate" in page.locator("#kp-plan").inner_text()
+    picture(page, "plan", "#kp-plan")
     choose(page, "exact")
-    page.get_by_role("button", name="Steer the voice").click()
-    slide(page, "Strength", "1")
-    ask(page, "Where is the kelp mill?")
-    assert "formal +1" in page.locator(".kp-badge").inner_text()
-    assert page.locator(".kp-run.kp-steered").count() > 0
 
 
 def test_what_is_no_document_is_said_and_never_run(visit, played, tmp_path):
@@ -142,47 +136,42 @@ def test_what_is_no_document_is_said_and_never_run(visit, played, tmp_path):
     uploads = {"empty.txt": "", "tool.exe": "MZ", "huge.txt": "word " * 60_000}
     for name, content in uploads.items():
         (tmp_path / name).write_text(content)
-        page.set_input_files("input[type=file]", tmp_path / name)
-        page.get_by_text(name.split(".")[0]).first.wait_for()
+        page.set_input_files("input[type=file][multiple]", tmp_path / name)
+        page.locator(".file-preview").get_by_text(name.split(".")[0]).wait_for()
         page.get_by_role("button", name="Compile").click()
         expected = {"empty.txt": "holds no text", "tool.exe": "expected one of", "huge.txt": "takes 200,000 at once"}[
             name
         ]
-        page.locator(".kp-problem", has_text=expected).wait_for()
-        assert str(Path(os.environ["GRADIO_TEMP_DIR"])) not in page.locator(".kp-problem").inner_text()
+        page.locator(".toast-body", has_text=expected).wait_for()
+        assert str(Path(os.environ["GRADIO_TEMP_DIR"])) not in page.locator(".toast-body").last.inner_text()
     assert played.documents == before
     (tmp_path / "larger.txt").write_text("word " * 5_000_000)
-    page.set_input_files("input[type=file]", tmp_path / "larger.txt")
+    page.set_input_files("input[type=file][multiple]", tmp_path / "larger.txt")
     page.get_by_text("exceed the maximum allowed size").first.wait_for()
     page.get_by_label("Paste text").fill("<img src=x onerror='window.pwned = 1'> is ${window.pwned = 2} a <b>tag</b>.")
     page.get_by_role("button", name="Compile").click()
-    page.locator(".kp-docs li", has_text="img src").wait_for()
+    page.locator("#kp-documents", has_text="img src").wait_for()
     ask(page, "What is a <img src=x onerror='window.pwned = 3'> tag?")
     assert page.evaluate("window.pwned === undefined")
-    assert page.locator(".kp-plan img, .kp-docs img").count() == 0
+    assert page.locator("#kp-plan img, #kp-documents img").count() == 0
 
 
 def test_a_page_that_closes_ends_its_answer(visit, played, monkeypatch):
     watched = []
 
-    def watch(way, request):
-        watched.append([way, None])
-        for answer in type(played).watch(played, way, request):
-            watched[-1][1] = answer
-            yield answer
+    def watch(request):
+        watched.append([request.get("reuse", True), None])
+        for text, generation in type(played).watch(played, request):
+            watched[-1][1] = generation or text
+            yield text, generation
 
     monkeypatch.setattr(played, "watch", watch, raising=False)
     page = visit()
-    page.locator("#kp-question textarea").fill("Who is the judge?")
-    page.locator("#kp-question textarea").press("Enter")
-    until(lambda: watched and watched[-1][0] == "text" and watched[-1][1] is not None)
+    page.get_by_label("Question", exact=True).fill("Who is the judge?")
+    page.get_by_label("Question", exact=True).press("Enter")
+    until(lambda: watched and not watched[-1][0] and watched[-1][1] is not None)
     page.close()
     page = ask(visit(), "Who is the miller?")
-    assert [way for way, _ in watched] == ["packs", "text", "packs", "text"]
-    assert watched[1][1].generation is None  # It was not read to its end.
-    assert watched[3][1].generation.text in page.locator(".kp-way-text .kp-answer").inner_text()
-
-
-def _light(colour):
-    red, green, blue = (int(each) / 255 for each in re.findall(r"\d+", colour)[:3])
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    assert [is_packs for is_packs, _ in watched] == [True, False, True, False]
+    assert isinstance(watched[1][1], str)  # It was not read to its end.
+    assert watched[3][1].text in answer(page, "text")
