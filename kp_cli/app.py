@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from kp_cli import INTERRUPTED, importing
-from kp_cli.shared import ERRORS, WrongError, message_of, plain
+from kp_cli.shared import ERRORS, message_of, plain
 
 __all__ = ["app", "run"]
 
@@ -142,8 +142,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except _UsageError as error:
         error.show()
         return error.exit_code
-    except WrongError:
-        return 3
     except BrokenPipeError:
         # The reader has closed the pipe (`kp search … | head`). The rest of the buffer must not fail at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

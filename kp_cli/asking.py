@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.columns import Columns
 from rich.console import Console
-from rich.panel import Panel
 from rich.text import Text
 
 from kp_cli.shared import (
@@ -24,7 +21,6 @@ from kp_cli.shared import (
     about_hit,
     console,
     plain,
-    print_json,
     sourced,
     spread,
     tell,
@@ -50,28 +46,29 @@ class _AskOptions(SearchOptions, ModelOptions, ReadOptions):
 
     unit: Annotated[Unit, typer.Option(help="What a pack holds.")] = "fact"
     kv: Annotated[
-        KV | None, typer.Option(help="Whether packs keep their KV. Default: stored; lazy where the engine gives none.")
+        KV | None, typer.Option(help="Whether packs store their KV. Default: stored; lazy if the engine gives no KV.")
     ] = None
     composer: Annotated[
         str,
         typer.Option(
             metavar="NAME",
-            help="Makes the KV of packs behind other packs: exact, or an approximation by name: splice, "
-            "blend:r=0.15,rule=first (or deviation, attention), packet; naive is wrong, for measuring.",
+            help="How packs behind other packs get their KV: exact, or approximately: splice, "
+            "blend:r=0.15,rule=first (or deviation, attention), packet. naive is wrong, for measuring.",
         ),
     ] = "exact"
     order: Annotated[
-        Order, typer.Option(help="Free: facts are sent in the order that leaves the fewest tokens to compute.")
+        Order, typer.Option(help="given: facts as found; free: in the order that computes the fewest tokens.")
     ] = "given"
     mismatch: Annotated[
-        Mismatch, typer.Option(help="What to do with a pack of another model; accept: of other numerics only.")
+        Mismatch,
+        typer.Option(help="What to do with a pack of another model; accept takes other numerics of this model only."),
     ] = "error"
     steering: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Speak as a steering of `kp steer make` says.")
+        Path | None, typer.Option(metavar="FILE", help="Answer with a steering that `kp steer make` wrote.")
     ] = None
-    alpha: Annotated[
-        float | None, typer.Option(help="How strongly; default: as calibrated, else 0.7. Goes with --steering.")
-    ] = None
+    alpha: Annotated[float | None, typer.Option(help="Strength of --steering. Default: as calibrated, else 0.7.")] = (
+        None
+    )
 
     def asked(self) -> dict[str, Any]:
         """These options as options of a request."""
@@ -90,53 +87,30 @@ def ask(  # noqa: PLR0913 - one parameter per option or group of options
     k: Annotated[int, typer.Option("-k", min=1, help="How many facts.")] = 3,
     max_tokens: _MaxTokens = 64,
     text: Annotated[bool, typer.Option("--text", help="Send the facts as text, as plain RAG does.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Answer from packs and from text, side by side.")] = False,
     explain: Annotated[
-        bool,
-        typer.Option(
-            "--explain", help="Show where the KV of each part of the prompt would come from, and do not answer."
-        ),
+        bool, typer.Option("--explain", help="Show where the KV of each part of the prompt would come from; no answer.")
     ] = False,
     options: _AskOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Answer a question from a collection: the answer as it comes, its sources, and what it cost."""
-    if compare and options.steering is not None:
-        raise typer.BadParameter("--compare shows that packs and text say the same; --steering steers packs, not text.")
-    if compare and explain:
-        raise typer.BadParameter("--explain shows one prompt: with packs, or with --text; leave out --compare.")
     with ExitStack() as stack:
         asker = _Asker(stack, place, options, max_tokens, lazy=explain, once=True)
-        found_units = asker.search(question, k)
-        sources = {
-            "question": question,
-            "sources": [about_hit(source.hit, source.unit.text, source.handle) for source in found_units],
-        }
-        ways = ("packs", "text") if compare else ("text" if text else "packs",)
+        results = asker.search(question, k)
+        request = asker.request(question, results, as_text=text)
+        sources = [about_hit(result.hit, result.unit.text, result.handle) for result in results]
+        report: dict[str, Any] = {"question": question, "sources": sources}
         if explain:
-            plan = asker.session.explain(**asker.request(question, found_units, ways[0]))
-            tell({**sources, "plan": plan.to_dict()}, str(plan), as_json=as_json)
+            plan = asker.session.explain(**request)
+            tell({**report, "plan": plan.to_dict()}, str(plan), as_json=as_json)
             return
-        live = not (as_json or compare)
-        answers = {way: asker.answer(asker.request(question, found_units, way), live=live) for way in ways}
-    if as_json:
-        report = {
-            way: {"text": answer.text, "finish_reason": answer.finish_reason, "usage": answer.usage.to_dict()}
-            for way, answer in answers.items()
-        }
-        print_json({**sources, "answers": report, **(_comparison(answers) if compare else {})})
-        return
-    out = console()
-    if compare:
-        _show_comparison(out, answers, asker.session.fingerprint.dtype)
-    out.print("\nSources:" if found_units else f"\nSources: {_NOTHING}.")
-    for number, result in enumerate(found_units, 1):
-        out.print(
-            f"  {number}. {_name(result)}  ({result.hit.score:.3f}, {result.handle or 'as text'})", soft_wrap=True
-        )
-    if not compare:
-        generation = next(iter(answers.values()))
-        out.print("\n".join(filter(None, (_usage(generation), asker.gain(generation)))))
+        generation = asker.answer(request, live=not as_json)
+    answer = {"text": generation.text, "finish_reason": generation.finish_reason, "usage": generation.usage.to_dict()}
+    lines = ["\nSources:" if results else f"\nSources: {_NOTHING}."]
+    for number, result in enumerate(results, 1):
+        lines.append(f"  {number}. {_name(result)}  ({result.hit.score:.3f}, {result.handle or 'as text'})")
+    lines.append(_usage(generation))
+    tell({**report, "answers": {"text" if text else "packs": answer}}, "\n".join(lines), as_json=as_json)
 
 
 @spread
@@ -147,14 +121,14 @@ def chat(
     max_tokens: _MaxTokens = 128,
     options: _AskOptions,
 ) -> None:
-    """Talk with a model about a collection. An empty line or Ctrl-D ends it, Ctrl-C an answer that is being written."""
+    """Talk with a model about a collection. An empty line or Ctrl-D ends the chat, Ctrl-C the current answer."""
     with ExitStack() as stack:
         asker = _Asker(stack, place, options, max_tokens)
         out, messages = console(), list[Message]()
         while question := _typed(out):
             try:
                 results = asker.search(question, k)
-                request = asker.request(question, results, "packs", messages)
+                request = asker.request(question, results, before=messages)
                 generation = asker.converse(request)
             except KeyboardInterrupt:
                 out.print("\n(stopped; this question is forgotten)\n", style="dim")
@@ -187,7 +161,7 @@ class _Asker:
         if not len(facts):
             facts.search("anything")
         self.session = options.load()
-        self._store, self._spaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
+        self._store, self._namespaces = PackStore(options.folder(place, facts)), {options.namespace or "default"}
         default: KV = "stored" if "kv" in self.session.engine.supports else "lazy"
         self._packs = Delivery(
             facts,
@@ -197,38 +171,25 @@ class _Asker:
             kv="lazy" if lazy else options.kv or default,
             accept=options.mismatch == "accept",
         )
-        self._is_new = False
         if once and self._packs.kv == "stored":
             # Keep KV for the next process; this one reads nothing twice.
             self._asked["keep"] = "always"
 
     def search(self, question: str, k: int) -> list[Found]:
         """The `k` units that have the best facts, with their packs."""
-        changes_before = self._store.changes
         results = self._packs.search(question, k, **self._wanted)
-        self._is_new |= self._store.changes != changes_before
-        self._spaces |= {result.unit.namespace for result in results}
+        self._namespaces |= {result.unit.namespace for result in results}
         return results
 
     def request(
-        self, question: str, found: list[Found], way: str, before: list[Message] | None = None
+        self, question: str, found: list[Found], *, as_text: bool = False, before: list[Message] | None = None
     ) -> dict[str, Any]:
         """Arguments of `Session.stream`: a question with its facts, as packs or as text, behind earlier messages."""
-        parts = [result.content if way == "packs" else result.unit.text for result in found]
+        parts = [result.unit.text if as_text else result.content for result in found]
         content = "\n".join(parts) + f"\n\n{_INSTRUCTION}\nQuestion: {question}"
         messages: list[Message] = [*(before or ()), {"role": "user", "content": content}]
-        return {"messages": messages, "reuse": way == "packs", "recognise": way == "packs", **self._asked} | {
-            "view": self._store.view(*self._spaces)
-        }
-
-    def gain(self, made: Generation) -> str:
-        """A sentence on what stored KV saved this answer, or will save the next."""
-        usage = made.usage
-        if not usage.pack_tokens or self._packs.kv == "lazy":
-            return ""
-        if self._is_new:
-            return "New packs are stored now: a question that finds them again reads them, and computes less."
-        return f"{usage.reused_tokens} tokens were read, not computed."
+        view = self._store.view(*self._namespaces)
+        return {"messages": messages, "view": view, "reuse": not as_text, "recognise": not as_text, **self._asked}
 
     def converse(self, request: dict[str, Any]) -> Generation:
         """Answer the last message. Drops the oldest messages while there are more than the model can read."""
@@ -260,27 +221,6 @@ def _typed(out: Console) -> str:
     except (EOFError, KeyboardInterrupt):
         out.print()
         return ""
-
-
-def _comparison(answers: Mapping[str, Generation]) -> dict[str, bool]:
-    prompts = {generation.prompt.token_ids for generation in answers.values()}
-    return {"same_prompt": len(prompts) == 1, "same": len({generation.text for generation in answers.values()}) == 1}
-
-
-def _show_comparison(out: Console, answers: Mapping[str, Generation], dtype: str) -> None:
-    comparison = _comparison(answers)
-    out.print(Columns([Panel(answer.text, title=way, width=56) for way, answer in answers.items()]))
-    for way, generation in answers.items():
-        out.print(f"{way}: {_usage(generation)}")
-    prompts = "the same prompt" if comparison["same_prompt"] else "another prompt"
-    out.print(
-        f"The model read {prompts} both times; the answers are {'the same' if comparison['same'] else 'not the same'}."
-    )
-    if comparison["same_prompt"] and not comparison["same"]:
-        out.print(
-            "A text is prefilled in one piece and packs one by one, which rounds differently in "
-            f"{dtype}; --dtype float32 rounds too little to matter."
-        )
 
 
 def _name(found: Found) -> str:

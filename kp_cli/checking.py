@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,6 @@ from kp_cli.shared import (
     ModelOptions,
     PlaceOptions,
     TargetPath,
-    WrongError,
     is_collection,
     is_store,
     located,
@@ -27,7 +25,6 @@ from kp_cli.shared import (
     tell,
 )
 from kp_core import PackStore
-from kp_core.bundled import needing
 from kp_core.delivery import Delivery
 from kp_core.engines.session import Session
 from kp_core.errors import FactError, FactStoreLockedError, KnowledgePackError, PackError
@@ -46,15 +43,11 @@ _QUESTION = "What is known about this?"
 def inspect(
     path: TargetPath,
     *,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="PICTURE", help="Draw how long packs are and what takes the disk: .png or .svg."),
-    ] = None,
     options: PlaceOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Facts, namespaces, embedder, banks, sizes, fingerprints: what is in there."""
-    target = folder = located(path)
+    """Show what it holds: facts, namespaces, embedder, banks, sizes, fingerprints."""
+    target = located(path)
     if is_collection(path):
         with open_collection(path, options, read_only=True) as facts:
             report = _about_collection(facts)
@@ -66,30 +59,7 @@ def inspect(
     else:
         file = _pack_file(path)
         report = _about_pack(_read(file)) | {"file_bytes": file.stat().st_size}
-    if plot is not None:
-        if not is_store(folder):
-            raise FactError(f"Got --plot for {path}, which holds no packs; `kp ask` makes some.")
-        _draw(PackStore(folder), plot)
     tell(report, table_of(report), as_json=as_json)
-
-
-@dataclass
-class _Report:
-    """The faults that were found, and those left after the repair, one sentence each.
-
-    `orphans` are packs that no fact uses any more. `packs` counts those `checked` against the model's template and
-    those of an `other_model`.
-    """
-
-    found: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    orphans: list[str] = field(default_factory=list)
-    packs: Counter[str] = field(default_factory=Counter)
-
-    def add(self, found: list[str], left: list[str] | None = None) -> None:
-        """Add faults; by default all of them are left."""
-        self.found += found
-        self.left += found if left is None else left
 
 
 @spread
@@ -105,106 +75,112 @@ def verify(  # noqa: PLR0913 - one parameter per option or group of options
     as_json: JsonFlag = False,
 ) -> None:
     """Check counts, a sample of vectors, banks and packs, and that a prompt with a pack's handle is byte for byte that
-    with its text; exit code 3 when something is wrong. Packs that no fact uses any more are named.
+    with its text. Names packs that no fact uses any more. Exit code 3 if something is wrong.
     """
     # This command reports what opening would log.
     logging.getLogger("kp_core").setLevel(logging.ERROR)
-    report, packs = _Report(), located(path)
+    faults, orphans, packs = _check(path, options)
+    left = faults
+    if repair and faults:
+        lost = _repair(path, options, packs)
+        left, orphans, packs = _check(path, options)
+        left += lost
+    counts = {"checked": 0, "other_model": 0}
+    if template and is_store(packs) and len(store := PackStore(packs)):
+        different = _check_template(model.load(), store, counts)
+        faults, left = faults + different, left + different
+    report = {"path": path, "wrong": faults, "repaired": repair and bool(faults), "left": left}
+    message = Text()
+    if orphans:
+        message.append(f"Packs that no fact uses any more: {', '.join(orphans)}; `kp gc {path}` removes them.\n")
+    if counts["checked"]:
+        message.append(f"Packs that were rendered in a prompt, by handle and by text: {counts['checked']}.\n")
+    if counts["other_model"]:
+        message.append(f"Packs of another model, not rendered: {counts['other_model']}; name it with --model.\n")
+    for line in faults:
+        message.append("✗", "red").append(f" {line}\n")
+    message.append(_conclusion(path, len(faults), len(left), repair=repair))
+    tell({**report, "template": counts, "orphans": orphans}, message, as_json=as_json)
+    if left:
+        raise typer.Exit(3)
+
+
+def _conclusion(path: str, faults: int, left: int, *, repair: bool) -> str:
+    if not faults:
+        return "Nothing is wrong."
+    if not repair:
+        return f"`kp verify {path} --repair` repairs what it can."
+    return f"Not repaired: {left}." if left else "All of it was repaired."
+
+
+def _check(path: str, options: PlaceOptions) -> tuple[list[str], list[str], str | Path]:
+    """Faults, packs that no fact uses any more, and the place of the packs."""
+    faults, orphans, packs = list[str](), list[str](), located(path)
     if is_collection(path):
-        packs = _check_collection(path, options, report, repair=repair)
+        try:
+            with open_collection(path, options, read_only=True) as facts:
+                packs, faults = options.folder(path, facts), list(facts.verify())
+                with suppress(FactError):  # Raised if banks are not made yet: only they tell which packs are used.
+                    store = PackStore(packs) if is_store(packs) else None
+                    orphans = [str(handle) for handle in Delivery(facts, None, store).orphans()] if store else []
+        except FactError as error:
+            if is_url(path) or isinstance(error, FactStoreLockedError):
+                raise
+            return [str(error)], orphans, Path(path) / "packs"
     if is_store(packs):
-        store = PackStore(packs)
-        _check_store(store, report, repair=repair)
-        if template and len(store):
-            _check_template(model.load(), store, report)
+        faults += [f"The pack {handle}: {reason}" for handle, reason in PackStore(packs).verify()]
     elif not is_collection(path):
         try:
             _read(_pack_file(path))
         except PackError as error:
-            report.add([str(error)])
-    data = {"path": path, "wrong": report.found, "repaired": repair and bool(report.found), "left": report.left}
-    data |= {"template": {name: report.packs[name] for name in ("checked", "other_model")}}
-    tell({**data, "orphans": report.orphans}, _told(path, report, repair=repair), as_json=as_json)
-    if report.left:
-        raise WrongError
+            faults = [str(error)]
+    return faults, orphans, packs
 
 
-def _told(path: str, report: _Report, *, repair: bool) -> Text:
-    """A report as text for people."""
-    message, faults, unrepaired = Text(), report.found, report.left
-    if report.orphans:
-        message.append(f"Packs that no fact uses any more: {', '.join(report.orphans)}; `kp gc {path}` removes them.\n")
-    if checked_count := report.packs["checked"]:
-        message.append(f"Packs that a prompt was rendered with, by handle and by text: {checked_count}.\n")
-    if other_models := report.packs["other_model"]:
-        message.append(
-            f"Packs of another model, whose template was not checked: {other_models}; name it with --model.\n"
-        )
-    for line in faults:
-        message.append("✗", "red").append(f" {line}\n")
-    if repair and unrepaired:
-        return message.append(f"Not repaired: {len(unrepaired)}.")
-    if repair and faults:
-        return message.append("All of it was repaired.")
-    return message.append(f"`kp verify {path} --repair` repairs what it can." if faults else "Nothing is wrong.")
-
-
-def _check_collection(path: str, options: PlaceOptions, report: _Report, *, repair: bool) -> str | Path:
-    """Report the faults of a collection and its unused packs. Returns the place of its packs."""
-    try:
-        with open_collection(path, options, read_only=True) as facts:
-            packs, faults = options.folder(path, facts), facts.verify()
-            with suppress(FactError):  # Raised if banks are not made yet: only they tell which of their packs are used.
-                store = PackStore(packs) if is_store(packs) else None
-                report.orphans = [str(h) for h in Delivery(facts, None, store).orphans()] if store else []
-    except FactError as error:
-        if is_url(path) or isinstance(error, FactStoreLockedError):
+def _repair(path: str, options: PlaceOptions, packs: str | Path) -> list[str]:
+    """Repair a collection, and make damaged packs lazy, from their text. Returns the faults of those without text."""
+    lost = list[str]()
+    if is_collection(path):
+        try:
+            with open_collection(path, options) as facts:
+                facts.verify(repair=True)
+        except FactStoreLockedError:
             raise
-        report.add([str(error)])
-        return Path(path) / "packs"
-    unrepaired = faults
-    if repair and faults:
-        with open_collection(path, options) as facts:
-            facts.verify(repair=True)
-            unrepaired = facts.verify()
-    report.add(faults, unrepaired)
-    return packs
+        except FactError:  # Not even readable. The second check reports it again.
+            return lost
+    if not is_store(packs):
+        return lost
+    store = PackStore(packs)
+    for handle, _ in list(store.verify()):
+        try:
+            store.get(handle)
+        except PackError as error:
+            lost.append(f"The pack {handle}: {error}")
+    return lost
 
 
-def _check_store(store: PackStore, report: _Report, *, repair: bool) -> None:
-    """Report damaged packs. A repair makes them lazy, from their text; packs without text are left."""
-    for handle, reason in list(store.verify()):
-        unrepaired = [f"The pack {handle}: {reason}"]
-        if repair:
-            try:
-                store.get(handle)
-                unrepaired = []
-            except PackError as error:
-                unrepaired = [f"The pack {handle}: {error}"]
-        report.add([f"The pack {handle}: {reason}"], unrepaired)
-
-
-def _check_template(session: Session, store: PackStore, report: _Report) -> None:
+def _check_template(session: Session, store: PackStore, counts: dict[str, int]) -> list[str]:
     """Render a question behind each pack's handle and behind its text; bytes and tokens must be the same.
 
-    Packs of a model with another tokenizer or chat template are counted, but not checked.
+    Packs of a model with another tokenizer or chat template are counted, but not checked. Returns the faults.
     """
-    expected = session.fingerprint
+    expected, faults = session.fingerprint, list[str]()
     for handle in store:
         pack = store.peek(handle)
         if pack is None:
             continue
         fingerprint = pack.fingerprint
         if (fingerprint.tokenizer, fingerprint.chat_template) != (expected.tokenizer, expected.chat_template):
-            report.packs["other_model"] += 1
+            counts["other_model"] += 1
             continue
-        report.packs["checked"] += 1
+        counts["checked"] += 1
         try:
             reason = _difference(session, store, handle, pack)
         except KnowledgePackError as error:
             reason = str(error)
         if reason:
-            report.add([f"The pack {handle}: {reason}"])
+            faults.append(f"The pack {handle}: {reason}")
+    return faults
 
 
 def _difference(session: Session, store: PackStore, handle: Handle, pack: KnowledgePack) -> str | None:
@@ -220,7 +196,7 @@ def _difference(session: Session, store: PackStore, handle: Handle, pack: Knowle
         template.verify(rendered)
         if any(rendered.token_ids[span.start : span.stop] == pack.token_ids for span in rendered.spans):
             return None
-    return "its tokens are those of its text at no position of the template; it is computed again wherever it is used."
+    return "its tokens are those of its text at no position of the template; it is computed again at each use."
 
 
 def _pack_file(path: str) -> Path:
@@ -237,25 +213,6 @@ def _read(file: Path) -> KnowledgePack:
         return read_pack(file.read_bytes())
     except PackError as error:
         raise PackError(f"{file} is no pack file, or damaged: {error}") from error
-
-
-def _draw(store: PackStore, picture: Path) -> None:
-    """Plot `store`: tokens per pack, and the bytes of texts, of packs' KV and of kept KV."""
-    with needing("--plot needs matplotlib", "plot"):
-        from matplotlib.figure import Figure
-    entries = [entry for handle in store for entry in store.entries(handle)]
-    kv, kept_bytes = sum(entry.stored_bytes for entry in entries), store.kept.nbytes
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    tokens, disk = figure.subplots(1, 2)
-    tokens.hist([len(entry.token_ids) for entry in entries], bins=20, color="#0072b2")
-    tokens.set(xlabel="tokens", ylabel="packs")
-    names = ("text and tokens", "KV of packs", "kept behind packs")
-    disk.barh(names, [size / 1e6 for size in (store.nbytes - kv, kv, kept_bytes)], color="#d95f02")
-    disk.set(xlabel="MB on disk")
-    try:
-        figure.savefig(picture)
-    except ValueError as error:
-        raise FactError(f"Got --plot {picture}; expected a name that ends in .png or .svg ({error}).") from error
 
 
 def _about_collection(store: ChromaFactStore) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Group
 
-from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, WrongError, spread, table_of, tell
+from kp_cli.shared import ERRORS, JsonFlag, ModelOptions, spread, table_of, tell
 
 if TYPE_CHECKING:
     from kp_core import Session
@@ -52,7 +52,7 @@ def doctor(
     report = {"machine": _machine(), "packages": _packages(), "model": {"name": name, **model_report}}
     tell(report, Group(*(table_of(rows, part) for part, rows in report.items())), as_json=as_json)
     if not model_report["supported"]:
-        raise WrongError
+        raise typer.Exit(3)
 
 
 def _machine() -> dict[str, Any]:

@@ -7,7 +7,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +33,7 @@ from kp_cli.shared import (
     located,
     open_collection,
     print_json,
+    siblings,
     spread,
     tell,
 )
@@ -64,7 +64,7 @@ _SHOWN = 5
 
 _Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for another writer.")]
 _Vacuum = Annotated[
-    bool, typer.Option("--vacuum/--no-vacuum", help="Take what was removed off the disk; Chroma keeps it until then.")
+    bool, typer.Option("--vacuum/--no-vacuum", help="Erase removed facts from the disk; Chroma keeps them until then.")
 ]
 _Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
 
@@ -73,7 +73,7 @@ _Unit = Annotated[Unit, typer.Option(help="What a pack holds.")]
 class SourceOptions:
     """Options for a dataset beside files, and for reading facts."""
 
-    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="A Hugging Face dataset too.")] = None
+    dataset: Annotated[str | None, typer.Option(metavar="NAME", help="Also read this Hugging Face dataset.")] = None
     config: Annotated[str | None, typer.Option(metavar="NAME", help="Configuration of --dataset.")] = None
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Split of --dataset; default: train.")] = None
     column: Annotated[
@@ -82,11 +82,13 @@ class SourceOptions:
     ] = None
     namespace: Annotated[str | None, typer.Option(help="Namespace of the facts.", callback=checked_namespace)] = None
     ttl: Annotated[float | None, typer.Option(metavar="SECONDS", help="Facts expire after this time.")] = None
-    on_error: Annotated[OnError, typer.Option(help="What to do with rows that make no fact.")] = "raise"
+    on_error: Annotated[OnError, typer.Option(help="What to do with rows that are no facts.")] = "raise"
     max_chars: Annotated[
-        int, typer.Option(help="Longest paragraph of text, Markdown, Word, PDF and HTML, in characters.")
+        int, typer.Option(help="Cut longer paragraphs of text, Markdown, Word, PDF and HTML; in characters.")
     ] = 2000
-    encoding: Annotated[str | None, typer.Option(metavar="NAME", help="Of text that is not UTF-8, e.g. cp1252.")] = None
+    encoding: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Encoding of text that is not UTF-8, e.g. cp1252.")
+    ] = None
 
     def facts(self, files: Sequence[Path], skipped: list[SourceError]) -> Iterator[Fact]:
         """The facts in `files`, then those of the dataset. Skipped rows go to `skipped`.
@@ -95,10 +97,7 @@ class SourceOptions:
         """
         for file in files:
             if str(file) != STDIN and not file.exists():
-                neighbours = (
-                    [str(path) for path in file.parent.iterdir() if path.exists()] if file.parent.is_dir() else []
-                )
-                raise SourceError(f"There is no file {file}. {did_you_mean(str(file), neighbours)}".rstrip())
+                raise SourceError(f"There is no file {file}. {did_you_mean(str(file), siblings(file))}".rstrip())
         reading_options: Any = {"on_error": self.on_error, "skipped": skipped.append, "namespace": self.namespace}
         facts = read_facts(files, max_chars=self.max_chars, encoding=self.encoding, **reading_options)
         if self.dataset is None:
@@ -118,10 +117,7 @@ class CompileOptions(ModelOptions):
     """Options for compiling packs."""
 
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile packs of all facts now. Without, each is when it is first found.")
-    ] = False
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how many packs, tokens, bytes and minutes --compile would take.")
+        bool, typer.Option("--compile", help="Compile packs of all facts now, not when a search first finds them.")
     ] = False
     unit: _Unit = "fact"
     kv: Annotated[KV, typer.Option(help="Whether --compile stores KV, or text alone.")] = "stored"
@@ -133,50 +129,46 @@ class CompileOptions(ModelOptions):
         ),
     ] = None
 
-    def chosen(self, session: Session) -> Compression:
-        """How this process stores KV. Raises `BadParameter` for a choice that is the server's."""
-        if self.compress is not None and isinstance(session.engine, VLLMEngine):
-            raise typer.BadParameter(
-                f"Got --compress {self.compress}; how a server stores KV is for `kp serve --compress` to say."
-            )
-        return self.compress or "none"
-
-    def server(self, session: Session) -> VLLMEngine | None:
-        """The server that computes the KV and stores it, if there is one."""
-        return session.engine if isinstance(session.engine, VLLMEngine) and self.kv == "stored" else None
-
-    def plan(self, units: Iterable[Fact], store: PackStore | None, session: Session) -> dict[str, Any]:
-        """The cost of compiling the units that have no pack yet."""
-        compress = self.chosen(session)
-        texts, stored, allowed = [], 0, set(NUMERICS if compress == "int8" else ())
-        for unit in units:
-            pack = store and store.peek(store.handle(unit.text, unit.namespace))
-            differences = pack.fingerprint.diff(session.fingerprint).keys() if pack else set()
-            if pack and differences <= allowed and (pack.stored_bytes or self.kv == "lazy"):
-                stored += 1
-            else:
-                texts.append(unit.text)
-        cost = compile_cost(texts, session, lazy=self.kv == "lazy", compress=compress)
-        report: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
-        if server := self.server(session):  # Only the server knows bytes and time.
-            return report | {"server": server.base_url}
-        return report | {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
-
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
-        """Print the cost, and compile. An interrupted run goes on where it stopped."""
-        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=self.chosen(session))
-        units, server = delivery.all_units(), self.server(session)
-        plan = self.plan(units, store, session)
-        _say_plan(plan, err=as_json)
+        """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
+        server = session.engine if isinstance(session.engine, VLLMEngine) else None
+        if server is not None and self.compress is not None:
+            raise typer.BadParameter(f"Got --compress {self.compress}, but `kp serve --compress` decides for a server.")
+        compress = self.compress or "none"
+        delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
+        units = delivery.all_units()
+        missing = [unit.text for unit in units if not self._is_stored(unit, store, session)]
+        cost, stored = (
+            compile_cost(missing, session, lazy=self.kv == "lazy", compress=compress),
+            len(units) - len(missing),
+        )
+        plan: dict[str, Any] = {"packs": cost.packs, "tokens": cost.tokens, "stored": stored, "compress": compress}
+        if server is None:
+            plan |= {"bytes": cost.nbytes, "minutes": cost.seconds / 60}
+            kind = "" if compress == "none" else f" ({compress})"
+            price = f", {cost.nbytes / 1e6:,.1f} MB on disk{kind}, about {cost.seconds / 60:.1f} minutes"
+        else:  # Only the server knows bytes and time.
+            plan["server"], price = server.base_url, f", by {server.base_url}"
+        about = f"To compile: {cost.packs:,} packs of {cost.tokens:,} tokens{price}; compiled already: {stored:,}."
+        typer.echo(about, err=as_json)
+        if server is None and cost.nbytes > MUCH_BYTES:
+            gigabytes = f"{cost.nbytes / 1e9:.1f} GB"
+            typer.echo(f"That is {gigabytes}; `--kv lazy` stores text alone, and computes KV on use.", err=True)
         with bar_of("Compiling", len(units), "pack") as bar:
             for at in range(0, len(units), _COMPILED_AT_ONCE):
                 part = units[at : at + _COMPILED_AT_ONCE]
                 handles = delivery.compile(part, progress=False)
-                if server is not None:
+                if server is not None and self.kv == "stored":
                     compiled_units = [unit for unit, handle in zip(part, handles, strict=True) if handle]
                     _compile_there(server, compiled_units, self.unit)
                 bar.update(len(part))
         return plan
+
+    def _is_stored(self, unit: Fact, store: PackStore, session: Session) -> bool:
+        pack = store.peek(store.handle(unit.text, unit.namespace))
+        if pack is None or not (pack.stored_bytes or self.kv == "lazy"):
+            return False
+        return pack.fingerprint.diff(session.fingerprint).keys() <= set(NUMERICS if self.compress == "int8" else ())
 
 
 @spread
@@ -191,7 +183,10 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     *,
     bank_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Make banks now, of about so many facts. Default: when needed, of as many as before."),
+        typer.Option(
+            min=1,
+            help="Make banks now, each of about N facts. Default: make them when needed, of the size used before.",
+        ),
     ] = None,
     source: SourceOptions,
     options: PlaceOptions,
@@ -199,32 +194,17 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a collection of the facts in files or a dataset, or go on where an interrupted build stopped.
+    """Make a collection from files or a dataset, or continue an interrupted build.
 
-    Facts are stored as they come; what is already stored is not embedded again.
+    Facts are stored as they are read. Facts that are already stored are not embedded again.
     """
-    exists = is_collection(place)
-    if not files and source.dataset is None and not (exists and (compiling.compile or compiling.dry_run or bank_size)):
+    if not files and source.dataset is None and not (is_collection(place) and (compiling.compile or bank_size)):
         raise typer.BadParameter("Got neither files nor --dataset; give at least one.")
     skipped: list[SourceError] = []
     facts = source.facts(files or [], skipped)
-    with ExitStack() as stack:
-        if compiling.dry_run:
-            store, banks = None, bank_size or BANK_SIZE
-            if exists:
-                existing = stack.enter_context(open_collection(place, options, read_only=True))
-                banks = bank_size or existing.bank_size
-                facts, folder = itertools.chain(existing.facts(), facts), options.folder(place, existing)
-                store = PackStore(folder) if is_store(folder) else None
-            plan = compiling.plan(_units_of(facts, compiling.unit, banks), store, compiling.load())
-            if as_json:
-                print_json({"dry_run": True, "plan": plan, "skipped": [str(error) for error in skipped]})
-            else:
-                _say_plan(plan)
-            return
-        # A missing model must fail before hours of embedding.
-        session = compiling.load() if compiling.compile else None
-        collection = stack.enter_context(open_collection(place, options, new=True, wait=wait, bank_size=bank_size))
+    # A missing model must fail before hours of embedding.
+    session = compiling.load() if compiling.compile else None
+    with open_collection(place, options, new=True, wait=wait, bank_size=bank_size) as collection:
         report = _ingest(collection, facts, files, source.ttl, skipped)
         if bank_size:
             collection.rebuild()
@@ -233,8 +213,8 @@ def build(  # noqa: PLR0913 - one parameter per option or group of options
         if session is not None:
             store = PackStore(options.folder(place, collection))
             report["plan"] = compiling.run(collection, store, session, as_json=as_json)
-        if as_json:
-            print_json(report)
+    if as_json:
+        print_json(report)
 
 
 @spread
@@ -251,7 +231,7 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Add facts to a collection; with --replace, packs of the old text go."""
+    """Add facts to a collection. --replace also removes the packs of the old text."""
     texts = fact or []
     if not files and not texts and source.dataset is None:
         raise typer.BadParameter("Got neither files nor --fact nor --dataset; give at least one.")
@@ -276,24 +256,25 @@ def add(  # noqa: PLR0913 - one parameter per option or group of options
 @spread
 def edit(  # noqa: PLR0913 - one parameter per option or group of options
     place: TargetPath,
-    name: Annotated[str, typer.Argument(metavar="ID", help="The id of a fact, or how it begins; or a handle.")],
+    name: Annotated[str, typer.Argument(metavar="ID", help="A fact's id or its first characters; or a handle.")],
     *,
-    old: Annotated[str, typer.Option(help="What it says, letter by letter, and says once.")],
-    new: Annotated[str, typer.Option(help="What holds instead.")],
+    old: Annotated[str, typer.Option(help="The statement to correct, exactly as written; it must occur once.")],
+    new: Annotated[str, typer.Option(help="The corrected statement.")],
     how: Annotated[
         editing.How,
-        typer.Option(help="A line behind it that corrects it; its KV alone, approximate; or all of it computed anew."),
+        typer.Option(
+            help="amend: add a line that corrects it; overwrite: replace its KV (approximate); rebuild: compute anew."
+        ),
     ] = "amend",
     options: PlaceOptions,
     model: ModelOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Correct what a fact of a collection says, or a pack of a store; the old pack stays under its own handle."""
+    """Correct a fact of a collection, or a pack of a store. The old pack stays under its own handle."""
     if is_store(located(place)):
         store, old_handle, session = PackStore(place), Handle.parse(name), model.load()
-        old_pack = store.get(old_handle, PackKey(session.fingerprint))
-        pack = editing.edit(old_pack, old, new, session, how=how)
+        pack = editing.edit(store.get(old_handle, PackKey(session.fingerprint)), old, new, session, how=how)
         new_handle = store.put(pack)
     else:
         with open_collection(place, options, wait=wait) as collection:
@@ -301,11 +282,8 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
             session, store = model.load(), PackStore(options.folder(place, collection))
             delivery = Delivery(collection, session, store, kv="stored", namespace=fact.namespace)
             edited = delivery.edit(fact.id, old, new, how=how)
-            old_handle, new_handle = (store.handle(version.text, version.namespace) for version in (fact, edited))
-            stored = store.peek(new_handle, PackKey(session.fingerprint))
-            if stored is None:
-                return
-            pack = stored
+        old_handle, new_handle = (store.handle(version.text, version.namespace) for version in (fact, edited))
+        pack = store.get(new_handle, PackKey(session.fingerprint))
     errata = [correction.line for correction in pack.edits.corrections]
     report = {"handle": str(new_handle), "was": str(old_handle), "tokens": len(pack.token_ids), "errata": errata}
     report |= {"text": pack.text, "how": pack.history[-1].how}
@@ -316,18 +294,18 @@ def edit(  # noqa: PLR0913 - one parameter per option or group of options
 @spread
 def remove(  # noqa: PLR0913 - one parameter per option
     place: Place,
-    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or how they begin.")] = None,
+    ids: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="Ids, or their first characters.")] = None,
     *,
     where: Where = None,
     source: Annotated[str | None, typer.Option(metavar="FILE", help="Only facts of this source.")] = None,
     namespace: MaybeNamespace = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and leave it.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     vacuum: _Vacuum = True,
     options: PlaceOptions,
     wait: _Wait = 0.0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Remove facts, by id, filter or source (those that meet all that is given), and packs that no fact uses then."""
+    """Remove the facts that match all of ids, filter and source, and packs that no fact uses any more."""
     tests = [test for test in (filter_of(where), source and {"kp:source": source}) if test]
     if not ids and not tests:
         raise typer.BadParameter("Got neither ids nor --where nor --source; give one.")
@@ -335,7 +313,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
         full_ids = [_found_id(prefix, collection) for prefix in ids] if ids else None
         matching = list(collection.facts(ids=full_ids, where={"$and": tests} if tests else None, namespace=namespace))
         report: dict[str, Any] = {"removed": [fact.id for fact in matching], "dry_run": dry_run}
-        message = f"Facts that would go: {len(matching)}."
+        message = f"Facts that would be removed: {len(matching)}."
         if not dry_run:
             for space in {fact.namespace for fact in matching}:
                 collection.delete([fact.id for fact in matching if fact.namespace == space], namespace=space)
@@ -349,7 +327,7 @@ def remove(  # noqa: PLR0913 - one parameter per option
 def gc(
     place: Place, *, vacuum: _Vacuum = True, options: ReadOptions, wait: _Wait = 0.0, as_json: JsonFlag = False
 ) -> None:
-    """Remove packs that no fact uses any more, and take what was removed off the disk."""
+    """Remove packs that no fact uses any more, and erase removed facts from the disk."""
     with options.reading(place, read_only=False, wait=wait) as collection:
         packs = _collect(collection, options.folder(place, collection))
         note = "" if collection.read_only else _vacuum(collection, wanted=vacuum)
@@ -373,7 +351,7 @@ def size(
     model: ModelOptions,
     as_json: JsonFlag = False,
 ) -> None:
-    """Tokens, bytes on disk for each way of storing KV, and minutes to compile, on this machine and for this model.
+    """Show tokens, bytes on disk for each way of storing KV, and minutes to compile, for this model on this machine.
 
     Nothing is stored. Tokens are counted on a sample of 256 packs, bytes and minutes measured by compiling eight.
     """
@@ -382,7 +360,7 @@ def size(
             facts, banks = list(collection.facts()), collection.bank_size
     else:
         facts, banks = list(SourceOptions().facts([Path(path) for path in places], [])), BANK_SIZE
-    units = [fact.text for fact in _units_of(facts, unit, banks)]
+    units = _unit_texts(facts, unit, banks)
     session = model.load()
     costs = {kind: compile_cost(units, session, compress=kind) for kind in _STORED}
     tokens, text_bytes = costs["none"].tokens, sum(len(text.encode()) for text in units)
@@ -431,28 +409,23 @@ def _ingested(told: Mapping[str, Any]) -> str:
         f"Facts added: {told['added']}; already stored: {told['duplicates']}; rows skipped: {len(told['skipped'])}."
     ]
     if duplicates:
-        lines.append(f"{len(duplicates)} say nearly what another does:")
-        lines += [
-            f"  {duplicate['id']} ≈ {duplicate['earlier']} ({duplicate['score']:.3f})"
-            for duplicate in duplicates[:_SHOWN]
-        ]
+        lines.append(f"{len(duplicates)} say nearly what another fact says:")
+    lines += [f"  {found['id']} ≈ {found['earlier']} ({found['score']:.3f})" for found in duplicates[:_SHOWN]]
     if len(duplicates) > _SHOWN:
         lines.append("  … all of them with --json")
     if corrected:
         ids = ", ".join(corrected[:_SHOWN]) + (", …" if len(corrected) > _SHOWN else "")
-        lines.append(
-            f"Corrected in the collection since, and left as they are: {ids}. (Files still say what they said.)"
-        )
+        lines.append(f"Corrected in the collection earlier, and left as they are: {ids}.")
     return "\n".join([*lines, f"Now {counted(told['facts'], 'fact')}."])
 
 
-def _units_of(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[Fact]:
-    """The units that facts will make. Banks are an estimate until they are made."""
+def _unit_texts(facts: Iterable[Fact], unit: Unit, bank_size: int) -> list[str]:
+    """The texts of the packs that facts will make. Banks are an estimate until they are made."""
     groups = defaultdict[object, list[str]](list)
     for number, (space, text) in enumerate(sources := {(fact.namespace, fact.text): fact.source for fact in facts}):
         key = {"fact": number, "bank": number // bank_size, "document": sources[space, text] or number}[unit]
         groups[space, key].append(text)
-    return [Fact("\n".join(texts), namespace=key[0]) for key, texts in groups.items()]  # type: ignore[index]
+    return ["\n".join(texts) for texts in groups.values()]
 
 
 def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> None:
@@ -472,26 +445,6 @@ def _compile_there(server: VLLMEngine, units: Iterable[Fact], unit: Unit) -> Non
             pass  # An error in a thread is raised here, and cancels the rest.
 
 
-def _say_plan(plan: Mapping[str, Any], *, err: bool = False) -> None:
-    """Print a plan in one line, and a warning if it takes much of the disk."""
-    if "server" in plan:
-        typer.echo(
-            f"To compile by {plan['server']}: {plan['packs']:,} packs of {plan['tokens']:,} tokens; known to be "
-            f"compiled already: {plan['stored']:,}.",
-            err=err,
-        )
-        return
-    nbytes, compress = plan["bytes"], plan["compress"]
-    stored = "" if compress == "none" else f" ({compress})"
-    typer.echo(
-        f"To compile: {plan['packs']:,} packs of {plan['tokens']:,} tokens, {nbytes / 1e6:,.1f} MB on disk{stored}, "
-        f"about {plan['minutes']:.1f} minutes; compiled already: {plan['stored']:,}.",
-        err=err,
-    )
-    if nbytes > MUCH_BYTES:
-        typer.echo(f"That is {nbytes / 1e9:.1f} GB; `--kv lazy` keeps text alone, and computes KV on use.", err=True)
-
-
 def _collect(facts: FactStore, folder: str | Path) -> int:
     """Remove the packs in `folder` that no fact uses any more. Returns their number."""
     return len(Delivery(facts, None, PackStore(folder)).gc()) if is_store(folder) else 0
@@ -500,9 +453,9 @@ def _collect(facts: FactStore, folder: str | Path) -> int:
 def _vacuum(facts: ChromaFactStore, *, wanted: bool) -> str:
     """Vacuum the database. Returns a sentence if removed data stays on the disk, else an empty string."""
     if facts.path is None:
-        return f" {facts.where} keeps what was removed until `chroma vacuum --path FOLDER` is run there."
+        return f" {facts.where} keeps removed facts until `chroma vacuum --path FOLDER` is run there."
     if not wanted:
-        return f" Chroma keeps what was removed on the disk until `kp gc {facts.path}`."
+        return f" Chroma keeps removed facts on the disk until `kp gc {facts.path}`."
     facts.vacuum()
     return ""
 
@@ -516,6 +469,6 @@ def _found_id(given: str, facts: FactStore) -> str:
     if len(matching_ids) == 1:
         return matching_ids.pop()
     if matching_ids:
-        raise FactError(f"Got the id {given!r}; {len(matching_ids)} facts begin so. Give more of it.")
+        raise FactError(f"Got the id {given!r}; the ids of {len(matching_ids)} facts begin so. Give more characters.")
     hint = did_you_mean(given, ids, "`kp search` shows ids.")
     raise FactError(f"Got the id {given!r}; none of the {len(ids)} facts has it. {hint}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kp_cli.shared import ModelOptions, Place, PlaceOptions, checked_namespace, open_collection, spread
+from kp_cli.shared import ModelOptions, Place, PlaceOptions, about_hit, checked_namespace, open_collection, spread
 from kp_core.delivery import Delivery, Found
 from kp_core.errors import KnowledgePackError, MissingDependencyError
 from kp_core.facts import Fact, FactStore, Hit
@@ -90,7 +90,7 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
 
     def result(found: list[Found]) -> CallToolResult:
         text = "\n".join(unit.content for unit in found) or "Nothing was found."
-        metadata = {"documents": [_document(unit) for unit in found]}
+        metadata = {"documents": [about_hit(unit.hit, unit.hit.fact.text, unit.handle) for unit in found]}
         return CallToolResult(content=[TextContent(type="text", text=text)], _meta=metadata)
 
     @server.tool(annotations=ToolAnnotations(read_only_hint=True), structured_output=False)
@@ -112,9 +112,3 @@ def memory_server(facts: FactStore, delivery: Callable[[], Delivery], namespace:
         return result(packs.deliver([Hit(fact, 1.0)]))
 
     return server
-
-
-def _document(found: Found) -> dict[str, Any]:
-    fact = found.hit.fact
-    handle = None if found.handle is None else str(found.handle)
-    return {"id": fact.id, "handle": handle, "text": fact.text, "title": fact.title, "source": fact.source}

@@ -44,7 +44,6 @@ __all__ = [
     "SearchOptions",
     "TargetPath",
     "Where",
-    "WrongError",
     "about_hit",
     "checked_namespace",
     "console",
@@ -58,6 +57,7 @@ __all__ = [
     "open_collection",
     "plain",
     "print_json",
+    "siblings",
     "sourced",
     "spread",
     "table_of",
@@ -107,12 +107,13 @@ class ModelOptions:
         str | None,
         typer.Option(
             metavar="URL|MODULE:FUNCTION",
-            help="The address of a server of `kp serve` (its key in KP_API_KEY), or what makes the engine, called with "
-            "the model. Default: Hugging Face.",
+            help="The address of a server of `kp serve` (its key in KP_API_KEY), or a function that takes the "
+            "model and returns an engine. Default: Hugging Face.",
         ),
     ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Default: the best of this machine.")
+        Literal["float32", "bfloat16", "float16"] | None,
+        typer.Option(help="Default: the best that this machine supports."),
     ] = None
 
     def load(self) -> Session:
@@ -131,7 +132,7 @@ class ModelOptions:
             if self.engine is None:
                 raise
             raise ModelError(
-                f"{self.engine} refused what it was called with, model={self.model!r} and {settings or 'nothing else'} "
+                f"{self.engine} refused its arguments, model={self.model!r} and {settings or 'nothing else'} "
                 f"({error}); expected a function of `model`, and of `dtype` where --dtype is given."
             ) from error
 
@@ -142,9 +143,9 @@ class SearchOptions:
 
     where: Where = None
     namespace: MaybeNamespace = None
-    lexical: Annotated[
-        bool, typer.Option("--lexical", help="Let words count beside meaning: names, numbers, codes (BM25).")
-    ] = False
+    lexical: Annotated[bool, typer.Option("--lexical", help="Also compare words (BM25): names, numbers, codes.")] = (
+        False
+    )
 
     def keywords(self) -> dict[str, Any]:
         """The options as keywords of `FactStore.search`."""
@@ -160,15 +161,15 @@ class PlaceOptions:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="Embedding model: a folder, or a name on the hub. Default: what it was made with, else the bundled.",
+            help="Embedding model: a folder, or a name on the hub. Default: the collection's, else the bundled one.",
         ),
     ] = None
     packs: Annotated[
         str | None,
         typer.Option(
             metavar="PLACE",
-            help="Where packs are: a folder, or a URL such as s3://bucket/prefix. Default: COLLECTION/packs; of what "
-            "is not ours, the user's cache.",
+            help="Where packs are: a folder, or a URL such as s3://bucket/prefix. Default: COLLECTION/packs, or a "
+            "cache folder for a database that `kp` did not make.",
         ),
     ] = None
     tenant: Annotated[str | None, typer.Option(help="Tenant on the Chroma server.")] = None
@@ -212,9 +213,7 @@ class ReadOptions(PlaceOptions):
 
     collection: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="Of a Chroma folder or server that is not ours: read this collection, as it is."
-        ),
+        typer.Option(metavar="NAME", help="Collection to read in a Chroma folder or server that `kp` did not make."),
     ] = None
 
     @contextmanager
@@ -254,10 +253,6 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     # Typer reads this signature.
     vars(call)["__signature__"] = inspect.Signature(flat)
     return call
-
-
-class WrongError(Exception):
-    """A check found a fault, and has printed it."""
 
 
 def message_of(error: Exception) -> str:
@@ -325,6 +320,11 @@ def did_you_mean(name: str, names: Iterable[str], otherwise: str = "") -> str:
     return f"Did you mean {similar[0]}?" if similar else otherwise
 
 
+def siblings(path: Path) -> list[str]:
+    """Paths of what exists beside `path`."""
+    return [str(sibling) for sibling in path.parent.iterdir() if sibling.exists()] if path.parent.is_dir() else []
+
+
 def filter_of(where: str | None) -> Filter | None:
     """The filter in an option. Raises `FactError` unless it is a JSON object."""
     if where is None:
@@ -351,9 +351,8 @@ def open_collection(
     """Open the collection in a folder or on a server. Raises `FactError` if there is none, unless it may be `new`."""
     path = Path(place)
     if not new and not is_collection(place) and not any((path / name).exists() for name in (_DATABASE, _OLD)):
-        neighbours = path.parent.iterdir() if path.parent.is_dir() else ()
-        names = [str(neighbour) for neighbour in neighbours if is_fact_store(neighbour)]
-        raise FactError(f"There is no collection in {place}. {did_you_mean(place, names, hint)}")
+        collections = [name for name in siblings(path) if is_fact_store(Path(name))]
+        raise FactError(f"There is no collection in {place}. {did_you_mean(place, collections, hint)}")
     return ChromaFactStore(place, **options.settings(place), **settings)
 
 

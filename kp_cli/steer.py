@@ -85,7 +85,7 @@ def make(  # noqa: PLR0913 - one parameter per option or group of options
     new_steering = model.load().make_steering(contrast_pairs, method=method, layers=chosen, progress=not as_json)
     new_steering = replace(new_steering, provenance={**new_steering.provenance, "pairs": pairs})
     save_steering(new_steering, out)
-    _show({"file": str(out), **_about(new_steering)}, as_json=as_json)
+    _show(out, new_steering, as_json=as_json)
 
 
 @steer.command("calibrate")
@@ -139,21 +139,9 @@ def measure(  # noqa: PLR0913 - one parameter per option or group of options
 
 
 @steer.command()
-def show(
-    file: _File,
-    *,
-    other: Annotated[Path | None, typer.Option("--with", metavar="FILE", help="Compare with another one.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+def show(file: _File, *, as_json: JsonFlag = False) -> None:
     """What a steering is made of, how strong it is, and what it was calibrated to."""
-    steering = load_steering(file)
-    report = {"file": str(file), **_about(steering)}
-    if other is not None:
-        second = load_steering(other)
-        second.check(steering.fingerprint)
-        by_layer = {str(layer): cosine for layer, cosine in steering.layer_cosines(second).items()}
-        report["cosine"] = {"with": str(other), "all": steering.cosine(second), "by_layer": by_layer}
-    _show(report, as_json=as_json)
+    _show(file, load_steering(file), as_json=as_json)
 
 
 def read_pairs(name: str) -> Sequence[Pair]:
@@ -214,8 +202,11 @@ def _numbers(text: str) -> list[float]:
     return numbers
 
 
-def _about(steering: Steering) -> dict[str, Any]:
-    return {
+def _show(file: Path, steering: Steering, *, as_json: bool) -> None:
+    alone, with_knowledge = (steering.default_alpha(with_knowledge=knows) for knows in (False, True))
+    is_calibrated = steering.recommended is not None
+    report: dict[str, Any] = {
+        "file": str(file),
         "id": steering.id,
         "method": steering.method,
         "model": steering.fingerprint.id,
@@ -226,35 +217,16 @@ def _about(steering: Steering) -> dict[str, Any]:
         "keys": bool(steering.keys),
         # JSON has no infinity, so `None` says that no limit was found on this side.
         "coherent": steering.coherent and [bound if math.isfinite(bound) else None for bound in steering.coherent],
-        "recommended": {
-            "alone": steering.default_alpha(with_knowledge=False),
-            "with_knowledge": steering.default_alpha(with_knowledge=True),
-            "calibrated": steering.recommended is not None,
-        },
+        "recommended": {"alone": alone, "with_knowledge": with_knowledge, "calibrated": is_calibrated},
         "made": dict(steering.provenance),
     }
-
-
-def _show(about: dict[str, Any], *, as_json: bool) -> None:
-    layers, default = about["layers"], about["recommended"]
-    rows = {
-        "file": about["file"],
-        "made": f"{about['made'].get('made', 'unknown')} ({about['made'].get('pairs', 'of unknown pairs')})",
-        "id": about["id"],
-        "for": f"model {about['model'][:16]} in {about['dtype']}",
-        "layers": f"{layers[0]} to {layers[-1]} ({len(layers)}), values{' and keys' if about['keys'] else ''}",
-        "strength": "unknown" if about["strength"] is None else f"{about['strength']:.3f} of the cached values' norm",
-        "coherent": _range(about["coherent"]),
-        "default alpha": f"{default['alone']:g} alone, {default['with_knowledge']:g} with knowledge"
-        + ("" if default["calibrated"] else " (not calibrated)"),
+    layers, keys = steering.layers, " and keys" if steering.keys else ""
+    strength = "unknown" if report["strength"] is None else f"{report['strength']:.3f} of the cached values' norm"
+    note = "" if is_calibrated else " (not calibrated)"
+    shown = {name: report[name] for name in ("file", "id", "model", "dtype", "made")} | {
+        "layers": f"{layers[0]} to {layers[-1]} ({len(layers)}), values{keys}",
+        "strength": strength,
+        "coherent": steering.coherent and "from {:g} to {:g}".format(*steering.coherent),
+        "default alpha": f"{alone:g} alone, {with_knowledge:g} with knowledge{note}",
     }
-    if "cosine" in about:
-        rows["cosine"] = f"{about['cosine']['all']:.3f} with {about['cosine']['with']}"
-    tell(about, table_of(rows), as_json=as_json)
-
-
-def _range(bounds: list[float | None] | None) -> str:
-    if bounds is None:
-        return "not calibrated"
-    low, high = bounds
-    return f"from {'any' if low is None else f'{low:g}'} to {'any' if high is None else f'{high:g}'}"
+    tell(report, table_of(shown), as_json=as_json)

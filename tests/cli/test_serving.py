@@ -103,6 +103,6 @@ def test_a_store_of_its_own_and_a_text_that_is_too_long_stop_nothing(
     for compress in ("int8", "none"):
         code, _, err = kp("build", str(bank), "--compile", "--engine", address, "--compress", compress)
         assert code == 2
-        assert "`kp serve --compress` to say" in " ".join(err.replace("│", " ").split())
+        assert "`kp serve --compress` decides for a server" in " ".join(err.replace("│", " ").split())
     monkeypatch.setenv("KP_API_KEY", "kp-wrong")
     assert kp("build", str(bank), "--compile", "--engine", address)[0] == 1

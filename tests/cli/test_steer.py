@@ -90,16 +90,11 @@ def test_make_show_calibrate(kp: Kp, tiny: None, tmp_path: Path) -> None:
     assert load_steering(tmp_path / "new/formal.steering").recommended is not None
 
 
-def test_two_steerings_are_compared(kp: Kp, tiny: None) -> None:
-    assert kp("make", "pairs.json", "-o", "a")[0] == 0
+def test_a_steering_of_keys_says_so(kp: Kp, tiny: None) -> None:
     assert kp("make", "pairs.json", "-o", "keys", "--method", "last_token", "--layers", "0.0-1.0")[0] == 0
-    about = as_json(kp("show", "a", "--with", "a", "--json"))["cosine"]
-    assert about["all"] == pytest.approx(1)
-    assert set(about["by_layer"]) == {"1"}
-    code, out, _ = kp("show", "keys", "--with", "a")
+    code, out, _ = kp("show", "keys")
     assert code == 0
     assert "values and keys" in out
-    assert "with a" in out
 
 
 def test_the_bundled_model_is_the_default(kp: Kp) -> None:
@@ -128,7 +123,6 @@ def test_ask_speaks_as_a_steering_says(kp: Kp, tiny: None, tmp_path: Path, monke
         assert run([*told, *options]) == 0
     assert asked == [None, (steering, None), (steering, -20)]
     assert run([*told, "--alpha", "1"]) == 2
-    assert run([*told, "--steering", "s", "--compare"]) == 2
     assert run([*told, "--steering", "facts.jsonl"]) == 1
 
 

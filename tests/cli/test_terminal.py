@@ -40,7 +40,7 @@ def hostile(kp: Kp, tmp_path: Path) -> str:
     "command",
     [
         ("search", "bank", "Which bird?"),
-        ("ask", "bank", "Which bird?", "--compare", *TINY),
+        ("ask", "bank", "Which bird?", *TINY),
         ("ask", "bank", f"Which{EVIL} bird?", "--explain", *TINY),
         ("inspect", "bank"),
         ("verify", "bank"),

@@ -87,7 +87,7 @@ def _arguments(draw: Random, folder: Path, handles: list[str]) -> list[str]:
         (
             ["search", place, said(), *where, *space, *count, *(["--probes", draw.choice(_NUMBERS)] if draw.random() < 0.2 else [])],
             ["search", "bank", said(), *where, *draw.choice(([], ["--lexical"]))],
-            ["ask", place, said(), *where, *count, *_TINY, *draw.choice(([], ["--text"], ["--compare"], ["--explain"], ["--composer", said()]))],
+            ["ask", place, said(), *where, *count, *_TINY, *draw.choice(([], ["--text"], ["--explain"], ["--composer", said()]))],
             ["inspect", place], ["verify", place, "--no-template"], ["verify", "bank", "--repair", "--no-template"],
             ["remove", place, draw.choice(ids), *where, "--no-vacuum"], ["remove", "bank", "--source", said(), "--dry-run"],
             ["add", place, "--fact", said(), *space, *draw.choice(([], ["--id", said()], ["--title", said()], ["--ttl", draw.choice(_NUMBERS)]))],
