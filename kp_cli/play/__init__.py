@@ -29,7 +29,7 @@ def play(
     ] = None,
     model: ModelOptions,
 ) -> None:
-    """Try it in a browser: ask, see answers from packs and from text side by side, steer the voice.
+    """Try it in a browser: ask, and see answers from packs and from text side by side.
 
     Only this machine can open the page, and it sends nothing anywhere. Ctrl-C closes it and deletes its documents.
     """
