@@ -189,7 +189,7 @@ FAULTS = (
     ),
     Fault("kp_core/edit.py", "position = correction.stop", "position = correction.start", "tests/core/test_edit.py"),
     Fault(
-        "kp_core/steering.py",
+        "kp_core/steering/value.py",
         "return self + -other if",
         "return self + other if",
         "tests/core/steering tests/laws/test_steering_laws.py",

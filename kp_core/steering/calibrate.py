@@ -1,0 +1,241 @@
+"""Finds the range of alpha in which a steered model stays coherent and still answers from packs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
+from pathlib import Path
+from statistics import fmean, geometric_mean
+from typing import Any, NamedTuple, TypeAlias
+
+from kp_core.bundled import needing
+from kp_core.errors import SteeringError
+from kp_core.packs.pack import KnowledgePack
+from kp_core.progress import bar_of
+from kp_core.prompt.conversation import Message
+from kp_core.steering.value import Pair, Scope, Steering
+
+__all__ = ["Calibration", "CalibrationRow", "Task", "calibrate", "likeness", "repetition"]
+
+ALPHAS = (-3.0, -2.0, -1.0, -0.5, 0.0, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0)
+_TOLERANCE = 0.01  # Largest acceptable loss of accuracy with packs.
+Score: TypeAlias = Callable[[str], float]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One question. With `expected`, an answer that contains it counts as correct."""
+
+    messages: Sequence[Message] | str
+    packs: Sequence[KnowledgePack] = ()
+    expected: str | None = None
+
+
+class _Answer(NamedTuple):
+    task: Task
+    text: str
+    perplexity: float
+
+
+@dataclass(frozen=True)
+class CalibrationRow:
+    """Results for one alpha: means over the tasks."""
+
+    alpha: float
+    strength: float
+    """`Steering.strength` at this alpha; NaN for a steering without scales."""
+    effect: float
+    """Mean of the caller's score."""
+    coherence: float
+    """Share of answers that are valid, with little repetition and low perplexity under the unsteered model."""
+    repetition: float
+    perplexity: float
+    """Geometric mean of the answers' perplexity under the unsteered model."""
+    accuracy: float | None
+    """Share of correct answers among the tasks with `expected`; `None` if there are none."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Results of a sweep. `steering` is calibrated: it has default strengths and warns beyond its coherent range.
+
+    `low` and `high` are the alphas between which text stayed coherent, or an end of the sweep if no limit was found.
+    """
+
+    rows: tuple[CalibrationRow, ...]
+    low: float
+    high: float
+    steering: Steering = field(repr=False)
+
+    @property
+    def recommended(self) -> float:
+        """Alpha for steering without packs: that of the largest effect within the coherent range."""
+        return max(self._coherent(), key=lambda row: (row.effect, -abs(row.alpha))).alpha
+
+    @property
+    def recommended_with_knowledge(self) -> float:
+        """Alpha with packs: that of the largest effect with at most one percentage point less accuracy than unsteered.
+
+        If no task has `expected`, it is 0.7, or `high` if that is lower.
+        """
+        plain = next(row.accuracy for row in self.rows if row.alpha == 0)
+        if plain is None:
+            return min(replace(self.steering, recommended=None).default_alpha(with_knowledge=True), self.high)
+        accurate = [row for row in self._coherent() if row.accuracy is not None and row.accuracy >= plain - _TOLERANCE]
+        return max(accurate, key=lambda row: (row.effect, -abs(row.alpha))).alpha
+
+    def to_dict(self) -> dict[str, Any]:
+        """The results as plain values for JSON."""
+        return {
+            "rows": [asdict(row) for row in self.rows],
+            "low": self.low,
+            "high": self.high,
+            "recommended": self.recommended,
+            "recommended_with_knowledge": self.recommended_with_knowledge,
+        }
+
+    def table(self) -> str:
+        """The rows as a text table, followed by the recommendations."""
+        lines = ["  alpha  strength    effect  coherent  repeated  perplexity  accuracy"]
+        lines += [
+            f"{row.alpha:7.2f}{row.strength:10.3f}{row.effect:10.3f}{row.coherence:10.0%}{row.repetition:10.0%}"
+            f"{row.perplexity:12.1f}{'-' if row.accuracy is None else f'{row.accuracy:.0%}':>10}"
+            for row in self.rows
+        ]
+        lines.append(
+            f"Coherent from {self.low:g} to {self.high:g}. Recommended: {self.recommended:g} alone, "
+            f"{self.recommended_with_knowledge:g} with knowledge."
+        )
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path) -> Path:
+        """Plot effect, coherence and accuracy over alpha to `path`, whose suffix chooses the image format.
+
+        Raises `MissingDependencyError` without matplotlib.
+        """
+        with needing("Plots need matplotlib", "plot"):
+            from matplotlib.figure import Figure
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        left = figure.subplots()
+        right = left.twinx()
+        alphas = [row.alpha for row in self.rows]
+        left.plot(alphas, [row.effect for row in self.rows], "o-", color="tab:blue", label="effect")
+        right.plot(alphas, [row.coherence for row in self.rows], "s--", color="tab:green", label="coherent")
+        if accuracies := [row.accuracy for row in self.rows if row.accuracy is not None]:
+            right.plot(alphas, accuracies, "^:", color="tab:red", label="accuracy")
+        left.axvspan(self.low, self.high, color="tab:green", alpha=0.08)
+        left.set(xlabel="alpha", ylabel="effect")
+        right.set(ylabel="share of answers", ylim=(-0.05, 1.05))
+        left.legend(loc="upper left")
+        right.legend(loc="lower right")
+        figure.savefig(path)
+        return Path(path)
+
+    def _coherent(self) -> list[CalibrationRow]:
+        return [row for row in self.rows if self.low <= row.alpha <= self.high]
+
+
+def calibrate(  # noqa: PLR0913 - every criterion is a setting
+    engine: Any,  # noqa: ANN401 - a `Session`, from a layer above
+    steering: Steering,
+    tasks: Sequence[Task | str],
+    score: Score,
+    *,
+    alphas: Sequence[float] = ALPHAS,
+    scope: Scope | None = None,
+    is_valid: Callable[[str], bool] = bool,
+    least_coherence: float = 0.8,
+    most_repetition: float = 0.5,
+    most_perplexity: float = 8.0,
+    max_tokens: int = 64,
+    progress: bool = True,
+) -> Calibration:
+    """Answer `tasks` greedily at each of `alphas` and measure the answers.
+
+    An answer is coherent when at most `most_repetition` of its word triples repeat earlier ones, its perplexity under
+    the unsteered model is at most `most_perplexity` times that of the unsteered answers, and `is_valid` accepts it (by
+    default, any answer that is not empty; for code, for example, a parser). The coherent range contains the alphas
+    around 0, without a gap, whose share of coherent answers is at least `least_coherence` times that at alpha 0. It is
+    relative because small models ramble even without steering.
+
+    Raises `SteeringError` for no tasks, no alphas, and an alpha or a score that is not finite; otherwise as
+    `engine.generate`.
+    """
+    if isinstance(tasks, str):
+        raise SteeringError(f"Got the tasks {tasks!r}; expected a list of them: [{tasks!r}].")
+    questions = [Task(task) if isinstance(task, str) else task for task in tasks]
+    if not questions or not alphas or not all(math.isfinite(alpha) for alpha in alphas):
+        raise SteeringError(f"Got {len(questions)} tasks and the alphas {alphas!r}; expected tasks and finite numbers.")
+    unwarned = replace(steering, coherent=None)
+    answers: dict[float, list[_Answer]] = {alpha: [] for alpha in sorted({0.0, *map(float, alphas)})}
+    with bar_of("Calibrating", len(answers) * len(questions), "answer", shown=progress) as bar:
+        for alpha, alpha_answers in answers.items():
+            for task in questions:
+                request = {"steering": (unwarned, alpha), "scope": scope, "packs": task.packs}
+                text = engine.generate(task.messages, max_tokens=max_tokens, **request).text
+                alpha_answers.append(_Answer(task, text, engine.perplexity(task.messages, text, packs=task.packs)))
+                bar.update()
+    limit = most_perplexity * geometric_mean(answer.perplexity for answer in answers[0.0])
+
+    def is_coherent(answer: _Answer) -> bool:
+        is_fluent = repetition(answer.text) <= most_repetition and answer.perplexity <= limit
+        return is_fluent and is_valid(answer.text)
+
+    def effect(text: str) -> float:
+        value = score(text)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise SteeringError(f"The score gave {value!r} for the answer {text[:40]!r}; expected a finite number.")
+        return float(value)
+
+    rows = []
+    for alpha, measured in answers.items():
+        are_correct = [a.task.expected.lower() in a.text.lower() for a in measured if a.task.expected is not None]
+        row = CalibrationRow(
+            alpha=alpha,
+            strength=abs(alpha) * steering.strength if steering.scales and steering.values else math.nan,
+            effect=fmean(effect(answer.text) for answer in measured),
+            coherence=fmean(map(is_coherent, measured)),
+            repetition=fmean(repetition(answer.text) for answer in measured),
+            perplexity=geometric_mean(answer.perplexity for answer in measured),
+            accuracy=fmean(are_correct) if are_correct else None,
+        )
+        rows.append(row)
+    plain = next(row for row in rows if row.alpha == 0)
+    incoherent = [row.alpha for row in rows if row.coherence < least_coherence * plain.coherence]
+    # The nearest incoherent alphas on both sides of 0; an end of the sweep is no limit.
+    below = max((alpha for alpha in incoherent if alpha < 0), default=-math.inf)
+    above = min((alpha for alpha in incoherent if alpha > 0), default=math.inf)
+    coherent = [row.alpha for row in rows if below < row.alpha < above]
+    bounds = -math.inf if below == -math.inf else coherent[0], math.inf if above == math.inf else coherent[-1]
+    calibration = Calibration(tuple(rows), coherent[0], coherent[-1], steering)
+    chosen = calibration.recommended, calibration.recommended_with_knowledge
+    return replace(calibration, steering=replace(steering, coherent=bounds, recommended=chosen))
+
+
+def repetition(text: str) -> float:
+    """Share of the word triples of `text` that repeat earlier ones; 0 for fewer than three words."""
+    words = text.lower().split()
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return 1 - len(set(triples)) / len(triples) if triples else 0.0
+
+
+def likeness(pairs: Sequence[Pair], embedder: Any) -> Callable[[str], float]:  # noqa: ANN401 - has `embed(texts)`
+    """A score for `calibrate`: 1 for a text like the average positive side of `pairs`, -1 like the negative one.
+
+    `embedder` is one of `kp_core.facts.embed`. The text's embedding is projected on the line between the means of the
+    two sides. Of a conversation, only the last message counts. Raises `SteeringError` for no pairs, and for pairs whose
+    sides have the same mean embedding.
+    """
+    if not pairs:
+        raise SteeringError("Got no pairs; expected the pairs that the steering was made from.")
+    positive, negative = (
+        embedder.embed([side if isinstance(side, str) else str(side[-1]["content"]) for side in sides]).mean(axis=0)
+        for sides in zip(*pairs, strict=True)
+    )
+    half, middle = (positive - negative) / 2, (positive + negative) / 2
+    length = float(half @ half)
+    if not length:
+        raise SteeringError("Both sides of the pairs mean the same to the embedder; give a score of your own.")
+    return lambda text: float((embedder.embed([text])[0] - middle) @ half) / length

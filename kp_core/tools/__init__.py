@@ -1,0 +1,27 @@
+"""What a model may call, the form of its answers in each model family, and how answers are read."""
+
+from kp_core.tools.base import Delta, JsonScan, Tool, ToolCall, ToolCallDelta, ToolChoice
+from kp_core.tools.formats import FORMATS, HARMONY, THINK, Thought, ToolFormat, braced, format_of, tagged, thought_of
+from kp_core.tools.reader import AnswerReader, HarmonyReader
+from kp_core.tools.shape import AnswerShape
+
+__all__ = [
+    "FORMATS",
+    "HARMONY",
+    "THINK",
+    "AnswerReader",
+    "AnswerShape",
+    "Delta",
+    "HarmonyReader",
+    "JsonScan",
+    "Thought",
+    "Tool",
+    "ToolCall",
+    "ToolCallDelta",
+    "ToolChoice",
+    "ToolFormat",
+    "braced",
+    "format_of",
+    "tagged",
+    "thought_of",
+]

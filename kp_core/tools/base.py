@@ -1,0 +1,115 @@
+"""What a model may call, what it called, and the pieces of an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from kp_core.errors import ToolError
+
+__all__ = ["Delta", "JsonScan", "Tool", "ToolCall", "ToolCallDelta", "ToolChoice"]
+
+ToolChoice: TypeAlias = str
+"""`"auto"`: the model decides; `"any"`: it must call a tool; `"none"`: it may not; else the name of the tool to
+call."""
+
+_NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a model may call; `parameters` is the JSON Schema of its arguments, an object.
+
+    Raises `ToolError` for other parameters.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=lambda: _NO_PARAMETERS)
+
+    def __post_init__(self) -> None:
+        parameters = self.parameters
+        if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+            raise ToolError(f"Got parameters {parameters!r} of {self.name!r}; expected a JSON Schema of an object.")
+        # Without a type, the schema would also accept a string.
+        object.__setattr__(self, "parameters", {"type": "object", **parameters})
+
+    @classmethod
+    def of(cls, tool: Mapping[str, Any] | Tool) -> Tool:
+        """Read a tool from `{"type": "function", "function": {...}}`, or from the inner mapping alone.
+
+        Raises `ToolError` for anything else.
+        """
+        if isinstance(tool, Tool):
+            return tool
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise ToolError(
+                f"Got the tool {tool!r}; expected {{'type': 'function', 'function': {{'name': ..., 'description': ..., "
+                "'parameters': <JSON Schema>}}."
+            )
+        return cls(function["name"], function.get("description") or "", function.get("parameters") or _NO_PARAMETERS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the form that chat templates take."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool call of a model; `arguments` are parsed JSON."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of call number `index`; the first piece has `id` and `name`, and all `arguments` join to JSON."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One step of a streamed answer: visible text, reasoning, or a piece of a tool call."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_call: ToolCallDelta | None = None
+
+
+@dataclass(frozen=True)
+class JsonScan:
+    """Progress of scanning JSON: whether inside a string, whether behind a backslash there, and the bracket depth.
+
+    `end` is the position in the last piece behind the bracket that closed the outermost one.
+    """
+
+    inside: bool = False
+    escaped: bool = False
+    depth: int = 0
+    end: int | None = None
+
+    def feed(self, piece: str) -> JsonScan:
+        """Return the scan after `piece`."""
+        inside, escaped, depth, end = self.inside, self.escaped, self.depth, None
+        for at, sign in enumerate(piece, 1):
+            if escaped:
+                escaped = False
+            elif inside:
+                inside, escaped = sign != '"', sign == "\\"
+            elif sign == '"':
+                inside = True
+            elif sign in "{[":
+                depth += 1
+            elif sign in "}]":
+                depth -= 1
+                end = at if depth == 0 and end is None else end
+        return JsonScan(inside, escaped, depth, end)
