@@ -18,7 +18,7 @@ from rich.text import Text
 from kp_cli.shared import ModelOptions, console, spread
 
 if TYPE_CHECKING:
-    from kp_core import Generation, Session
+    from kp_core import Generation, PackView, Session
 
 __all__ = ["demo"]
 
@@ -75,7 +75,7 @@ class _Demo:
         self._out.print("Asking, with text and with packs ...")
         answers: dict[int, tuple[Generation, Generation]] = {}
         for tokens in _TOKENS:
-            answers[tokens] = (self._answer(passages[tokens], reuse=False), self._answer(packs[tokens], reuse=True))
+            answers[tokens] = self._answer(passages[tokens]), self._answer(packs[tokens], self._view)
         self._heading(1, "The same answer", f"The question: {_QUESTION}")
         text, pack = answers[_TOKENS[1]]
         self._out.print(f"text  {text.text.strip()}", style="yellow")
@@ -126,15 +126,10 @@ class _Demo:
             yield "\n".join(self._facts[start:stop])
             start = stop
 
-    def _answer(self, knowledge: str, *, reuse: bool) -> Generation:
-        """An answer from a text, or from a handle whose KV is on disk. Nothing is in memory.
-
-        The text is recognised as that of a pack, but no KV is reused for it. So both prompts are divided alike, and
-        rounding cannot make their answers differ.
-        """
+    def _answer(self, knowledge: str, view: PackView | None = None) -> Generation:
+        """An answer from a plain text or, with a view, from a handle whose KV is on disk. Nothing is in memory."""
         self._session.clear_cache()
-        prompt = f"{knowledge}\n\nIn a few words: {_QUESTION}"
-        return self._session.generate(prompt, view=self._view, reuse=reuse, max_tokens=32)
+        return self._session.generate(f"{knowledge}\n\nIn a few words: {_QUESTION}", view=view, max_tokens=32)
 
     def _heading(self, number: int, title: str, about: str) -> None:
         self._out.print(Text.assemble((f"\n{number}. {title}", "bold"), ("  " + about, "dim")))

@@ -130,13 +130,13 @@ class CompileOptions(ModelOptions):
 
     def run(self, facts: FactStore, store: PackStore, session: Session, *, as_json: bool) -> dict[str, Any]:
         """Print the cost, compile, and return the cost as JSON. An interrupted run continues where it stopped."""
-        server = session.engine if isinstance(session.engine, VLLMEngine) else None
-        if server is not None and self.compress is not None:
+        engine, is_lazy = session.engine, self.kv == "lazy"
+        if isinstance(engine, VLLMEngine) and self.compress is not None:
             raise typer.BadParameter(f"Got --compress {self.compress}, but `kp serve --compress` decides for a server.")
+        server = engine if isinstance(engine, VLLMEngine) and not is_lazy else None
         compress = self.compress or "none"
         delivery = Delivery(facts, session, store, unit=self.unit, kv=self.kv, compress=compress)
         units = delivery.all_units()
-        is_lazy = self.kv == "lazy"
         compiled, _ = find_compiled(units, session, store, lazy=is_lazy, accept=compress == "int8")
         missing = [unit.text for unit in units if (unit.namespace, unit.text) not in compiled]
         cost, stored = compile_cost(missing, session, lazy=is_lazy, compress=compress), len(units) - len(missing)
@@ -156,7 +156,7 @@ class CompileOptions(ModelOptions):
             for at in range(0, len(units), _COMPILED_AT_ONCE):
                 part = units[at : at + _COMPILED_AT_ONCE]
                 handles = delivery.compile(part, progress=False)
-                if server is not None and self.kv == "stored":
+                if server is not None:
                     compiled_units = [unit for unit, handle in zip(part, handles, strict=True) if handle]
                     _compile_there(server, compiled_units, self.unit)
                 bar.update(len(part))

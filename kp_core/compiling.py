@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from kp_core.engines.request import CompiledFor
 from kp_core.engines.session import Session
@@ -66,12 +65,8 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
     """
     check_compression(compress)
     facts = [fact.moved(namespace) for fact in facts]
-    results, outdated = find_compiled(
-        *(facts, engine, store),
-        compiled_for=compiled_for,
-        lazy=lazy or engine.is_lazy,
-        accept=accept or compress == "int8",
-    )
+    is_lazy, accept = lazy or engine.is_lazy, accept or compress == "int8"
+    results, outdated = find_compiled(facts, engine, store, compiled_for=compiled_for, lazy=is_lazy, accept=accept)
     missing = defaultdict[str, dict[str, Fact]](dict)
     for fact in facts:
         if (fact.namespace, fact.text) not in results:
@@ -89,9 +84,17 @@ def compile_facts(  # noqa: PLR0913 - one keyword per part it is made of
         ]
         if progress and len(units) >= _MANY:
             _say_cost(compile_cost(list(units), engine, lazy=lazy, compress=compress))
-        settings: dict[str, Any] = {"lazy": lazy, "compress": compress, "progress": progress}
-        settings |= {"namespace": space, "compiled_for": compiled_for, "provenance": provenances, "on_short": short}
-        for pack in engine.build_packs(list(units), **settings):
+        built = engine.build_packs(
+            list(units),
+            namespace=space,
+            compiled_for=compiled_for,
+            lazy=lazy,
+            compress=compress,
+            provenance=provenances,
+            on_short=short,
+            progress=progress,
+        )
+        for pack in built:
             results[space, pack.text] = store.put(pack)
     return [results.get((fact.namespace, fact.text)) for fact in facts]
 

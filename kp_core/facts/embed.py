@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -19,7 +20,6 @@ from kp_core.errors import FactError
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
-import math
 
 __all__ = [
     "Embedder",

@@ -46,6 +46,7 @@ _SMALL = 1 << 16
 """Up to this many elements of a result, one call adds all tiles. A larger sum would not fit the processor's cache."""
 
 _HALF, _STEP = TILE // 2, 32
+"""Of a tile of which a row sees at most `_HALF` keys, only these are read, in steps of `_STEP` (`keys_to_read`)."""
 
 _sdpa = nn.functional.scaled_dot_product_attention
 
