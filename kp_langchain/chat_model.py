@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.globals import get_llm_cache
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput, ModelProfile
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
@@ -20,9 +21,10 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from kp_core import find_handles
+from kp_core.compose import Composer
 from kp_core.errors import ToolError
 from kp_core.settings import MODEL_OPTIONS, ModelSettings, core_choice, core_role
 from kp_core.tools import AnswerShape
@@ -53,8 +55,6 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
     max_retries: int | None = None
     """Accepted because LangChain's models have it; a model on this machine has nothing to retry."""
     streaming: bool = False
-    cache: Literal[False] = Field(default=False, exclude=True)
-    """LangChain's cache of answers is not used: a handle may resolve to something else later."""
 
     @property
     def _llm_type(self) -> str:
@@ -62,19 +62,50 @@ class ChatKnowledgePacks(ModelSettings, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        # For traces, so objects are given by what they do.
+        # Part of the key of LangChain's cache of answers, so objects are given by what they do.
         request = self._defaults()
         return {
             "model_name": self.model_name,
             "dtype": self.dtype,
             "base_url": self.base_url,
+            "store": None if self.store is None else str(self.store.blobs or self.store),
             "namespaces": list(self.namespaces),
+            "trusted_roles": sorted(self.trusted_roles),
             **{name: getattr(request, name) for name in MODEL_OPTIONS},
             "composer": request.composer.key,
             "steering": None if request.steering is None else str(request.steering),
             "packs": list(request.packs),
             "stop": list(request.stop),
         }
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        if isinstance(composer := kwargs.get("composer"), Composer):
+            kwargs["composer"] = composer.key
+        # Two different models may have the same name.
+        model = self._engine(kwargs.get("model")).fingerprint.id
+        return f"{super()._get_llm_string(stop, **kwargs)}---{model}"
+
+    def _generate_with_cache(self, messages: list[BaseMessage], *args: Any, **kwargs: Any) -> ChatResult:
+        return super(ChatKnowledgePacks, self._remembering(messages))._generate_with_cache(messages, *args, **kwargs)
+
+    async def _agenerate_with_cache(
+        self,
+        messages: list[BaseMessage],
+        *args: Any,
+        **kwargs: Any,
+    ) -> ChatResult:
+        model = self._remembering(messages)
+        return await super(ChatKnowledgePacks, model)._agenerate_with_cache(messages, *args, **kwargs)
+
+    def _remembering(self, messages: list[BaseMessage]) -> ChatKnowledgePacks:
+        """This model; without LangChain's cache of answers if a handle does not resolve now, as it may later."""
+        role = next(iter(self.trusted_roles), None)
+        if self.store is None or role is None or not (self.cache or (self.cache is None and get_llm_cache())):
+            return self
+        handles = [str(handle) for message in messages for *_, handle in find_handles(message.text)]
+        if all(self.resolves(handle, role) for handle in handles):
+            return self
+        return self.model_copy(update={"cache": False})
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop=stop or self.stop, **kwargs)

@@ -1,14 +1,15 @@
 """What handles must not do in LangChain: reach other namespaces, mix engines in a cache, or stop an agent for good."""
 
+import logging
+
 import pytest
 from langchain.agents import create_agent
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
-from langchain_core.globals import set_llm_cache
 from langchain_core.messages import AIMessage, HumanMessage
-from pydantic import ValidationError
 
-from kp_core import Fact, MemoryFactStore, PackStore, find_handles
+from kp_core import Fact, MemoryFactStore, PackStore, find_handles, load_engine
+from kp_core.testing import tiny_model, tiny_tokenizer
 from kp_langchain import (
     ChatKnowledgePacks,
     KnowledgePackRetriever,
@@ -79,21 +80,30 @@ def test_a_search_tool_reads_the_namespace_of_its_retriever_alone(store):
         assert "secret" not in str(message.artifact)
 
 
-def test_no_answer_comes_from_a_cache_of_langchain(store):
+def test_a_cache_of_answers_tells_models_of_one_name_apart(store):
+    cache = InMemoryCache()
+    engines = [load_engine(tiny_model("llama", seed=seed), tokenizer=tiny_tokenizer()) for seed in (1, 2)]
+    models = [chat(store, engine=engine, cache=cache, max_tokens=8) for engine in engines]
+    assert models[0].model_name == models[1].model_name
+    said = [model.invoke("Hi").text for model in models]
+    assert said == [engine.generate("Hi", max_tokens=8).text for engine in engines]
+    assert said[0] != said[1]
+
+
+async def test_an_answer_whose_handle_did_not_resolve_is_not_remembered(store, caplog):
     handle, cache = put(store, "The gate of the harbour is green."), InMemoryCache()
-    model = chat(store)
-    set_llm_cache(cache)
-    try:
-        assert model.invoke(handle).response_metadata["kp"]["pack_tokens"] > 0
-        # What was answered with a pack is not told to one who may not read it any more.
-        store.remove(find_handles(handle)[0][2])
-        assert model.invoke(handle).response_metadata["kp"]["pack_tokens"] == 0
-    finally:
-        set_llm_cache(None)
+    model = chat(store, cache=cache)
+    store.remove(find_handles(handle)[0][2])
+    with caplog.at_level(logging.ERROR):
+        for asked in (model.invoke(handle), await model.ainvoke(handle)):
+            assert asked.response_metadata["kp"]["pack_tokens"] == 0
     assert not cache._cache
-    for wanted in (True, cache):
-        with pytest.raises(ValidationError, match="cache"):
-            chat(store, cache=wanted)
+    assert put(store, "The gate of the harbour is green.") == handle
+    assert model.invoke(handle).response_metadata["kp"]["pack_tokens"] > 0
+    assert len(cache._cache) == 1
+    # What was answered with a pack is not told to one who may not read it any more.
+    store.remove(find_handles(handle)[0][2])
+    assert model.invoke(handle).response_metadata["kp"]["pack_tokens"] == 0
 
 
 @pytest.mark.parametrize("roles", [["tool"], ["tool", "human"]])

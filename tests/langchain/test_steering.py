@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from langchain.agents import create_agent
 from langchain.agents.middleware import AgentMiddleware
+from langchain_core.caches import InMemoryCache
 from langchain_core.messages import HumanMessage
 from langgraph.graph import END, START, MessagesState, StateGraph
 
@@ -111,6 +112,18 @@ def test_two_agents_of_one_graph_speak_each_in_its_way(engine, chat, steering):
         "plain": said(engine),
         "formal": said(engine, steering=steering),
     }
+
+
+def test_a_cached_answer_is_that_of_its_steering(engine, steering):
+    cache = InMemoryCache()
+    models = {
+        kind: ChatKnowledgePacks(engine=engine, max_tokens=8, cache=cache, steering=kind and (steering, kind))
+        for kind in (None, 1, -1)
+    }
+    for _ in range(2):
+        for kind, model in models.items():
+            assert model.invoke(ASKED).text == said(engine, steering=kind and (steering, kind))
+        assert models[None].invoke(ASKED, steering=-steering).text == said(engine, steering=-steering)
 
 
 def test_a_description_names_the_steering_and_holds_no_tensor(engine, steering):

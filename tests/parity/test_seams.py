@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 from langchain_core.caches import InMemoryCache
-from langchain_core.globals import set_llm_cache
 from pydantic import ValidationError
 
 from kp_core import Handle, ModelFingerprint, NaiveComposer, Packs, PackStore, Session, TokenStream
@@ -199,17 +198,17 @@ def test_a_store_may_be_a_path_or_anything_that_acts_as_one(adapter, tmp_path):
         ADAPTERS[adapter](store={}, namespaces=["open"])
 
 
-def test_langchains_cache_of_answers_is_not_used(store):
+def test_a_cached_answer_is_that_of_its_composer(store):
     fields, asked = composed(tiny_engine(), store)
-    set_llm_cache(InMemoryCache())
-    try:
-        answers = [ChatKnowledgePacks(**fields, composer=each).invoke(asked) for each in (None, NaiveComposer())]
-    finally:
-        set_llm_cache(None)
+    cache = InMemoryCache()
+    answers = [
+        ChatKnowledgePacks(cache=cache, **fields, composer=each).invoke(asked) for each in (None, NaiveComposer())
+    ]
     kp = [answer.response_metadata["kp"]["approximate_tokens"] for answer in answers]
     assert kp[0] == 0 < kp[1]
-    with pytest.raises(ValidationError, match="cache"):
-        ChatKnowledgePacks(cache=InMemoryCache(), **fields)
+    plain = ChatKnowledgePacks(cache=cache, **fields)
+    strings = [plain._get_llm_string(composer=each) for each in (LastComposer(), LastComposer(), LastComposer("other"))]
+    assert strings[0] == strings[1] != strings[2]
 
 
 def test_a_restored_llm_does_not_lose_its_composer_unseen(store):
