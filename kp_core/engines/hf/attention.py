@@ -28,9 +28,9 @@ __all__ = [
     "grouped_rows",
     "joined",
     "keys_to_read",
-    "over_tiles",
     "tile_of_each",
     "tiled_attention",
+    "tiles_of",
 ]
 
 NAME = "kp_tiles"
@@ -128,24 +128,14 @@ def attend(  # noqa: PLR0913 - the inputs of attention
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2))[..., :dim]
 
 
-def over_tiles(  # noqa: PLR0913
-    grouped: Tensor, key: Tensor, value: Tensor, tiles: range, scale: float | None, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention of rows `(1, kv_heads, rows, dim)` over each of `tiles`; a mask of zeros changes no bit.
-
-    Returns results `(tiles, kv_heads, rows, dim)` and their log-sum-exps, `(tiles, kv_heads, rows)`.
-    """
-    rows = grouped.expand(len(tiles), -1, -1, -1)
-    return tile_of_each(rows, _tiles(key, tiles), _tiles(value, tiles), mask, scale)
-
-
 def tile_of_each(
     grouped: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention of rows `(batch, kv_heads, rows, dim)`, each batch entry over its own tile.
 
-    Keys and values are `(batch, kv_heads, TILE, dim)`, or have fewer keys (`keys_to_read`). Returns the results and
-    their log-sum-exps, both from the CPU kernel of flash attention.
+    Keys and values are `(batch, kv_heads, TILE, dim)`, or have fewer keys (`keys_to_read`). A mask of zeros changes no
+    bit. Returns the results, shaped as the rows, and their log-sum-exps, `(batch, kv_heads, rows)`, both from the CPU
+    kernel of flash attention.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - no public function returns it
     output, weight = kernel(grouped, key, value, 0.0, False, attn_mask=mask, scale=scale)  # noqa: FBT003
@@ -160,7 +150,7 @@ def keys_to_read(visible: int) -> int:
     return -(-visible // _STEP) * _STEP if visible <= _HALF else TILE
 
 
-def _tiles(side: Tensor, tiles: range) -> Tensor:
+def tiles_of(side: Tensor, tiles: range) -> Tensor:
     """Tiles of keys or values `(1, kv_heads, tokens, dim)`, as views: `(tiles, kv_heads, TILE, dim)`."""
     part = side[0, :, tiles.start * TILE : tiles.stop * TILE]
     return part.view(len(part), len(tiles), TILE, side.shape[3]).transpose(0, 1)
@@ -228,7 +218,8 @@ def _of_rows(  # noqa: PLR0913
         if not tiles:
             continue
         mask, blind = (None, None) if tiles is past else _mask(positions, share, extra, tiles, sees, query.dtype)
-        output, weight = over_tiles(grouped, key, value, tiles, scale, mask)
+        of_each_tile = grouped.expand(len(tiles), -1, -1, -1)
+        output, weight = tile_of_each(of_each_tile, tiles_of(key, tiles), tiles_of(value, tiles), mask, scale)
         outputs.append(output)
         weights.append(weight if blind is None else weight.masked_fill(blind, -torch.inf))
     if sinks is not None:

@@ -22,7 +22,7 @@ from kp_core.engines.hf.cache import cache_of, measured_shape
 from kp_core.engines.hf.kinds import kind_of, narrowed, positions_of, rope_parameters
 from kp_core.engines.hf.packed import own_view, pack_weights
 from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
-from kp_core.engines.hf.rows import Rows, run_ragged
+from kp_core.engines.hf.rows import Memory, Rows, run_ragged
 from kp_core.engines.hf.sampling import Sampler
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.grammar import Constraint
@@ -215,13 +215,14 @@ class CausalModel:
             torch.cat(steps).float(), torch.cat([logits for logits in expected if logits is not None]).float()
         )
 
-    def rows(self, buffers: Sequence[KVBuffer]) -> Callable[[Sequence[int]], Tensor]:
+    def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
         """A function that decodes one token of each of these sequences in one pass.
 
-        It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`.
+        It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`. With a
+        `memory` that an earlier function used, that one must not be called again.
         """
         options = {"logits_to_keep": 1} if self.keeps_logits else {}
-        return Rows(self._model, buffers, self.sees, **options).step
+        return Rows(self._model, buffers, self.sees, memory, **options).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run `tokens` behind each of these sequences in one pass.

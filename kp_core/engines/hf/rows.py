@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
@@ -10,14 +11,20 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, keys_to_read, over_tiles, tile_of_each
+from kp_core.engines.hf.attention import Sees, attend, grouped_rows, joined, keys_to_read, tile_of_each, tiles_of
 from kp_core.engines.local.buffer import TILE, BufferLayer, KVBuffer
 from kp_core.engines.local.tree import common_tokens
 
-__all__ = ["Rows", "run_ragged"]
+__all__ = ["Memory", "Rows", "run_ragged"]
 
 _SHORT = 2 * TILE
 """Rows with fewer tokens than this share one attention call without a common prefix, over a copy of their keys."""
+
+Memory = dict[int, dict[int, Tensor]]
+"""Where each group of rows copies keys, 0, and values, 1. Using tensors again is faster than new memory."""
+
+_SPARE = 16
+"""Room for copies of tiles is allocated in multiples of this, so that one more row fits."""
 
 
 class Rows:
@@ -35,11 +42,17 @@ class Rows:
         model: Any,  # noqa: ANN401
         buffers: Sequence[KVBuffer],
         sees: Sequence[Sees],
+        memory: Memory | None = None,
         **options: Any,  # noqa: ANN401
     ) -> None:
+        """Copies of the rows' own tiles are made in `memory`. Rows that used it before must not step again."""
         self._model, self._options, self._buffers, self._sees = model, options, tuple(buffers), sees
         layers = [at for at, layer_sees in enumerate(sees) if not layer_sees.window]
-        self._groups = [_Group(buffers, rows, tiles, layers) for rows, tiles in _grouped(buffers)]
+        memory = {} if memory is None else memory
+        self._groups = [
+            _Group([buffers[row] for row in rows], rows, tiles, layers, memory.setdefault(number, {}))
+            for number, (rows, tiles) in enumerate(_grouped(buffers))
+        ]
         grouped = {row for group in self._groups for row in group.rows}
         self._alone = [row for row in range(len(buffers)) if row not in grouped]
         self._deferred = sorted(grouped) if len(layers) == len(sees) else []
@@ -78,6 +91,8 @@ class Rows:
         """Attention of `query`, `(rows, heads, 1, head_dim)`. Buffers of rows not deferred hold the keys and values."""
         if self._deferred:
             self._new.append((key, value))
+        if len(self._deferred) == len(self._buffers) and len(self._groups) == 1:
+            return self._groups[0].attend(layer, query, key, value, scale, sinks)
         output = torch.empty(*query.shape[:3], value.shape[3], dtype=query.dtype, device=query.device)
         alone = range(len(self._buffers)) if self._sees[layer].window else self._alone
         for row in alone:
@@ -86,7 +101,8 @@ class Rows:
             output[row] = attend(query[row : row + 1], kv.keys, kv.values, at, scale, self._sees[layer], sinks)[0]
         if not self._sees[layer].window:
             for group in self._groups:
-                group.attend(layer, query, key, value, scale, sinks, output)
+                rows = group.index
+                output[rows] = group.attend(layer, query[rows], key[rows], value[rows], scale, sinks)
         return output
 
 
@@ -155,21 +171,33 @@ def _grouped(buffers: Sequence[KVBuffer]) -> list[tuple[list[int], int]]:
 
 
 class _Group:
-    """Some `rows` of `buffers` that share their first `tiles`, if any, with a copy of each row's own tiles behind them.
+    """Some `rows` that share their first `tiles`, if any, with a copy of each row's own tiles behind them.
 
-    Only for `layers`; the other layers have windows.
+    Only for `layers`; the other layers have windows. Copies of keys lie in `memory[0]`, of values in
+    `memory[1]`; what is there is used if it is large enough.
     """
 
-    def __init__(self, buffers: Sequence[KVBuffer], rows: Sequence[int], tiles: int, layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[KVBuffer],
+        rows: Sequence[int],
+        tiles: int,
+        layers: Sequence[int],
+        memory: dict[int, Tensor],
+    ) -> None:
         self.rows, self._layers, self._tiles = rows, layers, range(tiles)
-        self._buffers = [buffers[row] for row in rows]
-        self._index = torch.tensor(rows)
+        self._buffers, self._memory = buffers, memory
+        self.index = torch.tensor(rows)
         self._layer_index = {layer: at for at, layer in enumerate(layers)}
         self._own: list[Tensor] = []
         """Copies of the keys and values of the rows' own tiles, `(layers, room, kv_heads, TILE, head_dim)` each."""
         self._at: dict[tuple[int, int], int] = {}
         """Index in `_own` of each pair of tile and row. Tiles that begin later are appended."""
         self._room = 0
+        self._calls: list[tuple[slice, int]] = []
+        """Which pairs of tile and row share a call of the kernel, and how many keys of each tile it reads."""
+        self._read: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Of each layer, the keys and values that the calls read, those of the shared tiles last. Views."""
 
     def begin(self) -> None:
         """Prepare a step: where its tokens are written, and the mask of each row over its own tiles."""
@@ -184,8 +212,9 @@ class _Group:
         started = [pair for pair in needed if pair not in self._at]
         self._at |= {pair: len(self._at) + number for number, pair in enumerate(started)}
         if len(needed) > self._room:
-            self._room = len(needed) + len(last_tiles)
+            self._room = -(-(len(needed) + len(last_tiles)) // _SPARE) * _SPARE
             self._own = [self._copied(0), self._copied(1)]
+            self._read.clear()
         else:
             for own in self._own:  # Attention reads what is masked, too, and it must be finite.
                 own[:, len(self._at) - len(started) : len(self._at)] = 0
@@ -195,8 +224,16 @@ class _Group:
         ]
         visible = torch.arange(TILE) + self._tile_of[:, None] * TILE <= ends[self._row_of, None]
         dtype = self._buffers[0].layers[0].keys.dtype
-        self._mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None, None]
-        self._calls = _calls((ends[self._row_of] - self._tile_of * TILE + 1).tolist())
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[:, None, None]
+        calls = _calls((ends[self._row_of] - self._tile_of * TILE + 1).tolist())
+        if calls != self._calls:
+            self._calls = calls
+            self._read.clear()
+        self._masks = [mask[pairs, ..., :keys] for pairs, keys in calls]
+        rows_of = [self._row_of[pairs] for pairs, _ in calls]
+        in_order = list(range(len(self.rows)))
+        self._rows_of = [None if rows.tolist() == in_order else rows for rows in rows_of]
+        """The rows of each call, or `None` if it takes one tile of all rows, in order."""
         self._place = (
             torch.tensor([self._at[tile, row] for row, tile in enumerate(last_tiles)]),
             slice(None),
@@ -211,67 +248,79 @@ class _Group:
         value: Tensor,
         scale: float | None,
         sinks: Tensor | None,
-        found: Tensor,
-    ) -> None:
-        """Write the attention of these rows of `query`, `(all rows, heads, 1, head_dim)`, to their rows of `found`."""
-        if len(self.rows) < len(query):
-            query, key, value = query[self._index], key[self._index], value[self._index]
+    ) -> Tensor:
+        """Attention of these rows; `query` and the result are `(rows, heads, 1, head_dim)`."""
         own_keys, own_values = (own[self._layer_index[layer]] for own in self._own)
         own_keys[self._place], own_values[self._place] = key[:, :, 0], value[:, :, 0]
         rows, kv_heads = len(query), key.shape[1]
         share = query.shape[1] // kv_heads
         grouped, _ = grouped_rows(query, kv_heads)
-        tile_queries, mask = grouped[self._row_of], self._mask.expand(-1, -1, grouped.shape[2], -1)
+        read = self._read.get(layer) or self._views(layer)
         parts = [
             tile_of_each(
-                tile_queries[pairs],
-                own_keys[pairs, :, :keys],
-                own_values[pairs, :, :keys],
-                mask[pairs, ..., :keys],
+                grouped if rows_of is None else grouped[rows_of],
+                keys,
+                values,
+                mask.expand(-1, -1, grouped.shape[2], -1),
                 scale,
             )
-            for pairs, keys in self._calls
+            for rows_of, mask, (keys, values) in zip(self._rows_of, self._masks, read, strict=False)
         ]
-        output, weight = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        output, weight = self._by_tile(output[:, :, :share], 0), self._by_tile(weight[:, :, :share], -torch.inf)
-        outputs, weights = [output], [weight]
+        outputs = self._by_tile([output[:, :, :share] for output, _ in parts], 0)
+        weights = self._by_tile([weight[:, :, :share] for _, weight in parts], -torch.inf)
         if self._tiles:
-            shared, weight = self._attend_shared(query, self._buffers[0].layers[layer], kv_heads, scale)
+            shared, weight = self._attend_shared(query, *read[-1], scale)
             outputs, weights = [shared, *outputs], [weight, *weights]
         row_sinks = None if sinks is None else sinks.reshape(1, kv_heads, share).expand(rows, -1, -1)
-        found[self._index] = joined(outputs, weights, query.dtype, row_sinks).reshape(rows, -1, 1, found.shape[3])
+        return joined(outputs, weights, query.dtype, row_sinks).reshape(rows, -1, 1, value.shape[3])
 
-    def _attend_shared(
-        self, query: Tensor, held: BufferLayer, kv_heads: int, scale: float | None
-    ) -> tuple[Tensor, Tensor]:
+    def _views(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        own_keys, own_values = (own[self._layer_index[layer]] for own in self._own)
+        views = [(own_keys[pairs, :, :keys], own_values[pairs, :, :keys]) for pairs, keys in self._calls]
+        if self._tiles:
+            kv = self._buffers[0].layers[layer]
+            views.append((tiles_of(kv.keys, self._tiles), tiles_of(kv.values, self._tiles)))
+        self._read[layer] = views
+        return views
+
+    def _attend_shared(self, query: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         """Results and log-sum-exps over the shared tiles, `(tiles, rows, kv_heads, share, ...)`. Keys are read once."""
         count, heads, _, dim = query.shape
+        tiles, kv_heads = keys.shape[:2]
         share = heads // kv_heads
         joint_queries = query.reshape(1, count, kv_heads, share, dim).transpose(1, 2).flatten(2, 3)
         grouped, _ = grouped_rows(joint_queries, kv_heads)
-        output, weight = over_tiles(grouped, held.keys, held.values, self._tiles, scale)
-        shape = (len(self._tiles), kv_heads, count, share)
+        output, weight = tile_of_each(grouped.expand(tiles, -1, -1, -1), keys, values, None, scale)
+        shape = (tiles, kv_heads, count, share)
         shared = output[:, :, : count * share].reshape(*shape, -1).transpose(1, 2)
         return shared, weight[:, :, : count * share].reshape(shape).transpose(1, 2)
 
-    def _by_tile(self, side: Tensor, missing: float) -> Tensor:
-        """Rearrange `side` from one entry per pair of tile and row to `(tiles, rows, ...)`, filled with `missing`."""
-        rows, shape = len(self.rows), side.shape[1:]
+    def _by_tile(self, parts: list[Tensor], missing: float) -> list[Tensor]:
+        """Results of the calls, one entry per pair, as `(tiles, rows, ...)`; what a row does not have is `missing`."""
+        rows, shape = len(self.rows), parts[0].shape[1:]
+        if all(rows_of is None for rows_of in self._rows_of):
+            return [part[None] for part in parts]
+        side = torch.cat(parts) if len(parts) > 1 else parts[0]
         if self._is_full:
-            return side.reshape(-1, rows, *shape)
+            return [side.reshape(-1, rows, *shape)]
         filled = side.new_full((int(self._tile_of.max()) + 1, rows, *shape), missing)
         filled[self._tile_of, self._row_of] = side
-        return filled
+        return [filled]
 
     def _copied(self, side: int) -> Tensor:
         """A copy of the keys, side 0, or values of the rows' own tiles, with room for more."""
         sources = [(buffer.stacked or ())[side] for buffer in self._buffers]
-        _, kv_heads, _, dim = sources[0].shape
-        own = sources[0].new_empty(len(self._layers), self._room, kv_heads, TILE, dim)
+        count, kv_heads, _, dim = sources[0].shape
+        shape = (len(self._layers), self._room, kv_heads, TILE, dim)
+        memory = self._memory.get(side)
+        if memory is None or memory.numel() < math.prod(shape) or memory.dtype != sources[0].dtype:
+            memory = self._memory[side] = sources[0].new_empty(math.prod(shape))
+        own = memory[: math.prod(shape)].view(shape)
+        layers = slice(None) if len(self._layers) == count else self._layers
         for (tile, row), at in self._at.items():
             start = (len(self._tiles) + tile) * TILE
             stop = min(start + TILE, self._buffers[row].length)
-            own[:, at, :, : stop - start] = sources[row][self._layers, :, start:stop]
+            own[:, at, :, : stop - start] = sources[row][layers, :, start:stop]
             own[:, at, :, stop - start :] = 0
         return own
 

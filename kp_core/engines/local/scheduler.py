@@ -20,6 +20,7 @@ from kp_core.engines.local.openmp import let_go
 
 if TYPE_CHECKING:
     from kp_core.engines.hf.model import CausalModel
+    from kp_core.engines.hf.rows import Memory
 
 __all__ = ["Decoding", "Scheduler"]
 
@@ -62,6 +63,8 @@ class Scheduler:
         self._took = self._freed = self._came = 0.0
         self._together: set[Decoding] = set()
         self._rows: tuple[list[Decoding], Callable[[Sequence[int]], Tensor]] | None = None
+        self._memory: Memory = {}
+        """Used again by the next rows, until no answers are decoded together."""
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -106,6 +109,8 @@ class Scheduler:
             self._together.discard(decoding)
             if self._rows is not None and decoding in self._rows[0]:
                 self._rows = None
+            if not self._together:
+                self._memory = {}
             self._changed.notify_all()
 
     def step(self, decoding: Decoding, *tokens: int) -> Tensor:
@@ -208,7 +213,7 @@ class Scheduler:
             return self._model.ragged([member.buffer for member in batch], [member.tokens for member in batch])
         rows = self._rows
         if rows is None or rows[0] != batch:
-            rows = self._rows = batch, self._model.rows([member.buffer for member in batch])
+            rows = self._rows = batch, self._model.rows([member.buffer for member in batch], self._memory)
         return rows[1]([member.tokens[0] for member in batch])
 
     def _free(self, turn: float) -> None:
