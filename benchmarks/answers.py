@@ -201,6 +201,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _read(log: Path) -> dict[str, dict[int, _Record]]:
     """Records of earlier runs by cell and number; a line that was cut off is left out."""
     found: dict[str, dict[int, _Record]] = {}
+    if log.exists() and not log.read_text(encoding="utf-8").endswith("\n"):
+        with log.open("a", encoding="utf-8") as lines:
+            lines.write("\n")
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
         try:
             record = json.loads(line)

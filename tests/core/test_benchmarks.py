@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import (
     accumulation,
+    answers,
     common,
     composed,
     composition,
@@ -23,6 +24,7 @@ from benchmarks import (
     kills,
     objects,
     packets,
+    questions,
     recognition,
     routing,
     scale,
@@ -360,6 +362,76 @@ def test_a_lower_bound_is_below_the_mean_by_its_error() -> None:
     # The differences 0, -100, 100, 0 have a standard deviation of 81.65 points.
     assert found["lower"] == pytest.approx(-1.645 * 81.65 / 2, abs=0.1)
     assert composed.paired([(1, 1)] * 3)["lower"] == 0
+
+
+@pytest.mark.parametrize("kind", ["needle", "world"])
+def test_questions_are_of_the_asked_size_and_one_document_answers_each(kind: str) -> None:
+    drawn = [
+        list(itertools.islice(questions.questions(kind, 4, 40, lambda text: range(len(text.split())), seed), 30))
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len({question.asked for question in drawn[0]}) > 20
+    for question in drawn[0]:
+        assert len(question.documents) == 4
+        assert all(20 <= len(text.split()) <= 40 for text in question.documents)
+        subject = question.asked.removesuffix("?").split()[-1] if kind == "needle" else question.answer
+        assert any(subject in text and question.answer in text for text in question.documents)
+
+
+def test_questions_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    good = {"question": "Where?", "answer": "Here", "passages": ["It is here.", "It is not there."]}
+    path.write_text(f"{json.dumps(good)}\n\n")
+    assert list(questions.of_file(path)) == [questions.Question("Where?", "Here", ("It is here.", "It is not there."))]
+    for wrong in (
+        "{",
+        "[]",
+        json.dumps(good | {"passages": []}),
+        json.dumps(good | {"passages": "one"}),
+        '{"answer": 1}',
+    ):
+        path.write_text(f"{json.dumps(good)}\n{wrong}\n")
+        with pytest.raises(ValueError, match=r"line 2: got .*; expected an object"):
+            list(questions.of_file(path))
+
+
+def test_kept_answers_are_counted_against_exact_composition() -> None:
+    def record(*, exact: bool, splice: bool) -> dict[str, Any]:
+        about = {"exact": {"right": exact, "kl": 0.0}, "splice": {"right": splice, "kl": 0.5}}
+        return {"counts": True, "composers": about, "bytes": 10}
+
+    records = [record(exact=True, splice=True)] * 3 + [
+        record(exact=True, splice=False),
+        record(exact=False, splice=True),
+    ]
+    row = answers.row(records, "splice")
+    counted = {name: row[name] for name in ("n", "exact_right", "kept", "lost", "won", "kl")}
+    assert counted == {"n": 5, "exact_right": 4, "kept": 0.75, "lost": 1, "won": 1, "kl": 0.5}
+    assert row["low"] == pytest.approx(0.3006, abs=1e-4)
+    assert row["high"] == pytest.approx(0.9544, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_answers(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    asked = ["--sets", "needle", "--packs", "2", "--tokens", "30", "--orders", "given", "shuffled", "--timed", "1"]
+    arguments = [*asked, "--limit", "2", "--composers", "splice", "--seed", "3", "--json", str(out)]
+    figures = answers.main([*arguments, "--plots", str(tmp_path)])
+    assert [(row["order"], row["composer"]) for row in figures["rows"]] == [
+        (order, composer) for order in ("given", "shuffled") for composer in ("exact", "splice")
+    ]
+    for row in figures["rows"]:
+        assert set(row) == set(answers.COLUMNS)
+        assert row["n"] >= 2
+        assert row["floor_s"] < row["text_s"]
+        assert row["composer"] != "exact" or (row["kept"], row["lost"], row["won"], row["kl"]) == (1, 0, 0, 0)
+    assert (tmp_path / "answers-needle-kept.svg").exists()
+    log = out.with_suffix(".jsonl")
+    before = log.read_text()
+    log.write_text(before + '{"cell": "cut of')
+    assert answers.main(arguments) == figures
+    assert log.read_text().startswith(before)
 
 
 @pytest.mark.slow

@@ -56,6 +56,18 @@ def test_any_cut_gives_the_same_bits(cuts, sees, dtype):
         assert torch.equal(part, whole[:, :, start:stop])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (9, 9), (4, 2)])
+def test_a_token_has_the_same_bits_among_any_number_of_others(dtype, heads, kv_heads):
+    """Heads of 64, so that a kernel that computes the last rows differently is seen to round differently."""
+    query, key, value = states(1000, dtype, heads, kv_heads, dim=64)
+    for new in (2, 3, 4, 5, 7, 50):
+        places = range(1000 - new, 1000)
+        together = attend(3 * query[:, :, -new:], key, value, places)
+        alone = [attend(3 * query[:, :, [at]], key, value, range(at, at + 1)) for at in places]
+        assert torch.equal(together, torch.cat(alone, dim=2)), new
+
+
 def test_many_tiles_are_added_in_one_order_whatever_the_number_of_rows(monkeypatch):
     """More than a group of them; in one call, as for a few rows, and one by one, as for many."""
     tokens = 18 * TILE + 5

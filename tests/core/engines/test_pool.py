@@ -92,6 +92,25 @@ def test_the_budget_holds_and_nothing_that_fits_is_refused():
         assert tree.budget_bytes >= tree.nbytes
 
 
+def test_what_cannot_fit_frees_nothing():
+    engine = engine_of(3)
+    shape = engine.engine.model.shape
+    tree = PrefixTree(3 * BUFFER)
+    pool, kv = BufferPool(shape, tree, 3 * BUFFER), KVBuffer(shape, 100)
+    kv.passed(100)
+    path = tree.match(range(100))
+    path.extend(range(100), kv.read(0, 100))
+    path.release()
+    in_use, idle = pool.take(200, ()), pool.take(200, ())
+    pool.give(idle)
+    before = tree.nbytes, pool.nbytes, pool.used
+    assert before == (100 * BUFFER // 256, BUFFER, in_use.nbytes)
+    assert not pool.reserve(2 * BUFFER + 1)
+    assert (tree.nbytes, pool.nbytes, pool.used) == before
+    assert pool.reserve(2 * BUFFER)
+    assert (tree.nbytes, pool.nbytes, pool.used) == (0, 0, 3 * BUFFER)
+
+
 def test_what_does_not_fit_waits_and_gets_its_answer():
     engine, alone = engine_of(3.5), engine_of(40)
     asked = [f"Question {number}? {'Why? ' * (number % 4 * 5)}" for number in range(12)]

@@ -124,6 +124,10 @@ def test_states_are_where_a_path_may_end():
     path.extend((3, 4), KVTensors(second.keys, second.values, state))
     path.release()
     assert matched(tree, (1, 2, 3, 4), logits=False) == 4, "the states came later"
+    assert matched(tree, (1, 2, 3, 9), logits=False) == 2, "a node that is split has its states at its end"
+    insert(tree, (1, 2, 3, 9), logits=False)
+    assert matched(tree, (1, 2, 3, 7), logits=False) == 2
+    assert matched(tree, (1, 2, 3, 4), logits=False) == 4
 
 
 def test_the_budget_holds_and_the_oldest_leaf_goes_first():
