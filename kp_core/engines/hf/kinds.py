@@ -1,18 +1,39 @@
-"""What the layers of an architecture cache, and which capabilities this allows."""
+"""What the layers of an architecture cache, which capabilities this allows, and a KV buffer as transformers' cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
+from kp_core.engines.local.buffer import TILE, BufferLayer, CacheShape, KVBuffer, StateShape
 from kp_core.errors import UnsupportedModelError
 
-__all__ = ["CacheKind", "kind_of", "narrowed", "positions_of", "rope_parameters"]
+__all__ = [
+    "CacheKind",
+    "LayersDone",
+    "cache_of",
+    "kind_of",
+    "measured_shape",
+    "narrowed",
+    "placed_cache_of",
+    "positions_of",
+    "rope_parameters",
+    "states_of",
+]
 
 _WHY_NOT = {
     "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
@@ -169,3 +190,222 @@ def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
     """The RoPE part of a configuration; empty if there is none."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return dict(parameters)
+
+
+class LayersDone(Exception):  # noqa: N818 - no error: all wanted layers are computed
+    """Ends a forward pass when the last wanted layer has its keys and values."""
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a buffer."""
+
+    is_sliding = False
+
+    def __init__(self, layer: BufferLayer, *, in_tiles: bool = False, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
+        super().__init__(**more)
+        self._layer, self._in_tiles = layer, in_tiles
+        self.keys, self.values = layer.keys, layer.values
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: a buffer is allocated whole."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """See `BufferLayer.update`. With `in_tiles`, returns whole tiles, as tiled attention reads them."""
+        kv = self._layer.update(key_states, value_states)
+        return self._whole(self._layer.length) if self._in_tiles else kv
+
+    def _whole(self, stop: int) -> tuple[Tensor, Tensor]:
+        """Whole tiles that contain the first `stop` tokens."""
+        return self._layer.until(-(-stop // TILE) * TILE)
+
+    def get_seq_length(self) -> int:
+        """Number of filled tokens."""
+        return self._layer.length
+
+    def get_max_length(self) -> int:
+        """Capacity in tokens."""
+        return int(self.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` new tokens will see."""
+        return self._layer.length + query_length, 0
+
+
+class _Placed(_Layer):
+    """One layer that writes new tokens to `places` of the buffer; they see its first `stop` tokens."""
+
+    def __init__(self, layer: BufferLayer, places: Tensor, stop: int, *, is_last: bool, in_tiles: bool) -> None:
+        super().__init__(layer, in_tiles=in_tiles)
+        self._places, self._stop, self._is_last = places, stop, is_last
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """See `BufferLayer.put`; raises `LayersDone` after the last wanted layer."""
+        kv = self._layer.put(key_states, value_states, self._places, self._stop)
+        if self._is_last:
+            raise LayersDone
+        return self._whole(self._stop) if self._in_tiles else kv
+
+
+class _Window(_Layer):
+    """One layer with a sliding window of `window` tokens: keeps all tokens, returns those that the new ones may see.
+
+    The cache of transformers, which drops the others, returns the same tokens, so masks and sums are the same.
+    """
+
+    is_sliding = True
+
+    def __init__(self, layer: BufferLayer, window: int, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
+        super().__init__(layer, **more)
+        self._window = window
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """See `BufferLayer.update`."""
+        start = self._offset()
+        keys, values = self._layer.update(key_states, value_states)
+        return keys[:, :, start:], values[:, :, start:]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` new tokens will see."""
+        return self._layer.length + query_length - self._offset(), self._offset()
+
+    def _offset(self) -> int:
+        return max(self._layer.length + 1 - self._window, 0)
+
+
+class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A layer that keeps recurrent states and KV."""
+
+
+class _WindowAndStates(_Window, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
+    """A layer that keeps recurrent states and the KV of a window."""
+
+
+def states_of(cache: Cache) -> tuple[StateShape, ...]:
+    """The recurrent states in a transformers cache of one sequence, in the order of layers."""
+    return tuple(
+        StateShape(at, kind, index, tuple(state.shape[1:]), state.dtype)
+        for at, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin)
+        for kind in ("conv", "recurrent")
+        for index, state in getattr(layer, f"{kind}_states").items()
+        if state is not None
+    )
+
+
+def placed_cache_of(
+    buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False, in_tiles: bool = False
+) -> Cache:
+    """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens or their whole tiles.
+
+    Unless the pass `goes_on`, `LayersDone` is raised when the last layer of the buffer has its keys and values.
+    """
+    last, layers = len(buffer.layers) - 1, enumerate(buffer.layers)
+    return Cache(
+        layers=[
+            _Placed(layer, places, stop, is_last=at == last and not goes_on, in_tiles=in_tiles) for at, layer in layers
+        ]
+    )
+
+
+def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: bool = False) -> Cache:
+    """A cache that reads and writes `buffer`.
+
+    `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it. With `in_tiles`,
+    layers return whole tiles for tiled attention, which applies the windows itself.
+    """
+    view = buffer.view
+    if not isinstance(view, Cache):
+        stored = iter(buffer.layers)
+        view = buffer.view = Cache(
+            layers=[
+                _cached(stored, window if window is None or not in_tiles else 0, _states(buffer, at), in_tiles=in_tiles)
+                for at, window in enumerate(windows)
+            ]
+            or [_Layer(layer, in_tiles=in_tiles) for layer in buffer.layers]
+        )
+    if not buffer.has_states:
+        raise AssertionError("a model with states goes on from where they are known")
+    for layer in view.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, buffer.length > 0)
+    return view
+
+
+_States: TypeAlias = list[tuple[StateShape, Tensor]]
+
+
+def _states(buffer: KVBuffer, layer: int) -> _States:
+    """The states of one layer."""
+    pairs = zip(buffer.shape.states, buffer.states, strict=True)
+    return [(shape, state) for shape, state in pairs if shape.layer == layer]
+
+
+def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, *, in_tiles: bool) -> object:
+    if not states:
+        if window is None:
+            from transformers.cache_utils import DummyLayer  # Older than 5.20 lacks it, and no model there needs it.
+
+            return DummyLayer()
+        return _Window(next(stored), window) if window else _Layer(next(stored), in_tiles=in_tiles)
+    count = 1 + max(shape.index for shape, _ in states)
+    layer: Any
+    if window is None:
+        layer = LinearAttentionLayer(number_of_states=count)
+    elif window:
+        layer = _WindowAndStates(next(stored), window, sliding_window=window, number_of_states=count)
+    else:
+        layer = _LayerAndStates(next(stored), in_tiles=in_tiles, number_of_states=count)
+    layer.device, layer.dtype = states[0][1].device, states[0][1].dtype
+    for shape, state in states:
+        # Forward passes write to the state in place.
+        getattr(layer, f"{shape.kind}_states")[shape.index] = state
+        getattr(layer, f"is_{shape.kind}_states_initialized")[shape.index] = True
+        if shape.kind == "conv":
+            layer.conv_kernel_size[shape.index] = state.shape[-1]
+    return layer
+
+
+@torch.inference_mode()
+def measured_shape(model: Any, windows: Sequence[int | None], count: int, name: str) -> CacheShape:  # noqa: ANN401
+    """The shape of what a model caches, measured by a pass of `count` tokens.
+
+    `windows` is as in `CacheKind`; `name` is the model's parameter for the cache. Raises `UnsupportedModelError` if the
+    model does not run with a cache, if a layer does not cache KV per token, and if a model with recurrent states is on
+    several devices.
+    """
+    config, device = model.config, model.device
+    cache = DynamicCache(config=config)
+    ids = torch.zeros(1, count, dtype=torch.long, device=device)
+    try:
+        model(input_ids=ids, **{name: cache}, use_cache=True)
+    except (TypeError, AttributeError, ValueError, LookupError) as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} does not run with a cache of keys and values: {error}"
+        ) from error
+    # The model's own cache drops tokens that left the window.
+    tokens = [min(count, window - 1) if window else count for window in windows if window is not None]
+    stored = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is not None]
+    shapes = []
+    for index, (layer, length) in enumerate(zip(stored, tokens, strict=True)):
+        key_shape, value_shape = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
+        if len(key_shape) != 4 or key_shape[2] != length or key_shape[:3] != value_shape[:3]:
+            raise UnsupportedModelError(
+                f"Layer {index} of {config.model_type} caches no keys and values per token: after {count} "
+                f"tokens its keys have shape {key_shape} and its values {value_shape}; expected (batch, kv_heads, "
+                f"{length}, head_dim)."
+            )
+        shapes.append((key_shape[1], key_shape[3], value_shape[3]))
+    states = states_of(cache)
+    if not stored:  # The model keeps states alone: a layer without heads counts the tokens.
+        return CacheShape(((0, 0, 0),), model.dtype, device, states)
+    first_keys: Tensor = stored[0].keys
+    devices = tuple(layer.keys.device for layer in stored)
+    if len(set(devices)) == 1:
+        return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, states)
+    if states:
+        raise UnsupportedModelError(
+            f"{config.model_type} keeps recurrent states, and its layers are on {len(set(devices))} devices; "
+            "load it on one."
+        )
+    return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, devices=devices)

@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.attention import Sees, attend
 from kp_core.engines.hf.bitwise import why_not_bitwise
-from kp_core.engines.hf.cache import cache_of, measured_shape
-from kp_core.engines.hf.kinds import kind_of, narrowed, positions_of, rope_parameters
+from kp_core.engines.hf.kinds import cache_of, kind_of, measured_shape, narrowed, positions_of, rope_parameters
 from kp_core.engines.hf.packed import own_view, pack_weights
 from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
 from kp_core.engines.hf.rows import Rows, run_ragged

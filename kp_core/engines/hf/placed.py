@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kp_core.engines.hf.cache import LayersDone, cache_of, placed_cache_of
+from kp_core.engines.hf.kinds import LayersDone, cache_of, placed_cache_of
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.errors import UnsupportedRequestError
 from kp_core.kv import KVTensors
