@@ -75,7 +75,7 @@ class Desk:
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
         """The model's tokenizer."""
-        from kp_core.engines.hf.loading import load_tokenizer
+        from kp_core.engines.hf.identity import load_tokenizer
 
         return load_tokenizer(self.model)
 

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kp_core.engines.hf.checkpoint import checkpoint_folder, place_of
+from kp_core.engines.hf.identity import checkpoint_folder, place_of
 from kp_core.errors import UnsupportedRequestError
 
 __all__ = ["TokenEmbeddings"]

@@ -12,10 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.identity import take_fingerprint
+from kp_core.engines.hf.identity import ModelWatch, take_fingerprint
 from kp_core.engines.hf.loading import KV_SHARE, LOADING, load, memory_bytes, name_of
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.watch import ModelWatch
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
@@ -59,7 +58,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
     # Nobody else can change a model that was loaded here.
     watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
-    if loading.get("quantization_config") is not None:
+    if watch is not None or loading.get("quantization_config") is not None:
         source = loaded  # The files do not have the quantised weights.
 
     def renew() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from kp_core.engines.hf.checkpoint import place_of
+from kp_core.engines.hf.identity import place_of, unreadable
 from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of, rope_parameters
-from kp_core.engines.hf.loading import KV_SHARE, _best_device, _best_dtype, memory_bytes, unreadable
+from kp_core.engines.hf.loading import KV_SHARE, _best_device, _best_dtype, memory_bytes
 from kp_core.engines.hf.model import rope_of
 from kp_core.engines.local.buffer import CacheShape
 from kp_core.errors import UnsupportedModelError, UnsupportedRequestError

@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.hf.checkpoint import commit_of, is_away, place_of, stamp_files
+from kp_core.engines.hf.identity import commit_of, is_away, place_of, stamp_files, unreadable
 from kp_core.engines.hf.kinds import kind_of
-from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
+from kp_core.errors import ModelError, UnsupportedModelError
 
-__all__ = ["KV_SHARE", "LOADING", "causal_lm", "load", "load_tokenizer", "memory_bytes", "name_of", "unreadable"]
+__all__ = ["KV_SHARE", "LOADING", "causal_lm", "load", "memory_bytes", "name_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -172,15 +172,6 @@ def memory_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
-    """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
-    place, file = place_of(source)
-    try:
-        return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise unreadable(source, error) from error
-
-
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
     """The Hugging Face model that `model` is or, as a peft model, wraps.
 
@@ -219,22 +210,6 @@ def _check_present(model: PreTrainedModel) -> None:
             f"Weights of the model are not in memory ({absent or 'on disk'}): `device_map` put them elsewhere. Load it "
             "without `device_map`, on a device that holds it whole."
         )
-
-
-def unreadable(source: str | Path, error: Exception) -> ModelError:
-    """The error to raise, in one line, for a model that raised `error` when it was read."""
-    reason = " ".join(str(error).split())
-    if "trust_remote_code" in reason:
-        return ModelError(
-            f"{str(source)!r} can only be loaded by running code that comes with it. Read that code; if you trust it, "
-            "pass `trust_remote_code=True`."
-        )
-    if isinstance(error, ImportError):
-        return MissingDependencyError(f"Could not load {str(source)!r}, as a package is missing: {reason}")
-    return ModelError(
-        f"Could not load {str(source)!r}: {reason} Expected a Hugging Face id of a causal language model, or a folder "
-        "with config.json, weights and tokenizer."
-    )
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype | str:

@@ -15,11 +15,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
 from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.checkpoint import is_away
-from kp_core.engines.hf.identity import identity_of
+from kp_core.engines.hf.identity import ModelWatch, identity_of, is_away
 from kp_core.engines.hf.loading import load
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.watch import ModelWatch
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import NUMERICS
