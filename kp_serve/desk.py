@@ -30,7 +30,7 @@ from kp_serve.stored import is_compiled
 from kp_serve.wire import HTTPError, Visit
 
 if TYPE_CHECKING:
-    from kp_core.engines.hf.embeddings import TokenEmbeddings
+    from kp_core.engines.hf.loading import TokenEmbeddings
 
 __all__ = ["VARIABLE", "Desk", "refuse_unknown"]
 
@@ -82,7 +82,7 @@ class Desk:
     @cached_property
     def embeddings(self) -> TokenEmbeddings:
         """The model's input embeddings. Raises `UnsupportedRequestError` if they cannot be read."""
-        from kp_core.engines.hf.embeddings import TokenEmbeddings
+        from kp_core.engines.hf.loading import TokenEmbeddings
 
         return TokenEmbeddings(self.model)
 

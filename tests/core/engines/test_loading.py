@@ -14,9 +14,8 @@ from torch.ao.quantization import quantize_dynamic
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
-from kp_core.engines.hf.bundled import bundled_model
 from kp_core.engines.hf.identity import ModelWatch, identity_of, is_away
-from kp_core.engines.hf.loading import load
+from kp_core.engines.hf.loading import bundled_model, load
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
