@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
-from kp_core.compose.wrapper import Wrapper, wrapper_bytes, wrapper_of
+from kp_core.compose.packet import Wrapper, wrapper_bytes, wrapper_of
 from kp_core.engines.hf.loading import TokenEmbeddings
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError

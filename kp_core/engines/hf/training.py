@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kp_core.compose.wrapper import Wrapper, read_signed, save_wrapper, write_signed
+from kp_core.compose.packet import Wrapper, read_signed, save_wrapper, write_signed
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.session import Session
 from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
