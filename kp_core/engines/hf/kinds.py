@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
@@ -23,18 +22,21 @@ from kp_core.engines.local.buffer import TILE, BufferLayer, CacheShape, KVBuffer
 from kp_core.errors import UnsupportedModelError
 
 __all__ = [
+    "PROBE",
+    "WINDOW_SIZES",
     "CacheKind",
     "LayersDone",
     "cache_of",
+    "cache_parameter",
     "kind_of",
     "measured_shape",
-    "narrowed",
     "placed_cache_of",
     "positions_of",
     "rope_parameters",
-    "states_of",
 ]
 
+PROBE = 8
+"""Tokens of the forward pass that measures the shape of a cache."""
 _WHY_NOT = {
     "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
 }
@@ -50,7 +52,7 @@ _UNFIT = {
 }
 """Model types whose recurrent layers cannot continue from a cached state."""
 _LATENT = "kv_lora_rank"
-_SIZES = ("sliding_window", "attention_chunk_size")
+WINDOW_SIZES = ("sliding_window", "attention_chunk_size")
 """Fields of a configuration from which transformers reads the window size for masks."""
 _BATCHED = ("plain", "windows")
 """Kinds of cache for which several answers can be decoded in one pass (`CausalModel.batches`)."""
@@ -157,23 +159,6 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
     return CacheKind(tuple(windows), is_latent, is_biased or name in _ALIBI, is_recurrent, is_chunked)
 
 
-@contextmanager
-def narrowed(kind: CacheKind, config: Any, tokens: int) -> Iterator[CacheKind]:  # noqa: ANN401
-    """`kind` with windows of at most `tokens` tokens; the text `config` has the same windows inside the context."""
-    windows, sizes = tuple(size and min(size, tokens) for size in kind.windows), dict[str, int]()
-    try:
-        for name in _SIZES if any(windows) else ():
-            # Some configurations have no single size, because layers differ, or cannot be changed.
-            with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
-                if size := getattr(config, name):
-                    setattr(config, name, min(size, tokens))
-                    sizes[name] = size
-        yield replace(kind, windows=windows)
-    finally:
-        for name, size in sizes.items():
-            setattr(config, name, size)
-
-
 def positions_of(config: Any) -> int:  # noqa: ANN401
     """Most tokens a sequence may have, from a text configuration.
 
@@ -197,27 +182,46 @@ class LayersDone(Exception):  # noqa: N818 - no error: all wanted layers are com
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer of a buffer."""
+    """One layer of a buffer: new tokens are written behind the others, or at given `places`, and see what stands there.
 
-    is_sliding = False
+    It returns the first tokens of the buffer, up to the new ones or up to `stop`. With a `window`, it returns of them
+    what the new tokens may see, as the cache of transformers does, so masks and sums are the same. With `in_tiles`, it
+    returns whole tiles. With `ends_pass`, it raises `LayersDone` when the tokens are written.
+    """
 
-    def __init__(self, layer: BufferLayer, *, in_tiles: bool = False, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
+    def __init__(  # noqa: PLR0913
+        self,
+        layer: BufferLayer,
+        *,
+        window: int = 0,
+        in_tiles: bool = False,
+        places: Tensor | None = None,
+        stop: int = 0,
+        ends_pass: bool = False,
+        **more: Any,  # noqa: ANN401 - as the classes of transformers
+    ) -> None:
         super().__init__(**more)
-        self._layer, self._in_tiles = layer, in_tiles
+        self._layer, self._window, self._in_tiles = layer, window, in_tiles
+        self._places, self._stop, self._ends_pass = places, stop, ends_pass
         self.keys, self.values = layer.keys, layer.values
-        self.is_initialized = True
+        self.is_initialized, self.is_sliding = True, window > 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: a buffer is allocated whole."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `BufferLayer.update`. With `in_tiles`, returns whole tiles, as tiled attention reads them."""
-        kv = self._layer.update(key_states, value_states)
-        return self._whole(self._layer.length) if self._in_tiles else kv
-
-    def _whole(self, stop: int) -> tuple[Tensor, Tensor]:
-        """Whole tiles that contain the first `stop` tokens."""
-        return self._layer.until(-(-stop // TILE) * TILE)
+        """Write the new tokens; returns the keys and values that they attend to."""
+        start = self._first()
+        if self._places is None:
+            self._layer.write(key_states, value_states)
+            stop = self._layer.length
+        else:
+            self._layer.put(key_states, value_states, self._places, self._stop)
+            stop = self._stop
+        if self._ends_pass:
+            raise LayersDone
+        keys, values = self._layer.until(-(-stop // TILE) * TILE if self._in_tiles else stop)
+        return (keys[:, :, start:], values[:, :, start:]) if start else (keys, values)
 
     def get_seq_length(self) -> int:
         """Number of filled tokens."""
@@ -229,68 +233,15 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped 
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that `query_length` new tokens will see."""
-        return self._layer.length + query_length, 0
+        return self._layer.length + query_length - self._first(), self._first()
 
-
-class _Placed(_Layer):
-    """One layer that writes new tokens to `places` of the buffer; they see its first `stop` tokens."""
-
-    def __init__(self, layer: BufferLayer, places: Tensor, stop: int, *, is_last: bool, in_tiles: bool) -> None:
-        super().__init__(layer, in_tiles=in_tiles)
-        self._places, self._stop, self._is_last = places, stop, is_last
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `BufferLayer.put`; raises `LayersDone` after the last wanted layer."""
-        kv = self._layer.put(key_states, value_states, self._places, self._stop)
-        if self._is_last:
-            raise LayersDone
-        return self._whole(self._stop) if self._in_tiles else kv
-
-
-class _Window(_Layer):
-    """One layer with a sliding window of `window` tokens: keeps all tokens, returns those that the new ones may see.
-
-    The cache of transformers, which drops the others, returns the same tokens, so masks and sums are the same.
-    """
-
-    is_sliding = True
-
-    def __init__(self, layer: BufferLayer, window: int, **more: Any) -> None:  # noqa: ANN401 - as the classes of transformers
-        super().__init__(layer, **more)
-        self._window = window
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """See `BufferLayer.update`."""
-        start = self._offset()
-        keys, values = self._layer.update(key_states, value_states)
-        return keys[:, :, start:], values[:, :, start:]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that `query_length` new tokens will see."""
-        return self._layer.length + query_length - self._offset(), self._offset()
-
-    def _offset(self) -> int:
-        return max(self._layer.length + 1 - self._window, 0)
+    def _first(self) -> int:
+        """The first token that the next one sees."""
+        return max(self._layer.length + 1 - self._window, 0) if self._window else 0
 
 
 class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
     """A layer that keeps recurrent states and KV."""
-
-
-class _WindowAndStates(_Window, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
-    """A layer that keeps recurrent states and the KV of a window."""
-
-
-def states_of(cache: Cache) -> tuple[StateShape, ...]:
-    """The recurrent states in a transformers cache of one sequence, in the order of layers."""
-    return tuple(
-        StateShape(at, kind, index, tuple(state.shape[1:]), state.dtype)
-        for at, layer in enumerate(cache.layers)
-        if isinstance(layer, LinearAttentionCacheLayerMixin)
-        for kind in ("conv", "recurrent")
-        for index, state in getattr(layer, f"{kind}_states").items()
-        if state is not None
-    )
 
 
 def placed_cache_of(
@@ -300,10 +251,11 @@ def placed_cache_of(
 
     Unless the pass `goes_on`, `LayersDone` is raised when the last layer of the buffer has its keys and values.
     """
-    last, layers = len(buffer.layers) - 1, enumerate(buffer.layers)
+    last = buffer.layers[-1]
     return Cache(
         layers=[
-            _Placed(layer, places, stop, is_last=at == last and not goes_on, in_tiles=in_tiles) for at, layer in layers
+            _Layer(layer, places=places, stop=stop, ends_pass=layer is last and not goes_on, in_tiles=in_tiles)
+            for layer in buffer.layers
         ]
     )
 
@@ -317,13 +269,12 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: 
     view = buffer.view
     if not isinstance(view, Cache):
         stored = iter(buffer.layers)
-        view = buffer.view = Cache(
-            layers=[
-                _cached(stored, window if window is None or not in_tiles else 0, _states(buffer, at), in_tiles=in_tiles)
-                for at, window in enumerate(windows)
-            ]
-            or [_Layer(layer, in_tiles=in_tiles) for layer in buffer.layers]
-        )
+        states = list(zip(buffer.shape.states, buffer.states, strict=True))
+        layers = [
+            _layer_of(stored, window, [pair for pair in states if pair[0].layer == at], in_tiles=in_tiles)
+            for at, window in enumerate(windows)
+        ]
+        view = buffer.view = Cache(layers=layers or [_Layer(layer, in_tiles=in_tiles) for layer in buffer.layers])
     if not buffer.has_states:
         raise AssertionError("a model with states goes on from where they are known")
     for layer in view.layers:
@@ -332,30 +283,22 @@ def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: 
     return view
 
 
-_States: TypeAlias = list[tuple[StateShape, Tensor]]
-
-
-def _states(buffer: KVBuffer, layer: int) -> _States:
-    """The states of one layer."""
-    pairs = zip(buffer.shape.states, buffer.states, strict=True)
-    return [(shape, state) for shape, state in pairs if shape.layer == layer]
-
-
-def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, *, in_tiles: bool) -> object:
+def _layer_of(
+    stored: Iterator[BufferLayer], window: int | None, states: list[tuple[StateShape, Tensor]], *, in_tiles: bool
+) -> Any:  # noqa: ANN401 - transformers is untyped here
+    """One layer of a cache, with the next of the `stored` layers of a buffer if it keeps KV, and with its `states`."""
+    options: dict[str, Any] = {"window": 0 if in_tiles else window, "in_tiles": in_tiles}
     if not states:
-        if window is None:
-            from transformers.cache_utils import DummyLayer  # Older than 5.20 lacks it, and no model there needs it.
+        if window is not None:
+            return _Layer(next(stored), **options)
+        from transformers.cache_utils import DummyLayer  # Older than 5.20 lacks it, and no model there needs it.
 
-            return DummyLayer()
-        return _Window(next(stored), window) if window else _Layer(next(stored), in_tiles=in_tiles)
+        return DummyLayer()
     count = 1 + max(shape.index for shape, _ in states)
-    layer: Any
     if window is None:
         layer = LinearAttentionLayer(number_of_states=count)
-    elif window:
-        layer = _WindowAndStates(next(stored), window, sliding_window=window, number_of_states=count)
     else:
-        layer = _LayerAndStates(next(stored), in_tiles=in_tiles, number_of_states=count)
+        layer = _LayerAndStates(next(stored), **options, number_of_states=count)
     layer.device, layer.dtype = states[0][1].device, states[0][1].dtype
     for shape, state in states:
         # Forward passes write to the state in place.
@@ -366,37 +309,49 @@ def _cached(stored: Iterator[BufferLayer], window: int | None, states: _States, 
     return layer
 
 
-@torch.inference_mode()
-def measured_shape(model: Any, windows: Sequence[int | None], count: int, name: str) -> CacheShape:  # noqa: ANN401
-    """The shape of what a model caches, measured by a pass of `count` tokens.
+def cache_parameter(model: Any) -> str:  # noqa: ANN401
+    """Name of the parameter that takes the cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
 
-    `windows` is as in `CacheKind`; `name` is the model's parameter for the cache. Raises `UnsupportedModelError` if the
+
+@torch.inference_mode()
+def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # noqa: ANN401
+    """The shape of what a model caches, measured by a pass of `PROBE` tokens; `windows` is as in `CacheKind`.
+
+    Raises `UnsupportedModelError` if the
     model does not run with a cache, if a layer does not cache KV per token, and if a model with recurrent states is on
     several devices.
     """
     config, device = model.config, model.device
     cache = DynamicCache(config=config)
-    ids = torch.zeros(1, count, dtype=torch.long, device=device)
+    ids = torch.zeros(1, PROBE, dtype=torch.long, device=device)
     try:
-        model(input_ids=ids, **{name: cache}, use_cache=True)
+        model(input_ids=ids, **{cache_parameter(model): cache}, use_cache=True)
     except (TypeError, AttributeError, ValueError, LookupError) as error:
         raise UnsupportedModelError(
             f"{config.model_type} does not run with a cache of keys and values: {error}"
         ) from error
     # The model's own cache drops tokens that left the window.
-    tokens = [min(count, window - 1) if window else count for window in windows if window is not None]
+    tokens = [min(PROBE, window - 1) if window else PROBE for window in windows if window is not None]
     stored = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is not None]
     shapes = []
     for index, (layer, length) in enumerate(zip(stored, tokens, strict=True)):
         key_shape, value_shape = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
         if len(key_shape) != 4 or key_shape[2] != length or key_shape[:3] != value_shape[:3]:
             raise UnsupportedModelError(
-                f"Layer {index} of {config.model_type} caches no keys and values per token: after {count} "
+                f"Layer {index} of {config.model_type} caches no keys and values per token: after {PROBE} "
                 f"tokens its keys have shape {key_shape} and its values {value_shape}; expected (batch, kv_heads, "
                 f"{length}, head_dim)."
             )
         shapes.append((key_shape[1], key_shape[3], value_shape[3]))
-    states = states_of(cache)
+    states = tuple(
+        StateShape(at, kind, index, tuple(state.shape[1:]), state.dtype)
+        for at, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin)
+        for kind in ("conv", "recurrent")
+        for index, state in getattr(layer, f"{kind}_states").items()
+        if state is not None
+    )
     if not stored:  # The model keeps states alone: a layer without heads counts the tokens.
         return CacheShape(((0, 0, 0),), model.dtype, device, states)
     first_keys: Tensor = stored[0].keys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -32,9 +31,8 @@ from kp_core.engines.hf.identity import (
     take_fingerprint,
     unreadable,
 )
-from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of, rope_parameters
-from kp_core.engines.hf.model import CausalModel, rope_of
-from kp_core.engines.local.buffer import CacheShape
+from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
+from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
@@ -65,7 +63,6 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
 _VERSION = "0.1.2"
 _INDEX = "model.safetensors.index.json"
-_PROBE = 8
 _INNER = 16  # Inner width of the narrow model's MLPs, which does not affect keys.
 
 
@@ -442,7 +439,7 @@ def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
     except (OSError, ValueError, ImportError) as error:
         raise unreadable(model, error) from error
     try:
-        shape = _shape_of(empty, kind)
+        shape = measured_shape(empty, kind.windows)
         per_token, states = shape.bytes_per_token, shape.state_bytes
     except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
         # A mixture of experts chooses experts by values, which the meta device does not have.
@@ -473,8 +470,7 @@ def foresee_rope(model: str | Path) -> Rope:
     there is no such model, `UnsupportedRequestError` if its keys cannot be moved, or this cannot be determined.
     """
     config = _config_of(model)
-    kind = kind_of(config)
-    if why := kind.lacks.get("compose"):
+    if why := kind_of(config).lacks.get("compose"):
         raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
     try:
         text = config.get_text_config(decoder=True)
@@ -487,7 +483,7 @@ def foresee_rope(model: str | Path) -> Rope:
             if isinstance(getattr(text, name, None), int):
                 setattr(text, name, size)
         narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
-        return rope_of(narrow.base_model, _shape_of(narrow, kind), rope_parameters(text))
+        return CausalModel(narrow, keep_attention=True).rope
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
         raise UnsupportedRequestError(
             f"How the keys of this model turn cannot be told from its configuration ({type(error).__name__}: {error}). "
@@ -501,12 +497,6 @@ def _config_of(model: str | Path) -> Any:  # noqa: ANN401
         return AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as error:
         raise unreadable(model, error) from error
-
-
-def _shape_of(model: Any, kind: CacheKind) -> CacheShape:  # noqa: ANN401
-    parameters = inspect.signature(model.forward).parameters
-    name = "cache_params" if "cache_params" in parameters else "past_key_values"
-    return measured_shape(model, kind.windows, _PROBE, name)
 
 
 class TokenEmbeddings:

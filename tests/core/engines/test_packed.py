@@ -44,7 +44,7 @@ def test_what_would_not_gain_stays_as_it_is(monkeypatch):
 def test_the_callers_model_is_left_alone():
     model = tiny_model("llama").to(torch.bfloat16)
     own = CausalModel(model)
-    assert any("forward" in vars(layer) for layer in own._model.modules() if type(layer) is nn.Linear)
+    assert any("forward" in vars(layer) for layer in own.network.modules() if type(layer) is nn.Linear)
     assert not any("forward" in vars(layer) for layer in model.modules())
 
 
