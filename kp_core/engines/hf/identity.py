@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -18,24 +18,23 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from kp_core.engines.hf.model import CausalModel
 from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
 __all__ = [
-    "ModelWatch",
     "checkpoint_folder",
     "commit_of",
     "digest_tensors",
+    "fingerprint_of",
     "identity_of",
     "is_away",
     "load_tokenizer",
     "place_of",
     "stamp_files",
-    "take_fingerprint",
     "tokenizer_identity",
     "unreadable",
+    "watched",
 ]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -51,8 +50,6 @@ _FORMATS = {
 _BLOCK = 1 << 20  # Bytes per read.
 _VOLATILE = {
     "_name_or_path",
-    "checkpoint_commit",
-    "checkpoint_stamp",
     "architectures",
     "dtype",
     "torch_dtype",
@@ -65,72 +62,31 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _SAMPLE = 64  # Bytes.
 
 
-def take_fingerprint(
-    model: CausalModel,
-    tokenizer: Any,  # noqa: ANN401
-    template: ChatTemplate,
-    source: str | Path | PreTrainedModel,
-) -> ModelFingerprint:
-    """Identity and numerics of a loaded model; `source` is the model argument of `load`, without peft's wrapper.
-
-    For a folder or an id, the identity is that of `identity_of`. For a model object, it is computed from the tensors in
-    memory; both are equal unless transformers renames or splits tensors when it saves them. Raises `ModelChangedError`
-    when the files of a folder changed after loading.
-    """
-    if isinstance(source, str | Path) and stamp_files(Path(source)) != model.config.checkpoint_stamp:
-        raise ModelChangedError(f"The files of {str(source)!r} changed after they were loaded. Make a new engine.")
-    revision = getattr(model.config, "checkpoint_commit", None)
-    numerics = (str(model.shape.dtype).removeprefix("torch."), model.engine, model.passes)
-    return ModelFingerprint(
-        **_identity(source, tokenizer, template, revision), **dict(zip(NUMERICS, numerics, strict=True))
-    )
-
-
-def identity_of(
-    source: str | Path,
-    tokenizer: Any = None,  # noqa: ANN401
-    template_options: Mapping[str, Any] | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> ModelFingerprint:
-    """The identity of a checkpoint from its files alone, for any engine; the numerics are `unknown`.
-
-    `source` is a folder or an id. Weights count as stored: neither their distribution over safetensors files nor the
-    dtype in which they are loaded matters. Raises `ModelError`, and `TemplateError` without a chat template.
-    """
-    if tokenizer is None:
-        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    identity = _identity(source, tokenizer, ChatTemplate(tokenizer, template_options))
-    return ModelFingerprint(**identity, **dict.fromkeys(NUMERICS, "unknown"))
-
-
-def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
-    """The fields of a fingerprint that depend on the tokenizer alone."""
-    canonical = json.loads(tokenizer.backend_tokenizer.to_str())
-    for state_of_last_call in ("padding", "truncation"):
-        canonical.pop(state_of_last_call, None)
-    return {"tokenizer": digest([_stable(canonical)]), "chat_template": template.digest}
-
-
-def _identity(
+def fingerprint_of(
     source: str | Path | PreTrainedModel,
     tokenizer: Any,  # noqa: ANN401
     template: ChatTemplate,
     revision: str | None = None,
-) -> dict[str, str]:
-    """The fields of a fingerprint that identify the model."""
+    numerics: Sequence[str] = ("unknown",) * len(NUMERICS),
+) -> ModelFingerprint:
+    """Identity and `numerics` of a model: of the files of a folder or an id, or of the tensors in memory of an object.
+
+    Both identities are equal unless transformers renames or splits tensors when it saves them. Weights in files count
+    as stored: neither their distribution over safetensors files nor the dtype in which they are loaded matters. Raises
+    `ModelError` for files that cannot be read.
+    """
     adapters = "none"
     if isinstance(source, str | Path):
         try:
             folder = checkpoint_folder(source, revision)
-            place, file = place_of(folder)
+            place, gguf_file = place_of(folder)
             # A GGUF file contains its configuration.
-            config = (
-                json.loads(AutoConfig.from_pretrained(place, **file).to_json_string())
-                if file
-                else json.loads((folder / "config.json").read_bytes())
+            config_json = (
+                AutoConfig.from_pretrained(place, **gguf_file).to_json_string()
+                if gguf_file
+                else (folder / "config.json").read_bytes()
             )
-            weights = digest_files(folder)
+            config, weights = json.loads(config_json), digest_files(folder)
         except (OSError, ValueError, ImportError) as error:
             raise unreadable(source, error) from error
     else:
@@ -139,14 +95,32 @@ def _identity(
         weights = digest_tensors(tensors)
         if state := adapter_state(source):
             adapter_json = json.dumps(state, sort_keys=True, default=sorted)
-            adapters = digest([adapter_json.encode(), digest_tensors(added).encode()])
-    return {
-        "weights": weights,
-        "adapters": adapters,
-        "config": digest([_stable({name: value for name, value in config.items() if name not in _VOLATILE})]),
+            adapters = _digest(adapter_json.encode(), digest_tensors(added).encode())
+    return ModelFingerprint(
+        weights=weights,
+        adapters=adapters,
+        config=_digest(_stable({name: value for name, value in config.items() if name not in _VOLATILE})),
+        rope=_stable(_rope(config)).decode(),
         **tokenizer_identity(tokenizer, template),
-        "rope": _stable(_rope(config)).decode(),
-    }
+        **dict(zip(NUMERICS, numerics, strict=True)),
+    )
+
+
+def identity_of(source: str | Path, *, trust_remote_code: bool = False) -> ModelFingerprint:
+    """The identity of a checkpoint from its files alone, for any engine; the numerics are `unknown`.
+
+    `source` is a folder or an id. Raises `ModelError`, and `TemplateError` without a chat template.
+    """
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    return fingerprint_of(source, tokenizer, ChatTemplate(tokenizer))
+
+
+def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
+    """The fields of a fingerprint that depend on the tokenizer alone."""
+    canonical = json.loads(tokenizer.backend_tokenizer.to_str())
+    for state_of_last_call in ("padding", "truncation"):
+        canonical.pop(state_of_last_call, None)
+    return {"tokenizer": _digest(_stable(canonical)), "chat_template": template.digest}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,11 +197,11 @@ def is_away(source: str | Path, revision: str | None = None) -> bool:
         return False
 
 
-def stamp_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Size and modification time of each file of the model, to detect changes."""
-    if folder.is_file():
-        return {folder.name: (folder.stat().st_size, folder.stat().st_mtime_ns)}
-    matches = [file for pattern in ("config.json", "model*", "pytorch_model*") for file in folder.glob(pattern)]
+def stamp_files(source: str | Path) -> dict[str, tuple[int, int]]:
+    """Size and modification time of each file of a model in a folder, or of a GGUF file, to detect changes."""
+    folder = Path(source)
+    patterns = ("config.json", "model*", "pytorch_model*") if folder.is_dir() else ()
+    matches = [folder] if folder.is_file() else [file for pattern in patterns for file in folder.glob(pattern)]
     return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in matches}
 
 
@@ -291,7 +265,7 @@ def digest_files(folder: Path) -> str:
     return _digest_parts(parts)
 
 
-def digest(parts: Iterable[bytes]) -> str:
+def _digest(*parts: bytes) -> str:
     """BLAKE2b-128 of the concatenated parts."""
     hasher = blake2b(digest_size=16)
     for part in parts:
@@ -308,7 +282,7 @@ def _digest_parts(parts: Mapping[str, Callable[[], bytes]]) -> str:
     # hashlib releases the GIL while it hashes.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = pool.map(lambda name: parts[name](), names)
-        return digest(f"{name}\0".encode() + part_digest for name, part_digest in zip(names, digests, strict=True))
+        return _digest(*(f"{name}\0".encode() + part_digest for name, part_digest in zip(names, digests, strict=True)))
 
 
 def _digest_range(file: Path, start: int, stop: int) -> bytes:
@@ -362,35 +336,41 @@ def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
     }
 
 
-class ModelWatch:
-    """Detects when the owner of a model that an engine uses trains, adapts or moves it, or replaces parts of it.
+def watched(model: PreTrainedModel) -> Callable[[], None]:
+    """A function that raises `ModelChangedError`, naming a module or tensor, once the owner has changed `model`.
 
-    A check takes a fraction of a millisecond. It compares versions and addresses of tensors, some bytes of each tensor
-    on the CPU, the modules and the state of adapters. A write through `.data` to other bytes is not detected.
+    It notices when the model is trained, adapted or moved, or when parts of it are replaced. A call takes a fraction of
+    a millisecond. It compares versions and addresses of tensors, some bytes of each tensor on the CPU, the modules and
+    the state of adapters. A write through `.data` to other bytes is not detected.
     """
+    modules = dict(model.named_modules())
+    # Objects are compared by id. The third item keeps them alive, because Python reuses ids.
+    tables = [
+        (path, table, list(table.values()))
+        for path, module in modules.items()
+        for kind in _TABLES
+        if (table := vars(module)[kind])
+    ]
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    samples = [(name, sample) for name, tensor in tensors.items() if (sample := _sample(tensor)) is not None]
+    adapters = [(path, vars(modules[path]), tuple(state)) for path, state in adapter_state(model).items()]
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        modules = dict(model.named_modules())
-        tables = [
-            (path, table) for path, module in modules.items() for kind in _TABLES if (table := vars(module)[kind])
+    def state() -> list[object]:
+        return [
+            *([settings.get(name) for name in names] for _, settings, names in adapters),
+            *([*map(id, table.values())] for _, table, _ in tables),
+            *map(_version, tensors.values()),
+            *(bytes(sample) for _, sample in samples),
         ]
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        samples = [(name, sample) for name, tensor in tensors.items() if (sample := _sample(tensor)) is not None]
-        adapters = adapter_state(model)
-        self._adapters = [(vars(modules[path]), tuple(state)) for path, state in adapters.items()]
-        self._tables, self._tensors = [table for _, table in tables], list(tensors.values())
-        self._samples = [sample for _, sample in samples]
-        self._names = [*adapters, *(path for path, _ in tables), *tensors, *(name for name, _ in samples)]
-        # Objects are compared by id. They are kept alive, because Python reuses ids.
-        self._kept = [list(table.values()) for table in self._tables]
-        self._before = copy.deepcopy(self._state())
 
-    def check(self) -> None:
-        """Raise `ModelChangedError`, naming a module or tensor, when the model has changed."""
-        state = self._state()
-        if state == self._before:
+    before = copy.deepcopy(state())
+
+    def check() -> None:
+        now = state()
+        if now == before:
             return
-        name = next(name for name, new, old in zip(self._names, state, self._before, strict=True) if new != old)
+        names = [path for path, *_ in (*adapters, *tables)] + [*tensors] + [name for name, _ in samples]
+        name = next(name for name, new, old in zip(names, now, before, strict=True) if new != old)
         raise ModelChangedError(
             f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
             "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
@@ -398,13 +378,7 @@ class ModelWatch:
             "(a disabled adapter can be enabled again)."
         )
 
-    def _state(self) -> list[object]:
-        return [
-            *([entries.get(name) for name in names] for entries, names in self._adapters),
-            *([*map(id, table.values())] for table in self._tables),
-            *map(_version, self._tensors),
-            *map(bytes, self._samples),
-        ]
+    return check
 
 
 def _says_what_acts(name: str) -> bool:

@@ -22,21 +22,27 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from kp_core.bundled import BUNDLED_MODEL, cache_directory, installed_file
 from kp_core.engines.hf.identity import (
-    ModelWatch,
     checkpoint_folder,
     commit_of,
+    fingerprint_of,
     is_away,
     place_of,
     stamp_files,
-    take_fingerprint,
     unreadable,
+    watched,
 )
 from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.local.engine import LocalEngine
 from kp_core.engines.request import refuse_unknown
 from kp_core.engines.session import Session
-from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError, UnsupportedRequestError
+from kp_core.errors import (
+    MissingDependencyError,
+    ModelChangedError,
+    ModelError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+)
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 from kp_core.rope import Rope
@@ -94,30 +100,34 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
     """
     refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
     source = bundled_model() if model is None else model
+    stamp = stamp_files(source) if isinstance(source, str | Path) else {}
     loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
     # Made first, so that a missing template is reported before the model is probed.
     template = ChatTemplate(hf_tokenizer, template_options)
     causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
-    # Nobody else can change a model that was loaded here.
-    watch = None if isinstance(source, str | Path) else ModelWatch(loaded)
-    if watch is not None or loading.get("quantization_config") is not None:
-        source = loaded  # The files do not have the quantised weights.
+    files, commit, watch = None, None, None
+    if not isinstance(source, str | Path):
+        watch = watched(loaded)  # Nobody else can change a model that was loaded here.
+    elif loading.get("quantization_config") is None:  # Else the files do not have the quantised weights.
+        files, commit = source, commit_of(place_of(source)[0], loading.get("revision"))
 
     def renew() -> None:
-        nonlocal source, watch
+        nonlocal files, watch
         # The model was changed in memory, so its files no longer describe it.
-        source, watch = loaded, ModelWatch(loaded)
+        files, watch = None, watched(loaded)
         causal.renew()
         identity.cache_clear()
 
     def check() -> None:
         if watch is not None:
-            watch.check()
+            watch()
 
     @cache
     def identity() -> ModelFingerprint:
         check()
-        return take_fingerprint(causal, hf_tokenizer, template, source)
+        if files is not None and stamp_files(files) != stamp:
+            raise ModelChangedError(f"The files of {str(files)!r} changed after they were loaded. Make a new engine.")
+        return fingerprint_of(files or loaded, hf_tokenizer, template, commit, causal.numerics)
 
     if cache_bytes is None:
         cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
@@ -160,9 +170,6 @@ def bundled_model() -> Path:
 
 def _convert(source: Path, target: Path) -> None:
     """Dequantise the GGUF file `source` into a bf16 safetensors folder `target`."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     try:
         quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
     except (ImportError, ValueError) as error:
@@ -226,15 +233,9 @@ def load(
         if is_quantised or "quantization_config" in options:
             # Quantised weights cannot be moved after loading.
             options.setdefault("device_map", {"": target_device})
-        stamp = stamp_files(Path(model))
         loaded = AutoModelForCausalLM.from_pretrained(place, dtype=target_dtype, **hub_options, **options)
     except _UNREADABLE as error:
         raise unreadable(model, error) from (error if Path(model).exists() else None)
-    # Read by `kp_core.engines.hf.identity`.
-    loaded.config.checkpoint_stamp, loaded.config.checkpoint_commit = (
-        stamp,
-        commit_of(place, hub_options.get("revision")),
-    )
     _check_present(loaded)
     return (loaded if "device_map" in options else loaded.to(target_device)), tokenizer
 

@@ -88,10 +88,9 @@ class CausalModel:
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
         self._pack_weights()
-        self.engine = "local"
-        """Name of the engine in the fingerprint."""
+        self._engine = "local"
         if keep_attention:
-            self.engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
+            self._engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
         else:
             self._install_attention()
         if self.kind.is_recurrent:
@@ -129,17 +128,18 @@ class CausalModel:
         return frozenset(tokens)
 
     @property
-    def passes(self) -> str:
-        """How passes are computed, as far as the bits depend on it; part of the fingerprint."""
+    def numerics(self) -> tuple[str, str, str]:
+        """`NUMERICS` of the fingerprint: dtype, engine and how passes are computed, as far as the bits depend on it."""
+        dtype = str(self.shape.dtype).removeprefix("torch.")
         if "bitwise" in self.lacks:
-            return "any"
+            return dtype, self._engine, "any"
         version, cpu = torch.__version__.partition("+")[0], torch.cpu
         units = {"bf16": cpu._is_avx512_bf16_supported(), "amx": cpu._is_amx_tile_supported()}  # noqa: SLF001
         names = (
             torch.backends.cpu.get_cpu_capability(),
             *(name for name, is_supported in units.items() if is_supported),
         )
-        return f"tiles of {TILE}, torch {version}, {' '.join(names)}"
+        return dtype, self._engine, f"tiles of {TILE}, torch {version}, {' '.join(names)}"
 
     @property
     def sees(self) -> list[Sees]:
