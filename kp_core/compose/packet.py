@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kp_core.compose.base import Forward, Region
-from kp_core.compose.splice import spliced
+from kp_core.compose.splice import laid
 from kp_core.errors import PackCorruptError, PackError, WrapperError, WrapperMismatchError
 from kp_core.kv import KVTensors
 from kp_core.packs.envelope import Envelope, mapping
@@ -142,7 +142,7 @@ class PacketComposer:
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The wrapped packs' KV, moved."""
-        return spliced(region, packs, forward)
+        return forward.anew(laid(region, packs, forward), region.between)
 
 
 def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], composer: PacketComposer) -> Prompt:
@@ -151,34 +151,40 @@ def laid_out(prompt: Prompt, wanted: Collection[Span], ends: Sequence[int], comp
     `ends` has the end of each span including the blank tokens behind it (`ChatTemplate.ends`). These become part of the
     wrapped pack, so that no tokens between packs must be computed.
     """
+    wrapped = {
+        span.start: (end, composer.wrap(span.pack, prompt.token_ids[span.start : end]))
+        for span, end in zip(prompt.spans, ends, strict=True)
+        if span in wanted
+    }
+
+    def moved(at: int) -> int:
+        """Where the token at `at` stands behind the soft tokens before it."""
+        return at + sum(len(pack.token_ids) - (end - start) for start, (end, pack) in wrapped.items() if end <= at)
+
     ids: list[int] = []
-    spans: list[Span] = []
-    texts: list[Span] = []
-    breaks: list[int] = []
-    consumed = 0
-    for span, end in zip((*prompt.spans, None), (*ends, len(prompt)), strict=True):
-        start = len(prompt) if span is None else span.start
-        breaks += [
-            at - consumed + len(ids) for at in prompt.breaks if consumed <= at < start or at == start == len(prompt)
-        ]
-        moved = len(ids) - consumed
-        between = [text_span for text_span in prompt.as_text if consumed <= text_span.start < start]
-        texts += [
-            replace(text_span, start=text_span.start + moved, stop=text_span.stop + moved) for text_span in between
-        ]
-        ids += prompt.token_ids[consumed:start]
-        consumed = start
-        if span is not None and span in wanted:
-            wrapped = composer.wrap(span.pack, prompt.token_ids[start:end])
-            # A message may begin at the start of a pack, never inside it.
-            breaks += [len(ids)] if start in prompt.breaks else []
-            reference = replace(span.reference, pack=wrapped)
-            spans.append(replace(span, start=len(ids), stop=len(ids) + len(wrapped.token_ids), reference=reference))
-            ids += wrapped.token_ids
-            consumed = end
-        elif span is not None:
-            spans.append(replace(span, start=len(ids), stop=len(ids) + len(span)))
-    return replace(prompt, token_ids=tuple(ids), spans=tuple(spans), breaks=tuple(breaks), as_text=tuple(texts))
+    copied = 0
+    for start, (end, pack) in wrapped.items():
+        ids += (*prompt.token_ids[copied:start], *pack.token_ids)
+        copied = end
+    spans = []
+    for span in prompt.spans:
+        end, pack = wrapped.get(span.start, (span.stop, span.pack))
+        reference = replace(span.reference, pack=pack)
+        spans.append(replace(span, start=moved(span.start), stop=moved(end), reference=reference))
+    # A message may begin at the start of a pack, never inside it.
+    inside = {at for start, (end, _) in wrapped.items() for at in range(start + 1, end)}
+    texts = [
+        replace(span, start=moved(span.start), stop=moved(span.stop))
+        for span in prompt.as_text
+        if span.start not in inside
+    ]
+    return replace(
+        prompt,
+        token_ids=(*ids, *prompt.token_ids[copied:]),
+        spans=tuple(spans),
+        breaks=tuple(moved(at) for at in prompt.breaks if at not in inside),
+        as_text=tuple(texts),
+    )
 
 
 def save_wrapper(wrapper: Wrapper, path: str | Path) -> Path:
