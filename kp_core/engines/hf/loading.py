@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -50,7 +50,6 @@ from kp_core.rope import Rope
 __all__ = [
     "LOADING",
     "Foresight",
-    "TokenEmbeddings",
     "bundled_model",
     "foresee",
     "foresee_rope",
@@ -58,6 +57,7 @@ __all__ = [
     "load_session",
     "memory_bytes",
     "name_of",
+    "token_embeddings",
 ]
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,6 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
 _VERSION = "0.1.2"
-_INDEX = "model.safetensors.index.json"
 _INNER = 16  # Inner width of the narrow model's MLPs, which does not affect keys.
 
 
@@ -500,38 +499,36 @@ def _config_of(model: str | Path) -> Any:  # noqa: ANN401
         raise unreadable(model, error) from error
 
 
-class TokenEmbeddings:
-    """Reads rows of the input embeddings of `model`, a folder or an id, on demand.
+def token_embeddings(model: str | Path) -> Callable[[Sequence[int]], Tensor]:
+    """A function that reads rows of the input embeddings of `model`, a folder or an id, from its files.
 
-    Raises `UnsupportedRequestError` for models whose input embedding is not a row of one table in safetensors.
+    It takes token ids, and returns `(ids, hidden)` in the dtype of the checkpoint. Raises `UnsupportedRequestError` for
+    models whose input embedding is not a row of one table in safetensors.
     """
 
-    def __init__(self, model: str | Path) -> None:
-        place, file = place_of(model)
-        try:
-            config = AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
-            with torch.device("meta"):
-                empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-            table = empty.get_input_embeddings()
-            self._name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
-            folder = checkpoint_folder(model)
-            index = folder / _INDEX
-            files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
-            self._file = folder / files.get(self._name, "model.safetensors")
-            is_plain = type(table) is torch.nn.Embedding and self([0]).shape[1] == table.embedding_dim
-        except (OSError, ValueError, LookupError, AttributeError, StopIteration, SafetensorError) as error:
-            raise UnsupportedRequestError(
-                f"The embeddings of {model} cannot be read ({type(error).__name__}: {error}); no soft tokens can stand "
-                "beside them."
-            ) from error
-        if not is_plain:
-            raise UnsupportedRequestError(
-                f"{model} makes more of a token than a row of its embeddings ({type(table).__name__}), so that no soft "
-                "tokens can stand beside it here."
-            )
-
-    def __call__(self, ids: Sequence[int]) -> Tensor:
-        """The embeddings of `ids`, `(len(ids), hidden)`, in the dtype of the checkpoint."""
-        with safe_open(self._file, "pt") as opened:
-            rows = opened.get_slice(self._name)
+    def read(ids: Sequence[int]) -> Tensor:
+        with safe_open(file, "pt") as opened:
+            rows = opened.get_slice(name)
             return torch.cat([rows[token : token + 1] for token in ids])
+
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(_config_of(model), trust_remote_code=False)
+        table = empty.get_input_embeddings()
+        name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
+        folder = checkpoint_folder(model)
+        index = folder / "model.safetensors.index.json"
+        files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
+        file = folder / files.get(name, "model.safetensors")
+        is_plain = type(table) is torch.nn.Embedding and read([0]).shape[1] == table.embedding_dim
+    except (ModelError, OSError, ValueError, LookupError, AttributeError, StopIteration, SafetensorError) as error:
+        raise UnsupportedRequestError(
+            f"The embeddings of {model} cannot be read ({type(error).__name__}: {error}); no soft tokens can stand "
+            "beside them."
+        ) from error
+    if not is_plain:
+        raise UnsupportedRequestError(
+            f"{model} makes more of a token than a row of its embeddings ({type(table).__name__}), so that no soft "
+            "tokens can stand beside it here."
+        )
+    return read

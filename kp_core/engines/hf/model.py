@@ -33,7 +33,7 @@ from kp_core.engines.hf.kinds import (
 )
 from kp_core.engines.hf.packed import own_view, pack_weights
 from kp_core.engines.hf.rows import Rows, run_ragged
-from kp_core.engines.hf.sampling import Sampler
+from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
@@ -350,12 +350,11 @@ class CausalModel:
         if why := self.lacks.get("compose"):
             raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
 
-    def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
-        """A function that chooses the next token.
-
-        It takes logits, `(vocabulary,)`, and the number of tokens that may still come, this one included.
-        """
-        return Sampler(sampling, prompt_ids, self.shape.device, constraint)
+    def sampler(
+        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
+    ) -> Callable[[Tensor, int], int]:
+        """See `sampler_of`."""
+        return sampler_of(sampling, prompt_ids, self.shape.device, constraint)
 
     def seconds_per_token(self) -> float:
         """Approximate seconds to prefill one token, measured by one forward pass."""
