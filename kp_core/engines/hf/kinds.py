@@ -37,9 +37,7 @@ __all__ = [
 
 PROBE = 8
 """Tokens of the forward pass that measures the shape of a cache."""
-_WHY_NOT = {
-    "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
-}
+_INDEXED = "its layers keep an index beside keys and values, by which they choose what to look at"
 _OWN = "transformers keeps its recurrent states in a place of its own, not in the cache"
 _FROM_ZERO = "the selective scan of transformers (Mamba 1) starts from zero, not from a cached state"
 _UNFIT = {
@@ -51,13 +49,8 @@ _UNFIT = {
     "zamba": _FROM_ZERO,
 }
 """Model types whose recurrent layers cannot continue from a cached state."""
-_LATENT = "kv_lora_rank"
 WINDOW_SIZES = ("sliding_window", "attention_chunk_size")
 """Fields of a configuration from which transformers reads the window size for masks."""
-_BATCHED = ("plain", "windows")
-"""Kinds of cache for which several answers can be decoded in one pass (`CausalModel.batches`)."""
-_ALIBI = ("bloom",)
-"""Model types that always use ALiBi."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +99,7 @@ class CacheKind:
             reasons["compose"] = "some of its layers read the KV of others"
         elif self.is_biased:
             reasons["compose"] = "its attention counts how far apart tokens are in the cache (ALiBi)"
-        if self.name not in _BATCHED:
+        if self.name not in ("plain", "windows"):
             reasons["batch"] = f"one pass over several answers is not written for a cache with {self.name}"
         return reasons
 
@@ -147,16 +140,19 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
                 windows.append(int(layer.sliding_window))
             case "DummyLayer" | "LinearAttentionLayer":
                 windows.append(None)
+            case "DynamicIndexedLayer":
+                reasons[_INDEXED] = True
             case layer_type:
-                reasons[_WHY_NOT.get(layer_type, f"it keeps {layer_type}, which is unknown here")] = True
+                reasons[f"it keeps {layer_type}, which is unknown here"] = True
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
     is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-    is_biased = any(getattr(part, "alibi", False) for part in (text, getattr(text, "attn_config", None)))
-    is_latent = getattr(text, _LATENT, None) is not None
+    # BLOOM always uses ALiBi.
+    is_biased = any(getattr(part, "alibi", name == "bloom") for part in (text, getattr(text, "attn_config", None)))
+    is_latent = getattr(text, "kv_lora_rank", None) is not None
     is_chunked = getattr(text, "attention_chunk_size", None) is not None
-    return CacheKind(tuple(windows), is_latent, is_biased or name in _ALIBI, is_recurrent, is_chunked)
+    return CacheKind(tuple(windows), is_latent, is_biased, is_recurrent, is_chunked)
 
 
 def positions_of(config: Any) -> int:  # noqa: ANN401
@@ -318,9 +314,8 @@ def cache_parameter(model: Any) -> str:  # noqa: ANN401
 def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # noqa: ANN401
     """The shape of what a model caches, measured by a pass of `PROBE` tokens; `windows` is as in `CacheKind`.
 
-    Raises `UnsupportedModelError` if the
-    model does not run with a cache, if a layer does not cache KV per token, and if a model with recurrent states is on
-    several devices.
+    Raises `UnsupportedModelError` if the model does not run with a cache, if a layer does not cache KV per token, and
+    if a model with recurrent states is on several devices.
     """
     config, device = model.config, model.device
     cache = DynamicCache(config=config)

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -203,9 +203,12 @@ def load(
     `UnsupportedModelError`, and `MissingDependencyError` if a package that reads the weights is not installed.
     """
     options = {name: value for name, value in loading.items() if value is not None}
-    dtype = _agreed(dtype, options.pop("torch_dtype", None))
+    dtypes = {_dtype(name) for name in (dtype, options.pop("torch_dtype", None)) if name is not None}
+    if len(dtypes) > 1:
+        older = loading["torch_dtype"]
+        raise ModelError(f"Got dtype={dtype} and torch_dtype={older}, which are two names of one thing.")
     target_device = None if device is None else _device(device)
-    target_dtype = None if dtype is None else _dtype(dtype)
+    target_dtype = next(iter(dtypes), None)
     if not isinstance(model, str | Path):
         if tokenizer is None:
             raise ModelError("Got a model object without its tokenizer; pass `tokenizer=` too.")
@@ -226,7 +229,7 @@ def load(
         is_quantised = bool(file or getattr(config, "quantization_config", None))
         if not file and "quantization_config" not in options:
             stored = config.dtype if isinstance(target_dtype, torch.dtype) and not is_quantised else None
-            _check_room(Path(place), stored, target_dtype, _places(target_device, options.get("device_map")))
+            _check_room(Path(place), stored, target_dtype, target_device, options.get("device_map"))
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(place, **hub_options)
         if is_quantised or "quantization_config" in options:
@@ -261,12 +264,6 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
         raise ModelError(f"Got revision={options['revision']!r} for the folder {str(folder)!r}, which has none.")
 
 
-def _agreed(dtype: torch.dtype | str | None, older: torch.dtype | str | None) -> torch.dtype | str | None:
-    if dtype is not None and older is not None and _dtype(dtype) != _dtype(older):
-        raise ModelError(f"Got dtype={dtype} and torch_dtype={older}, which are two names of one thing.")
-    return older if dtype is None else dtype
-
-
 def _check_places(device: object, device_map: object) -> None:
     """Raise `ModelError` if both arguments are given, or if `device_map` leaves weights on disk or on `meta`."""
     if device is not None and device_map is not None:
@@ -279,20 +276,16 @@ def _check_places(device: object, device_map: object) -> None:
         )
 
 
-def _places(where: torch.device, device_map: object) -> list[torch.device]:
-    """Devices whose memory may hold weights."""
-    if device_map is None:
-        return [where]
-    return [torch.device("cpu"), *(torch.device("cuda", at) for at in range(torch.cuda.device_count()))]
-
-
 def _check_room(
-    folder: Path, stored: torch.dtype | None, wanted: torch.dtype | str, devices: Iterable[torch.device]
+    folder: Path, stored: torch.dtype | None, wanted: torch.dtype | str, device: torch.device, device_map: object
 ) -> None:
     """Raise `ModelError` if the weights in `folder` exceed all memory, before the system kills the process.
 
     The size on disk is scaled from the dtype `stored` to `wanted`; it is unchanged if either is not known.
     """
+    devices = [device]
+    if device_map is not None:
+        devices = [torch.device("cpu"), *(torch.device("cuda", at) for at in range(torch.cuda.device_count()))]
     scale = wanted.itemsize / stored.itemsize if stored is not None and isinstance(wanted, torch.dtype) else 1
     needed = scale * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if needed > (room := sum(map(memory_bytes, devices))):
