@@ -1,7 +1,7 @@
 """Tests whether, with this model on this machine, the bits of a token's KV depend on the tokens before it alone.
 
 They do if (1) a row of a product has the same bits whatever rows are multiplied with it, which oneDNN's products with
-packed weights guarantee from a few rows on (`packed.rows_needed`), (2) the position decides the order in which
+packed weights guarantee from a few rows on (`packed.pad_rows`), (2) the position decides the order in which
 attention adds (`attention`), and (3) everything else looks at each token alone. All of it is tested: products with each
 shape of layer, attention with the model's heads, and whole passes that are split in several ways.
 """
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from kp_core.engines.hf.attention import attend, grouped_rows, keys_to_read, tile_of_each
-from kp_core.engines.hf.packed import PackedLinear, rows_agree, rows_needed
+from kp_core.engines.hf.packed import PackedLinear, pad_rows, rows_agree
 from kp_core.engines.local.buffer import TILE, KVBuffer
+from kp_core.kv import KVTensors
 
 if TYPE_CHECKING:
     from kp_core.engines.hf.model import CausalModel
 
 __all__ = ["why_not_bitwise"]
 
-_CUTS = ((), (1,), (7, 8, 9, 10), (3, 20))
+_CUTS = ((1,), (7, 8, 9, 10), (3, 20))
 _TOKENS = 24
 _UNPACKED_ROWS = 2048
 """Rows tried in products with matrices that are not packed, where as few as one row in 500 differs."""
@@ -51,7 +52,7 @@ def why_not_bitwise(  # noqa: PLR0911 - one return for each reason
     if not model.attends:
         return "its attention is its own"
     linear = [module for module in model.network.modules() if isinstance(module, nn.Linear)]
-    if rows_needed(linear, packed) is None or not _others_agree(model.network, linear):
+    if not pad_rows(linear, packed) or not _others_agree(model.network, linear):
         return "products of its layers round by the number of rows on this processor"
     if not _activations_agree(model):
         return "activations round by where threads divide them"
@@ -150,35 +151,30 @@ def _passes_agree(model: CausalModel) -> bool:
     """Whether passes over a few tokens agree: in one pass, in parts, and over two sequences at a time."""
     vocabulary = model.network.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocabulary, (1, _TOKENS), generator=torch.Generator().manual_seed(0))
-    expected: tuple[Tensor, KVBuffer] | None = None
+    logits, kv = _computed(model, ids, ())
     for cuts in _CUTS:
-        buffer = KVBuffer(model.shape, _TOKENS)
-        logits = torch.cat(
-            [model.forward_all(ids[:, start:stop], buffer) for start, stop in pairwise((0, *cuts, _TOKENS))]
-        )
-        if expected is None:
-            expected = logits, buffer
-        elif not _same((logits, buffer), expected):
+        logits_in_parts, kv_in_parts = _computed(model, ids, cuts)
+        if not (torch.equal(logits_in_parts, logits) and kv_in_parts.equal(kv)):
             return False
-    return expected is None or not model.batches or all(_together(model, ids, expected))
+    return not model.batches or all(_together(model, ids[0].tolist(), logits, kv))
 
 
-def _together(model: CausalModel, ids: Tensor, expected: tuple[Tensor, KVBuffer]) -> Iterator[bool]:
-    """Whether two sequences with a common prefix get the `expected` bits, with several new tokens each and with one."""
-    tokens = ids[0].tolist()
-    logits, expected_buffer = expected
+def _computed(model: CausalModel, ids: Tensor, cuts: Sequence[int]) -> tuple[Tensor, KVTensors]:
+    """Logits and KV of all tokens, computed in passes between the `cuts`."""
+    buffer = KVBuffer(model.shape, _TOKENS)
+    parts = [model.forward_all(ids[:, start:stop], buffer) for start, stop in pairwise((0, *cuts, _TOKENS))]
+    return torch.cat(parts), buffer.read(0, _TOKENS)
+
+
+def _together(model: CausalModel, tokens: list[int], logits: Tensor, kv: KVTensors) -> Iterator[bool]:
+    """Whether two sequences with a common prefix get the expected bits, with several new tokens each and with one."""
     for counts in ((12, 9), (1, 1)):
         buffers = [KVBuffer(model.shape, _TOKENS) for _ in counts]
         for buffer in buffers:
-            buffer.append(expected_buffer.read(0, 10))
+            buffer.append(kv.slice(0, 10))
         parts = [tokens[10 : 10 + count] for count in counts]
         is_step = max(counts) == 1
         step_logits = model.rows(buffers)([part[0] for part in parts]) if is_step else model.ragged(buffers, parts)
         for row, (buffer, count) in enumerate(zip(buffers, counts, strict=True)):
             yield torch.equal(step_logits[row], logits[9 + count])
-            yield buffer.read(0, 10 + count).equal(expected_buffer.read(0, 10 + count))
-
-
-def _same(found: tuple[Tensor, KVBuffer], expected: tuple[Tensor, KVBuffer]) -> bool:
-    (logits, buffer), (expected_logits, expected_buffer) = found, expected
-    return torch.equal(logits, expected_logits) and buffer.read(0, _TOKENS).equal(expected_buffer.read(0, _TOKENS))
+            yield buffer.read(0, 10 + count).equal(kv.slice(0, 10 + count))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["PackedLinear", "own_view", "pack_weights", "rows_agree", "rows_needed"]
+__all__ = ["PackedLinear", "own_view", "pack_weights", "pad_rows", "rows_agree"]
 
 _MOST_BYTES = 2 * 2**30
 """Most bytes of packed weights, which are a second copy. Packing saves more time in smaller models."""
@@ -131,29 +131,26 @@ def _sharing_input(layers: Sequence[nn.Linear], one_pass: Callable[[], object] |
 
 
 @torch.inference_mode()
-def rows_needed(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> int | None:
-    """The fewest rows to which `packed` products must be padded so that each row has the same bits in any batch.
+def pad_rows(layers: Sequence[nn.Linear], packed: Sequence[PackedLinear]) -> bool:
+    """Pad `packed` products to as few rows as give each row the same bits in any batch; whether that succeeds.
 
-    `None` if no number suffices, or if one of `layers` that is not packed needs more than one row. One product of each
-    shape is tested with parts of many lengths of one batch. Products of that shape then pad their input themselves.
+    One product of each shape is tested with parts of many lengths of one batch. Those of `layers` that are not packed
+    are not padded: they must agree as they are.
     """
     shapes: dict[tuple[int, int], list[PackedLinear]] = {}
     for product in packed:
         shapes.setdefault((product.in_features, product.out_features), []).append(product)
-    needed = 1
     for same_shape in shapes.values():
         for least in _LEAST_ROWS:
             for product in same_shape:
                 product.rows = least
             if rows_agree(same_shape[-1], same_shape[-1].in_features, same_shape[-1].dtype):
-                needed = max(needed, least)
                 break
         else:
-            return None
+            return False
     packed_ids = {id(layer) for product in packed for layer in product.layers}
     unpacked = {(layer.in_features, layer.out_features): layer for layer in layers if id(layer) not in packed_ids}
-    agree = (rows_agree(_product_of(layer), layer.in_features, layer.weight.dtype) for layer in unpacked.values())
-    return needed if all(agree) else None
+    return all(rows_agree(_product_of(layer), layer.in_features, layer.weight.dtype) for layer in unpacked.values())
 
 
 def _product_of(layer: nn.Linear) -> Callable[[Tensor], Tensor]:

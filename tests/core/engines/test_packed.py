@@ -6,7 +6,7 @@ from torch import nn
 
 from kp_core.engines.hf import packed
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.packed import pack_weights, rows_agree, rows_needed
+from kp_core.engines.hf.packed import pack_weights, pad_rows, rows_agree
 from kp_core.testing import tiny_model
 from tests.parity.families import model_of
 
@@ -53,8 +53,9 @@ def test_rows_are_padded_until_they_agree(dtype):
     """A single row of more than 1,500 terms is summed in another order on some processors; two are not."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(2048, 600)).to(dtype)
-    least = rows_needed(list(wide), pack_weights(wide))
-    assert least in packed._LEAST_ROWS
+    products = pack_weights(wide)
+    assert pad_rows(list(wide), products)
+    assert products[0].rows in packed._LEAST_ROWS
     rows = (torch.randn(64, 2048) * torch.exp(1.5 * torch.randn(64, 2048))).to(dtype)
     with torch.inference_mode():
         whole = wide(rows)
