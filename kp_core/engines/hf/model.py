@@ -95,6 +95,9 @@ class CausalModel:
             self._install_attention()
         if self.kind.is_recurrent:
             self._check_states()
+        is_tiled_here = self.attends and not self.shape.devices
+        self.batches = is_tiled_here and "batch" not in self.kind.lacks and self._rows_agree()
+        """Whether several sequences can decode in one pass."""
         self.lacks = self._found_lacks()
         """Capabilities that this model does not allow, each with the reason."""
         let_go()  # Other threads may run the requests.
@@ -386,31 +389,25 @@ class CausalModel:
             self.network.set_attn_implementation(previous)
             self.attends = False
 
-    @cached_property
-    def batches(self) -> bool:
-        """Whether several sequences can decode in one pass: attention is tiled, and the logits of a probe agree."""
-        if not self.attends or "batch" in self.kind.lacks or self.shape.devices:
-            return False
-        with self._narrowed():
-            return self._rows_agree()
-
     def _rows_agree(self) -> bool:
-        buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
-        for row, buffer in enumerate(buffers):
-            self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
-        token = int(self._probe_ids()[0, -1])
-        tokens = [[token], [token, token]]
-        try:
-            steps = [self.rows(buffers)([token, token]), self.ragged(buffers, tokens)]
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
-            return False
-        expected = []
-        for row, buffer in enumerate(buffers):
-            buffer.truncate(PROBE + row)
-        for ids in ([[token], [token]], tokens):
-            pairs = zip(ids, buffers, strict=True)
-            expected += [self.forward(torch.tensor([row_ids], device=self.device), buffer) for row_ids, buffer in pairs]
+        """Whether several sequences decoded in one pass get the logits that each gets alone."""
+        with self._narrowed():
+            buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
+            for row, buffer in enumerate(buffers):
+                self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
+            token = int(self._probe_ids()[0, -1])
+            tokens = [[token], [token, token]]
+            try:
+                steps = [self.rows(buffers)([token, token]), self.ragged(buffers, tokens)]
+            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+                logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
+                return False
+            expected = []
+            for row, buffer in enumerate(buffers):
+                buffer.truncate(PROBE + row)
+            for ids in ([[token], [token]], tokens):
+                for row_ids, buffer in zip(ids, buffers, strict=True):
+                    expected.append(self.forward(torch.tensor([row_ids], device=self.device), buffer))
         return self._agree(
             torch.cat(steps).float(), torch.cat([logits for logits in expected if logits is not None]).float()
         )
