@@ -116,7 +116,7 @@ FAULTS = (
         f"{_ENGINES}/test_sampling.py",
     ),
     Fault(
-        "kp_core/engines/hf/packed.py",
+        "kp_core/engines/hf/bitwise.py",
         "if count >= self.rows:",
         "if count >= 1:",
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.attention import Sees, attend
-from kp_core.engines.hf.bitwise import why_not_bitwise
+from kp_core.engines.hf.bitwise import own_view, pack_weights, why_not_bitwise
 from kp_core.engines.hf.kinds import (
     PROBE,
     WINDOW_SIZES,
@@ -31,7 +31,6 @@ from kp_core.engines.hf.kinds import (
     positions_of,
     rope_parameters,
 )
-from kp_core.engines.hf.packed import own_view, pack_weights
 from kp_core.engines.hf.rows import Rows, run_ragged
 from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, KVBuffer
