@@ -14,7 +14,7 @@ import platform
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
@@ -102,20 +102,9 @@ class PacketTraining:
             raise WrapperError(f"Got rate={self.rate}; expected a finite number > 0.")
         for name in ("documents", "tokens"):
             low, high = getattr(self, name)
+            object.__setattr__(self, name, (low, high))  # A training record has lists.
             if not 1 <= low <= high:
                 raise WrapperError(f"Got {name}={low}-{high}; expected two numbers from 1 on, the smaller one first.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as in a training record."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> PacketTraining:
-        """The inverse of `to_dict`."""
-        settings: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
-        return cls(**settings)
 
 
 @dataclass(frozen=True)
@@ -347,7 +336,7 @@ def wrapper_scores(  # noqa: PLR0913
     the settings of its training record, only held-out documents are used. `without_soft_tokens_kl` is the divergence of
     the same packets without soft tokens. `nearer` is the number of questions for which soft tokens reduce it.
     """
-    settings = PacketTraining.from_dict(wrapper.training.get("settings", {"soft": len(wrapper.header)}))
+    settings = PacketTraining(**wrapper.training.get("settings", {"soft": len(wrapper.header)}))
     samples = Samples(session, documents, settings if tokens is None else replace(settings, tokens=tokens))
     model = _model_of(session)
     soft = torch.cat([wrapper.header, wrapper.trailer]).to(model.device)
@@ -376,7 +365,7 @@ class _Training:
         self._samples, self._model = Samples(session, documents, settings), _model_of(session)
         digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
         self._made: dict[str, Any] = {
-            "settings": settings.to_dict(),
+            "settings": asdict(settings),
             "documents": digest,
             "model": session.fingerprint.id,
         }
@@ -481,10 +470,11 @@ class _Training:
         """The tensors of the checkpoint; also goes on from its step. Raises `WrapperError` for another training."""
         content, tensors = read_signed(self._file, _CHECKPOINT)
         checkpoint, current = content["made"], self._made
-        changed = [name for name in current if name != "settings" and checkpoint[name] != current[name]]
+        changed = [name for name in ("documents", "model") if checkpoint[name] != current[name]]
+        settings = asdict(PacketTraining(**checkpoint["settings"]))
         for name, value in current["settings"].items():
-            if checkpoint["settings"].get(name) != value:
-                changed.append(f"{name} (then {checkpoint['settings'].get(name)}, now {value})")
+            if settings[name] != value:
+                changed.append(f"{name} (then {settings[name]}, now {value})")
         if changed:
             raise WrapperError(
                 f"{self._file} is the checkpoint of another training: it differs in {', '.join(changed)}. Go on with "

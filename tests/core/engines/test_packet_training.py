@@ -2,7 +2,7 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -179,7 +179,7 @@ def test_too_few_documents_are_refused(documents, settings, message, tmp_path):
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(WrapperError, match=f"Got {next(iter(wrong))}="):
         PacketTraining(**wrong)
-    assert PacketTraining.from_dict(json.loads(json.dumps(SETTINGS.to_dict()))) == SETTINGS
+    assert PacketTraining(**json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
 
 
 def test_other_engines_do_not_train(tmp_path):
