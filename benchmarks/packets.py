@@ -78,7 +78,7 @@ def wiki(engine: Session, composer: PacketComposer, arguments: argparse.Namespac
     """The passages that the wrapper was not trained on."""
     found = [(passage.title, passage.text) for passage in common.read_passages(arguments.data)]
     settings = composer.wrapper.training.get("settings")
-    return found if settings is None else list(Samples(engine, found, PacketTraining.from_dict(settings)).held)
+    return found if settings is None else list(Samples(engine, found, PacketTraining(**settings)).held)
 
 
 def questions(domain: str, held: Sequence[tuple[str, str]], count: int, limit: int) -> list[_Question]:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from kp_cli.shared import JsonFlag, ModelOptions, ReadOptions, is_collection, spread, tell
-from kp_core.compose.wrapper import SHIPPED, load_wrapper
+from kp_core.compose.packet import SHIPPED, load_wrapper
 from kp_core.facts.sources import read_facts
 
 __all__ = ["packet"]

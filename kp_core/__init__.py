@@ -95,8 +95,8 @@ __all__ = [
 
 
 def bundled_model() -> Path:
-    """Folder of the bundled SmolLM2-135M-Instruct; see `kp_core.engines.hf.bundled`."""
-    from kp_core.engines.hf.bundled import bundled_model
+    """Folder of the bundled SmolLM2-135M-Instruct; see `kp_core.engines.hf.loading`."""
+    from kp_core.engines.hf.loading import bundled_model
 
     return bundled_model()
 

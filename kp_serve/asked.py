@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 from kp_core.compose import PacketComposer
-from kp_core.compose.wrapper import wrapper_bytes
+from kp_core.compose.packet import wrapper_bytes
 from kp_core.errors import PromptError, SteeringError
 from kp_core.packs.fingerprint import ModelFingerprint
 from kp_core.packs.handle import find_handles

@@ -7,11 +7,11 @@ import base64
 import io
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from kp_serve.counts import Counts, HotPacks
 from kp_serve.rights import Rights, salt_of, server_key
 from kp_serve.stored import is_compiled
 from kp_serve.wire import HTTPError, Visit
-
-if TYPE_CHECKING:
-    from kp_core.engines.hf.embeddings import TokenEmbeddings
 
 __all__ = ["VARIABLE", "Desk", "refuse_unknown"]
 
@@ -75,16 +72,16 @@ class Desk:
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
         """The model's tokenizer."""
-        from kp_core.engines.hf.loading import load_tokenizer
+        from kp_core.engines.hf.identity import load_tokenizer
 
         return load_tokenizer(self.model)
 
     @cached_property
-    def embeddings(self) -> TokenEmbeddings:
+    def embeddings(self) -> Callable[[Sequence[int]], Tensor]:
         """The model's input embeddings. Raises `UnsupportedRequestError` if they cannot be read."""
-        from kp_core.engines.hf.embeddings import TokenEmbeddings
+        from kp_core.engines.hf.loading import token_embeddings
 
-        return TokenEmbeddings(self.model)
+        return token_embeddings(self.model)
 
     @cached_property
     def template(self) -> ChatTemplate:

@@ -80,8 +80,7 @@ class VLLMEngine:
     @cached_property
     def tokenizer(self) -> Any:  # noqa: ANN401
         """See `Engine.tokenizer`; it is checked against the served model's."""
-        from kp_core.engines.hf.identity import tokenizer_identity
-        from kp_core.engines.hf.loading import load_tokenizer
+        from kp_core.engines.hf.identity import load_tokenizer, tokenizer_identity
 
         source = self._given or self._about["root"]
         tokenizer = load_tokenizer(source) if isinstance(source, str) else source

@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kp_core.compose.packet import PacketComposer
-from kp_core.compose.wrapper import wrapper_of
+from kp_core.compose.packet import PacketComposer, wrapper_of
 from kp_core.packs.handle import Handle
 from kp_core.packs.kept import KeptEntry
 from kp_core.packs.pack import KnowledgePack, PackKey, Prefix

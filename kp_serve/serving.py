@@ -18,8 +18,7 @@ def served_identity(model: str | Path, dtype: str | None = None) -> ModelFingerp
 
     Raises `ModelError` and `TemplateError` as `kp_core.engines.hf.identity.identity_of` does.
     """
-    from kp_core.engines.hf.checkpoint import checkpoint_folder
-    from kp_core.engines.hf.identity import identity_of
+    from kp_core.engines.hf.identity import checkpoint_folder, identity_of
 
     identity = identity_of(model)
     if dtype in (None, "auto"):

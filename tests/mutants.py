@@ -111,12 +111,12 @@ FAULTS = (
     Fault("kp_core/rope.py", "torch.cat((-sin, sin))", "torch.cat((sin, -sin))", "tests/core/test_rope.py"),
     Fault(
         "kp_core/engines/hf/sampling.py",
-        "token, most = start + int(at), largest",
-        "token, most = int(at), largest",
+        "return best * _PART + int(",
+        "return int(",
         f"{_ENGINES}/test_sampling.py",
     ),
     Fault(
-        "kp_core/engines/hf/packed.py",
+        "kp_core/engines/hf/bitwise.py",
         "if count >= self.rows:",
         "if count >= 1:",
         f"{_ENGINES}/test_packed.py {_ENGINES}/test_attention.py",

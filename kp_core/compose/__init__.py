@@ -9,9 +9,8 @@ from kp_core.compose.base import Composer, Forward, Region, join
 from kp_core.compose.blend import BlendComposer
 from kp_core.compose.exact import ExactComposer
 from kp_core.compose.naive import NaiveComposer
-from kp_core.compose.packet import PacketComposer, laid_out
+from kp_core.compose.packet import PacketComposer, Wrapper, laid_out, load_wrapper, save_wrapper
 from kp_core.compose.splice import SpliceComposer
-from kp_core.compose.wrapper import Wrapper, load_wrapper, save_wrapper
 from kp_core.errors import OptionError
 
 __all__ = [

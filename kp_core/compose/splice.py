@@ -11,7 +11,7 @@ from kp_core.kv import KVTensors
 from kp_core.packs.pack import KnowledgePack
 from kp_core.prompt.prompt import Prompt, Span
 
-__all__ = ["SpliceComposer", "laid", "movable", "spliced"]
+__all__ = ["SpliceComposer", "laid", "movable"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SpliceComposer:
 
     def fill(self, region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
         """The packs' KV, moved."""
-        return spliced(region, packs, forward)
+        return forward.anew(laid(region, packs, forward), region.between)
 
 
 def movable(prompt: Prompt) -> tuple[Span, ...]:
@@ -57,11 +57,6 @@ def movable(prompt: Prompt) -> tuple[Span, ...]:
             "the same `compiled_for`, or use composer='exact'."
         )
     return prompt.spans
-
-
-def spliced(region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:
-    """KV of the packs of a region, moved to their positions, and of the tokens between them; raises as `laid`."""
-    return forward.anew(laid(region, packs, forward), region.between)
 
 
 def laid(region: Region, packs: Sequence[KnowledgePack], forward: Forward) -> KVTensors:

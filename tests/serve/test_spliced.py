@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kp_core import KVTensors, PacketComposer, PackStore, bundled_model, load_engine
-from kp_core.compose.wrapper import Wrapper, wrapper_bytes, wrapper_of
-from kp_core.engines.hf.embeddings import TokenEmbeddings
+from kp_core.compose.packet import Wrapper, wrapper_bytes, wrapper_of
+from kp_core.engines.hf.loading import token_embeddings
 from kp_core.engines.request import Request
 from kp_core.errors import PackError, UnsupportedRequestError
 from kp_core.packs.handle import Handle
@@ -185,7 +185,7 @@ def wrapped(remote, width, soft=3):
 
 def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path / "tiny")
-    server.gate.desk.__dict__["embeddings"] = embeddings = TokenEmbeddings(tmp_path / "tiny")
+    server.gate.desk.__dict__["embeddings"] = embeddings = token_embeddings(tmp_path / "tiny")
     width = embeddings([0]).shape[1]
     composer, handles = wrapped(remote, width), handles_of(remote, server.store, compiled=False)
     options = {"view": server.store.view("a"), "composer": composer}
@@ -232,7 +232,7 @@ def test_packs_are_wrapped_once_from_embeddings_and_moved(server, remote, tmp_pa
 
 
 def test_embeddings_are_those_of_the_model(smol_bf16):
-    embeddings, model = TokenEmbeddings(bundled_model()), smol_bf16.engine.model._model
+    embeddings, model = token_embeddings(bundled_model()), smol_bf16.engine.model.network
     ids = [0, 5, 49151, 5]
     assert torch.equal(embeddings(ids), model.get_input_embeddings()(torch.tensor(ids)))
 
@@ -240,6 +240,6 @@ def test_embeddings_are_those_of_the_model(smol_bf16):
 def test_models_that_make_more_of_a_token_are_refused(tmp_path):
     model_of("gemma3_text").save_pretrained(tmp_path / "scaled")
     with pytest.raises(UnsupportedRequestError, match="more of a token"):
-        TokenEmbeddings(tmp_path / "scaled")
+        token_embeddings(tmp_path / "scaled")
     with pytest.raises(UnsupportedRequestError, match="cannot be read"):
-        TokenEmbeddings(tmp_path / "nowhere")
+        token_embeddings(tmp_path / "nowhere")

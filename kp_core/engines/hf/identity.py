@@ -1,37 +1,55 @@
-"""Identifies a model by its files or its tensors."""
+"""Identifies a model by its files or its tensors: equal tensors have equal digests. Detects changes to a model."""
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from kp_core.engines.hf.checkpoint import (
-    checkpoint_folder,
-    digest,
-    digest_files,
-    digest_tensors,
-    place_of,
-    plain_parts,
-    stamp_files,
-)
-from kp_core.engines.hf.loading import causal_lm, load_tokenizer, unreadable
-from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.watch import adapter_state
-from kp_core.errors import ModelChangedError
+from kp_core.errors import MissingDependencyError, ModelChangedError, ModelError
 from kp_core.packs.fingerprint import NUMERICS, ModelFingerprint
 from kp_core.prompt.template import ChatTemplate
 
-__all__ = ["identity_of", "take_fingerprint", "tokenizer_identity"]
+__all__ = [
+    "checkpoint_folder",
+    "commit_of",
+    "digest_tensors",
+    "fingerprint_of",
+    "identity_of",
+    "is_away",
+    "load_tokenizer",
+    "place_of",
+    "stamp_files",
+    "tokenizer_identity",
+    "unreadable",
+    "watched",
+]
 
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+"""Weight files, in the order in which transformers looks for them."""
+
+_FORMATS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
+_BLOCK = 1 << 20  # Bytes per read.
 _VOLATILE = {
     "_name_or_path",
-    "checkpoint_commit",
-    "checkpoint_stamp",
     "architectures",
     "dtype",
     "torch_dtype",
@@ -39,45 +57,62 @@ _VOLATILE = {
     "use_cache",
 }
 """Fields of a configuration that differ between loads or releases without changing what is computed."""
+_TABLES = ("_modules", "_parameters", "_buffers")
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SAMPLE = 64  # Bytes.
 
 
-def take_fingerprint(
-    model: CausalModel,
+def fingerprint_of(
+    source: str | Path | PreTrainedModel,
     tokenizer: Any,  # noqa: ANN401
     template: ChatTemplate,
-    source: str | Path | PreTrainedModel,
+    revision: str | None = None,
+    numerics: Sequence[str] = ("unknown",) * len(NUMERICS),
 ) -> ModelFingerprint:
-    """Identity and numerics of a loaded model; `source` is the model argument of `load`.
+    """Identity and `numerics` of a model: of the files of a folder or an id, or of the tensors in memory of an object.
 
-    For a folder or an id, the identity is that of `identity_of`. For a model object, it is computed from the tensors in
-    memory; both are equal unless transformers renames or splits tensors when it saves them. Raises `ModelChangedError`
-    when the files of a folder changed after loading.
+    Both identities are equal unless transformers renames or splits tensors when it saves them. Weights in files count
+    as stored: neither their distribution over safetensors files nor the dtype in which they are loaded matters. Raises
+    `ModelError` for files that cannot be read.
     """
-    if isinstance(source, str | Path) and stamp_files(Path(source)) != model.config.checkpoint_stamp:
-        raise ModelChangedError(f"The files of {str(source)!r} changed after they were loaded. Make a new engine.")
-    revision = getattr(model.config, "checkpoint_commit", None)
-    numerics = (str(model.shape.dtype).removeprefix("torch."), model.engine, model.passes)
+    adapters = "none"
+    if isinstance(source, str | Path):
+        try:
+            folder = checkpoint_folder(source, revision)
+            place, gguf_file = place_of(folder)
+            # A GGUF file contains its configuration.
+            config_json = (
+                AutoConfig.from_pretrained(place, **gguf_file).to_json_string()
+                if gguf_file
+                else (folder / "config.json").read_bytes()
+            )
+            config, weights = json.loads(config_json), digest_files(folder)
+        except (OSError, ValueError, ImportError) as error:
+            raise unreadable(source, error) from error
+    else:
+        config = json.loads(source.config.to_json_string())
+        tensors, added = _split(source)
+        weights = digest_tensors(tensors)
+        if state := adapter_state(source):
+            adapter_json = json.dumps(state, sort_keys=True, default=sorted)
+            adapters = _digest(adapter_json.encode(), digest_tensors(added).encode())
     return ModelFingerprint(
-        **_identity(source, tokenizer, template, revision), **dict(zip(NUMERICS, numerics, strict=True))
+        weights=weights,
+        adapters=adapters,
+        config=_digest(_stable({name: value for name, value in config.items() if name not in _VOLATILE})),
+        rope=_stable(_rope(config)).decode(),
+        **tokenizer_identity(tokenizer, template),
+        **dict(zip(NUMERICS, numerics, strict=True)),
     )
 
 
-def identity_of(
-    source: str | Path,
-    tokenizer: Any = None,  # noqa: ANN401
-    template_options: Mapping[str, Any] | None = None,
-    *,
-    trust_remote_code: bool = False,
-) -> ModelFingerprint:
+def identity_of(source: str | Path, *, trust_remote_code: bool = False) -> ModelFingerprint:
     """The identity of a checkpoint from its files alone, for any engine; the numerics are `unknown`.
 
-    `source` is a folder or an id. Weights count as stored: neither their distribution over safetensors files nor the
-    dtype in which they are loaded matters. Raises `ModelError`, and `TemplateError` without a chat template.
+    `source` is a folder or an id. Raises `ModelError`, and `TemplateError` without a chat template.
     """
-    if tokenizer is None:
-        tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
-    identity = _identity(source, tokenizer, ChatTemplate(tokenizer, template_options))
-    return ModelFingerprint(**identity, **dict.fromkeys(NUMERICS, "unknown"))
+    tokenizer = load_tokenizer(source, trust_remote_code=trust_remote_code)
+    return fingerprint_of(source, tokenizer, ChatTemplate(tokenizer))
 
 
 def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]:  # noqa: ANN401
@@ -85,45 +120,7 @@ def tokenizer_identity(tokenizer: Any, template: ChatTemplate) -> dict[str, str]
     canonical = json.loads(tokenizer.backend_tokenizer.to_str())
     for state_of_last_call in ("padding", "truncation"):
         canonical.pop(state_of_last_call, None)
-    return {"tokenizer": digest([_stable(canonical)]), "chat_template": template.digest}
-
-
-def _identity(
-    source: str | Path | PreTrainedModel,
-    tokenizer: Any,  # noqa: ANN401
-    template: ChatTemplate,
-    revision: str | None = None,
-) -> dict[str, str]:
-    """The fields of a fingerprint that identify the model."""
-    adapters = "none"
-    if isinstance(source, str | Path):
-        try:
-            folder = checkpoint_folder(source, revision)
-            place, file = place_of(folder)
-            # A GGUF file contains its configuration.
-            config = (
-                json.loads(AutoConfig.from_pretrained(place, **file).to_json_string())
-                if file
-                else json.loads((folder / "config.json").read_bytes())
-            )
-            weights = digest_files(folder)
-        except (OSError, ValueError, ImportError) as error:
-            raise unreadable(source, error) from error
-    else:
-        base = causal_lm(source)
-        config = json.loads(base.config.to_json_string())
-        tensors, added = _split(base)
-        weights = digest_tensors(tensors)
-        if state := adapter_state(base):
-            adapter_json = json.dumps(state, sort_keys=True, default=sorted)
-            adapters = digest([adapter_json.encode(), digest_tensors(added).encode()])
-    return {
-        "weights": weights,
-        "adapters": adapters,
-        "config": digest([_stable({name: value for name, value in config.items() if name not in _VOLATILE})]),
-        **tokenizer_identity(tokenizer, template),
-        "rope": _stable(_rope(config)).decode(),
-    }
+    return {"tokenizer": _digest(_stable(canonical)), "chat_template": template.digest}
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,3 +155,255 @@ def _split(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, Tensor]
         own_parts = parts if added else [part for index, part in enumerate(parts) if index not in heads]
         tensors[added][".".join(own_parts)] = tensor
     return tensors
+
+
+def place_of(source: str | Path) -> tuple[str | Path, dict[str, str]]:
+    """The path or id for `from_pretrained`, and its further arguments: `gguf_file` for a GGUF file."""
+    path = Path(source)
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return path.parent, {"gguf_file": path.name}
+    return source, {}
+
+
+def checkpoint_folder(source: str | Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: `source` itself if it is a folder or a GGUF file, else that in the local cache.
+
+    With the `revision` that was loaded, nothing is downloaded; without it, missing files are. Raises `OSError` or
+    `ValueError`.
+    """
+    if Path(source).is_dir() or place_of(source)[1]:
+        return Path(source)
+    patterns = ["config.json", "model*.safetensors*"]
+    return Path(
+        snapshot_download(
+            str(source), revision=revision, allow_patterns=patterns, local_files_only=revision is not None
+        )
+    )
+
+
+def commit_of(source: str | Path, revision: str | None = None) -> str | None:
+    """The commit of a repository in the local cache; `None` for a folder, and if it is not there."""
+    if Path(source).is_dir():
+        return None
+    config_file = try_to_load_from_cache(str(source), "config.json", revision=revision)
+    return Path(config_file).parent.name if isinstance(config_file, str) else None
+
+
+def is_away(source: str | Path, revision: str | None = None) -> bool:
+    """Whether `source` is a repository that is not on this machine, so that loading it needs the hub."""
+    try:
+        return not (constants.HF_HUB_OFFLINE or Path(source).exists() or commit_of(source, revision))
+    except HFValidationError:  # A path that does not exist.
+        return False
+
+
+def stamp_files(source: str | Path) -> dict[str, tuple[int, int]]:
+    """Size and modification time of each file of a model in a folder, or of a GGUF file, to detect changes."""
+    folder = Path(source)
+    patterns = ("config.json", "model*", "pytorch_model*") if folder.is_dir() else ()
+    matches = [folder] if folder.is_file() else [file for pattern in patterns for file in folder.glob(pattern)]
+    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in matches}
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Digest of the names, dtypes, shapes and bytes of tensors, in any order.
+
+    A quantised tensor counts as its parts (`plain_parts`).
+    """
+
+    def one(tensor: Tensor) -> bytes:
+        # numpy has no bfloat16, so the tensor is hashed as bytes.
+        raw = tensor.detach().contiguous().flatten().view(torch.uint8).cpu().numpy()
+        return blake2b(raw.data, digest_size=16).digest()
+
+    plain = dict(part for name, tensor in tensors.items() for part in plain_parts(name, tensor))
+    formats = {name: _FORMATS.get(tensor.dtype, str(tensor.dtype)) for name, tensor in plain.items()}
+    return _digest_parts(
+        {_label(name, formats[name], tensor.shape): partial(one, tensor) for name, tensor in plain.items()}
+    )
+
+
+def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors in `tensor`, by name: itself, or the numbers and scales of a quantised tensor.
+
+    The names of the latter contain the type of the quantised tensor.
+    """
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    parts, context = tensor.__tensor_flatten__()
+    for part in parts:
+        yield from plain_parts(f"{name}.{part} of {type(tensor).__name__} {context}", getattr(tensor, part))
+
+
+def digest_files(folder: Path) -> str:
+    """Digest of the weight files that transformers would load; equals `digest_tensors` of the stored tensors.
+
+    Files in other formats than safetensors are digested whole. Raises `OSError` or `ValueError` when there are no
+    weight files, or they cannot be read.
+    """
+    candidates = (folder, *(folder / name for name in _WEIGHTS))
+    weights_file = next((file for file in candidates if file.is_file()), None)
+    if weights_file is None:
+        raise OSError(f"it holds none of {', '.join(_WEIGHTS)}.")
+    names = [weights_file.name]
+    if weights_file.suffix == ".json":
+        names = sorted(set(json.loads(weights_file.read_bytes())["weight_map"].values()))
+    parts: dict[str, Callable[[], bytes]] = {}
+    for name in names:
+        file = weights_file.parent / name
+        size, start = file.stat().st_size, 0
+        header: dict[str, Any] = {name: {"dtype": "file", "shape": [size], "data_offsets": [0, size]}}
+        if name.endswith(".safetensors"):
+            with file.open("rb") as opened:
+                start = 8 + int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(start - 8))
+        header.pop("__metadata__", None)
+        for tensor, entry in header.items():
+            begin, stop = (start + offset for offset in entry["data_offsets"])
+            parts[_label(tensor, entry["dtype"], entry["shape"])] = partial(_digest_range, file, begin, stop)
+    return _digest_parts(parts)
+
+
+def _digest(*parts: bytes) -> str:
+    """BLAKE2b-128 of the concatenated parts."""
+    hasher = blake2b(digest_size=16)
+    for part in parts:
+        hasher.update(part)
+    return hasher.hexdigest()
+
+
+def _label(name: str, dtype: str, shape: Iterable[int]) -> str:
+    return f"{name} {dtype} {list(shape)}"
+
+
+def _digest_parts(parts: Mapping[str, Callable[[], bytes]]) -> str:
+    names = sorted(parts)
+    # hashlib releases the GIL while it hashes.
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        digests = pool.map(lambda name: parts[name](), names)
+        return _digest(*(f"{name}\0".encode() + part_digest for name, part_digest in zip(names, digests, strict=True)))
+
+
+def _digest_range(file: Path, start: int, stop: int) -> bytes:
+    # Read, not mapped: if a mapped file is truncated meanwhile, the process is killed.
+    hasher, block = blake2b(digest_size=16), memoryview(bytearray(min(_BLOCK, stop - start)))
+    with file.open("rb", buffering=0) as opened:
+        opened.seek(start)
+        while start < stop:
+            count = opened.readinto(block[: stop - start])
+            if not count:
+                raise OSError(f"{file} ends before its tensors do.")
+            hasher.update(block[:count])
+            start += count
+    return hasher.digest()
+
+
+def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
+    """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
+    place, file = place_of(source)
+    try:
+        return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise unreadable(source, error) from error
+
+
+def unreadable(source: str | Path, error: Exception) -> ModelError:
+    """The error to raise, in one line, for a model that raised `error` when it was read."""
+    reason = " ".join(str(error).split())
+    if "trust_remote_code" in reason:
+        return ModelError(
+            f"{str(source)!r} can only be loaded by running code that comes with it. Read that code; if you trust it, "
+            "pass `trust_remote_code=True`."
+        )
+    if isinstance(error, ImportError):
+        return MissingDependencyError(f"Could not load {str(source)!r}, as a package is missing: {reason}")
+    return ModelError(
+        f"Could not load {str(source)!r}: {reason} Expected a Hugging Face id of a causal language model, or a folder "
+        "with config.json, weights and tokenizer."
+    )
+
+
+def adapter_state(model: PreTrainedModel) -> dict[str, dict[str, Any]]:
+    """By path of each adapted module: the names, activation, scale and merging of its adapters.
+
+    Empty for a model without peft adapters.
+    """
+    return {
+        path: {name: value for name, value in vars(module).items() if _says_what_acts(name) and _is_plain(value)}
+        for path, module in model.named_modules()
+        if "_disable_adapters" in vars(module)
+    }
+
+
+def watched(model: PreTrainedModel) -> Callable[[], None]:
+    """A function that raises `ModelChangedError`, naming a module or tensor, once the owner has changed `model`.
+
+    It notices when the model is trained, adapted or moved, or when parts of it are replaced. A call takes a fraction of
+    a millisecond. It compares versions and addresses of tensors, some bytes of each tensor on the CPU, the modules and
+    the state of adapters. A write through `.data` to other bytes is not detected.
+    """
+    modules = dict(model.named_modules())
+    # Objects are compared by id. The third item keeps them alive, because Python reuses ids.
+    tables = [
+        (path, table, list(table.values()))
+        for path, module in modules.items()
+        for kind in _TABLES
+        if (table := vars(module)[kind])
+    ]
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    samples = [(name, sample) for name, tensor in tensors.items() if (sample := _sample(tensor)) is not None]
+    adapters = [(path, vars(modules[path]), tuple(state)) for path, state in adapter_state(model).items()]
+
+    def state() -> list[object]:
+        return [
+            *([settings.get(name) for name in names] for _, settings, names in adapters),
+            *([*map(id, table.values())] for _, table, _ in tables),
+            *map(_version, tensors.values()),
+            *(bytes(sample) for _, sample in samples),
+        ]
+
+    before = copy.deepcopy(state())
+
+    def check() -> None:
+        now = state()
+        if now == before:
+            return
+        names = [path for path, *_ in (*adapters, *tables)] + [*tensors] + [name for name, _ in samples]
+        name = next(name for name, new, old in zip(names, now, before, strict=True) if new != old)
+        raise ModelChangedError(
+            f"The model was changed while an engine runs it, first at {name!r}: its weights, its modules or the state "
+            "of its adapters. The engine's packs and cache belong to the model as it was. `session.refresh()` "
+            "takes it as it is now; or make a new engine with `load_engine(model, tokenizer=...)`, or undo the change "
+            "(a disabled adapter can be enabled again)."
+        )
+
+    return check
+
+
+def _says_what_acts(name: str) -> bool:
+    return name in ("_active_adapter", "_disable_adapters") or (not name.startswith("_") and name != "training")
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is plain data, which has a stable form."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) for name in value) and all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    version = 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - it has no public name
+    # Quantised tensors of other types may have no storage of their own.
+    return version, tensor.data_ptr() if type(tensor) in _PLAIN else 0
+
+
+def _sample(tensor: Tensor) -> memoryview | None:
+    """View of some bytes from the middle of a tensor; `None` unless it is a plain contiguous tensor on the CPU."""
+    if type(tensor) not in _PLAIN or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    raw = tensor.detach().view(-1).view(torch.uint8)
+    middle = raw.numel() // 2
+    return raw[middle : middle + _SAMPLE].numpy().data

@@ -1,22 +1,43 @@
-"""What the layers of an architecture cache, and which capabilities this allows."""
+"""What the layers of an architecture cache, which capabilities this allows, and a KV buffer as transformers' cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from transformers import DynamicCache
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
+from kp_core.engines.local.buffer import TILE, BufferLayer, CacheShape, KVBuffer, StateShape
 from kp_core.errors import UnsupportedModelError
 
-__all__ = ["CacheKind", "kind_of", "narrowed", "positions_of", "rope_parameters"]
+__all__ = [
+    "PROBE",
+    "WINDOW_SIZES",
+    "CacheKind",
+    "LayersDone",
+    "cache_of",
+    "cache_parameter",
+    "kind_of",
+    "measured_shape",
+    "placed_cache_of",
+    "positions_of",
+    "rope_parameters",
+]
 
-_WHY_NOT = {
-    "DynamicIndexedLayer": "its layers keep an index beside keys and values, by which they choose what to look at",
-}
+PROBE = 8
+"""Tokens of the forward pass that measures the shape of a cache."""
+_INDEXED = "its layers keep an index beside keys and values, by which they choose what to look at"
 _OWN = "transformers keeps its recurrent states in a place of its own, not in the cache"
 _FROM_ZERO = "the selective scan of transformers (Mamba 1) starts from zero, not from a cached state"
 _UNFIT = {
@@ -28,13 +49,8 @@ _UNFIT = {
     "zamba": _FROM_ZERO,
 }
 """Model types whose recurrent layers cannot continue from a cached state."""
-_LATENT = "kv_lora_rank"
-_SIZES = ("sliding_window", "attention_chunk_size")
+WINDOW_SIZES = ("sliding_window", "attention_chunk_size")
 """Fields of a configuration from which transformers reads the window size for masks."""
-_BATCHED = ("plain", "windows")
-"""Kinds of cache for which several answers can be decoded in one pass (`CausalModel.batches`)."""
-_ALIBI = ("bloom",)
-"""Model types that always use ALiBi."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,7 @@ class CacheKind:
             reasons["compose"] = "some of its layers read the KV of others"
         elif self.is_biased:
             reasons["compose"] = "its attention counts how far apart tokens are in the cache (ALiBi)"
-        if self.name not in _BATCHED:
+        if self.name not in ("plain", "windows"):
             reasons["batch"] = f"one pass over several answers is not written for a cache with {self.name}"
         return reasons
 
@@ -124,33 +140,19 @@ def kind_of(config: Any) -> CacheKind:  # noqa: ANN401
                 windows.append(int(layer.sliding_window))
             case "DummyLayer" | "LinearAttentionLayer":
                 windows.append(None)
+            case "DynamicIndexedLayer":
+                reasons[_INDEXED] = True
             case layer_type:
-                reasons[_WHY_NOT.get(layer_type, f"it keeps {layer_type}, which is unknown here")] = True
+                reasons[f"it keeps {layer_type}, which is unknown here"] = True
     for reason, holds in reasons.items():
         if holds:
             raise UnsupportedModelError(f"{name} cannot be served from packs: {reason}.")
     is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-    is_biased = any(getattr(part, "alibi", False) for part in (text, getattr(text, "attn_config", None)))
-    is_latent = getattr(text, _LATENT, None) is not None
+    # BLOOM always uses ALiBi.
+    is_biased = any(getattr(part, "alibi", name == "bloom") for part in (text, getattr(text, "attn_config", None)))
+    is_latent = getattr(text, "kv_lora_rank", None) is not None
     is_chunked = getattr(text, "attention_chunk_size", None) is not None
-    return CacheKind(tuple(windows), is_latent, is_biased or name in _ALIBI, is_recurrent, is_chunked)
-
-
-@contextmanager
-def narrowed(kind: CacheKind, config: Any, tokens: int) -> Iterator[CacheKind]:  # noqa: ANN401
-    """`kind` with windows of at most `tokens` tokens; the text `config` has the same windows inside the context."""
-    windows, sizes = tuple(size and min(size, tokens) for size in kind.windows), dict[str, int]()
-    try:
-        for name in _SIZES if any(windows) else ():
-            # Some configurations have no single size, because layers differ, or cannot be changed.
-            with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
-                if size := getattr(config, name):
-                    setattr(config, name, min(size, tokens))
-                    sizes[name] = size
-        yield replace(kind, windows=windows)
-    finally:
-        for name, size in sizes.items():
-            setattr(config, name, size)
+    return CacheKind(tuple(windows), is_latent, is_biased, is_recurrent, is_chunked)
 
 
 def positions_of(config: Any) -> int:  # noqa: ANN401
@@ -169,3 +171,191 @@ def rope_parameters(config: Any) -> dict[str, Any]:  # noqa: ANN401
     """The RoPE part of a configuration; empty if there is none."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     return dict(parameters)
+
+
+class LayersDone(Exception):  # noqa: N818 - no error: all wanted layers are computed
+    """Ends a forward pass when the last wanted layer has its keys and values."""
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer of a buffer: new tokens are written behind the others, or at given `places`, and see what stands there.
+
+    It returns the first tokens of the buffer, up to the new ones or up to `stop`. With a `window`, it returns of them
+    what the new tokens may see, as the cache of transformers does, so masks and sums are the same. With `in_tiles`, it
+    returns whole tiles. With `ends_pass`, it raises `LayersDone` when the tokens are written.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        layer: BufferLayer,
+        *,
+        window: int = 0,
+        in_tiles: bool = False,
+        places: Tensor | None = None,
+        stop: int = 0,
+        ends_pass: bool = False,
+        **more: Any,  # noqa: ANN401 - as the classes of transformers
+    ) -> None:
+        super().__init__(**more)
+        self._layer, self._window, self._in_tiles = layer, window, in_tiles
+        self._places, self._stop, self._ends_pass = places, stop, ends_pass
+        self.keys, self.values = layer.keys, layer.values
+        self.is_initialized, self.is_sliding = True, window > 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Does nothing: a buffer is allocated whole."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Write the new tokens; returns the keys and values that they attend to."""
+        start = self._first()
+        if self._places is None:
+            self._layer.write(key_states, value_states)
+            stop = self._layer.length
+        else:
+            self._layer.put(key_states, value_states, self._places, self._stop)
+            stop = self._stop
+        if self._ends_pass:
+            raise LayersDone
+        keys, values = self._layer.until(-(-stop // TILE) * TILE if self._in_tiles else stop)
+        return (keys[:, :, start:], values[:, :, start:]) if start else (keys, values)
+
+    def get_seq_length(self) -> int:
+        """Number of filled tokens."""
+        return self._layer.length
+
+    def get_max_length(self) -> int:
+        """Capacity in tokens."""
+        return int(self.keys.shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that `query_length` new tokens will see."""
+        return self._layer.length + query_length - self._first(), self._first()
+
+    def _first(self) -> int:
+        """The first token that the next one sees."""
+        return max(self._layer.length + 1 - self._window, 0) if self._window else 0
+
+
+class _LayerAndStates(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+    """A layer that keeps recurrent states and KV."""
+
+
+def placed_cache_of(
+    buffer: KVBuffer, places: Tensor, stop: int, *, goes_on: bool = False, in_tiles: bool = False
+) -> Cache:
+    """A cache that writes new tokens to `places` of `buffer`, and returns its first `stop` tokens or their whole tiles.
+
+    Unless the pass `goes_on`, `LayersDone` is raised when the last layer of the buffer has its keys and values.
+    """
+    last = buffer.layers[-1]
+    return Cache(
+        layers=[
+            _Layer(layer, places=places, stop=stop, ends_pass=layer is last and not goes_on, in_tiles=in_tiles)
+            for layer in buffer.layers
+        ]
+    )
+
+
+def cache_of(buffer: KVBuffer, windows: Sequence[int | None] = (), *, in_tiles: bool = False) -> Cache:
+    """A cache that reads and writes `buffer`.
+
+    `windows` is that of the model's `CacheKind`; without it, every layer keeps KV and sees all of it. With `in_tiles`,
+    layers return whole tiles for tiled attention, which applies the windows itself.
+    """
+    view = buffer.view
+    if not isinstance(view, Cache):
+        stored = iter(buffer.layers)
+        states = list(zip(buffer.shape.states, buffer.states, strict=True))
+        layers = [
+            _layer_of(stored, window, [pair for pair in states if pair[0].layer == at], in_tiles=in_tiles)
+            for at, window in enumerate(windows)
+        ]
+        view = buffer.view = Cache(layers=layers or [_Layer(layer, in_tiles=in_tiles) for layer in buffer.layers])
+    if not buffer.has_states:
+        raise AssertionError("a model with states goes on from where they are known")
+    for layer in view.layers:
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, buffer.length > 0)
+    return view
+
+
+def _layer_of(
+    stored: Iterator[BufferLayer], window: int | None, states: list[tuple[StateShape, Tensor]], *, in_tiles: bool
+) -> Any:  # noqa: ANN401 - transformers is untyped here
+    """One layer of a cache, with the next of the `stored` layers of a buffer if it keeps KV, and with its `states`."""
+    options: dict[str, Any] = {"window": 0 if in_tiles else window, "in_tiles": in_tiles}
+    if not states:
+        if window is not None:
+            return _Layer(next(stored), **options)
+        from transformers.cache_utils import DummyLayer  # Older than 5.20 lacks it, and no model there needs it.
+
+        return DummyLayer()
+    count = 1 + max(shape.index for shape, _ in states)
+    if window is None:
+        layer = LinearAttentionLayer(number_of_states=count)
+    else:
+        layer = _LayerAndStates(next(stored), **options, number_of_states=count)
+    layer.device, layer.dtype = states[0][1].device, states[0][1].dtype
+    for shape, state in states:
+        # Forward passes write to the state in place.
+        getattr(layer, f"{shape.kind}_states")[shape.index] = state
+        getattr(layer, f"is_{shape.kind}_states_initialized")[shape.index] = True
+        if shape.kind == "conv":
+            layer.conv_kernel_size[shape.index] = state.shape[-1]
+    return layer
+
+
+def cache_parameter(model: Any) -> str:  # noqa: ANN401
+    """Name of the parameter that takes the cache."""
+    return "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+@torch.inference_mode()
+def measured_shape(model: Any, windows: Sequence[int | None]) -> CacheShape:  # noqa: ANN401
+    """The shape of what a model caches, measured by a pass of `PROBE` tokens; `windows` is as in `CacheKind`.
+
+    Raises `UnsupportedModelError` if the model does not run with a cache, if a layer does not cache KV per token, and
+    if a model with recurrent states is on several devices.
+    """
+    config, device = model.config, model.device
+    cache = DynamicCache(config=config)
+    ids = torch.zeros(1, PROBE, dtype=torch.long, device=device)
+    try:
+        model(input_ids=ids, **{cache_parameter(model): cache}, use_cache=True)
+    except (TypeError, AttributeError, ValueError, LookupError) as error:
+        raise UnsupportedModelError(
+            f"{config.model_type} does not run with a cache of keys and values: {error}"
+        ) from error
+    # The model's own cache drops tokens that left the window.
+    tokens = [min(PROBE, window - 1) if window else PROBE for window in windows if window is not None]
+    stored = [layer for layer, window in zip(cache.layers, windows, strict=True) if window is not None]
+    shapes = []
+    for index, (layer, length) in enumerate(zip(stored, tokens, strict=True)):
+        key_shape, value_shape = (tuple(getattr(side, "shape", ())) for side in (layer.keys, layer.values))
+        if len(key_shape) != 4 or key_shape[2] != length or key_shape[:3] != value_shape[:3]:
+            raise UnsupportedModelError(
+                f"Layer {index} of {config.model_type} caches no keys and values per token: after {PROBE} "
+                f"tokens its keys have shape {key_shape} and its values {value_shape}; expected (batch, kv_heads, "
+                f"{length}, head_dim)."
+            )
+        shapes.append((key_shape[1], key_shape[3], value_shape[3]))
+    states = tuple(
+        StateShape(at, kind, index, tuple(state.shape[1:]), state.dtype)
+        for at, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin)
+        for kind in ("conv", "recurrent")
+        for index, state in getattr(layer, f"{kind}_states").items()
+        if state is not None
+    )
+    if not stored:  # The model keeps states alone: a layer without heads counts the tokens.
+        return CacheShape(((0, 0, 0),), model.dtype, device, states)
+    first_keys: Tensor = stored[0].keys
+    devices = tuple(layer.keys.device for layer in stored)
+    if len(set(devices)) == 1:
+        return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, states)
+    if states:
+        raise UnsupportedModelError(
+            f"{config.model_type} keeps recurrent states, and its layers are on {len(set(devices))} devices; "
+            "load it on one."
+        )
+    return CacheShape(tuple(shapes), first_keys.dtype, first_keys.device, devices=devices)

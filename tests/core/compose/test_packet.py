@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from kp_core import Handle, PacketComposer, PackStore, SpliceComposer
 from kp_core.compose import Wrapper, composer_of, load_wrapper, save_wrapper
-from kp_core.compose.wrapper import SHIPPED
+from kp_core.compose.packet import SHIPPED
 from kp_core.engines.request import Request
 from kp_core.errors import ContextOverflowError, OptionError, WrapperError, WrapperMismatchError
 from kp_core.packs import blobs

@@ -330,7 +330,7 @@ def test_a_model_object_is_left_as_it_was():
     before = model.config._attn_implementation
     engine = load_engine(model, tokenizer=tiny_tokenizer())
     assert model.config._attn_implementation == before
-    assert engine.engine._filler.model._model.lm_head.weight is model.lm_head.weight
+    assert engine.engine._filler.model.network.lm_head.weight is model.lm_head.weight
     with pytest.raises(ModelError, match="without its tokenizer"):
         load_engine(model)
 

@@ -14,12 +14,9 @@ from torch.ao.quantization import quantize_dynamic
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from kp_core import load_engine
-from kp_core.engines.hf.bundled import bundled_model
-from kp_core.engines.hf.checkpoint import is_away
-from kp_core.engines.hf.identity import identity_of
-from kp_core.engines.hf.loading import load
+from kp_core.engines.hf.identity import identity_of, is_away, watched
+from kp_core.engines.hf.loading import bundled_model, load
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.watch import ModelWatch
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.errors import FingerprintMismatchError, ModelChangedError, ModelError, UnsupportedModelError
 from kp_core.packs.fingerprint import NUMERICS
@@ -358,11 +355,11 @@ def test_reading_the_model_and_undoing_a_change_do_no_harm():
 def test_models_made_in_inference_mode_are_watched_as_far_as_may_be():
     with torch.inference_mode():
         model = tiny_model("llama")
-        watch = ModelWatch(model)
-        watch.check()
+        check = watched(model)
+        check()
         model.lm_head.weight.mul_(2)
     with pytest.raises(ModelChangedError, match=r"lm_head\.weight"):
-        watch.check()
+        check()
 
 
 # Code that comes with a model

@@ -4,14 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from kp_core.engines.hf import packed
+from kp_core.engines.hf import bitwise
+from kp_core.engines.hf.bitwise import pack_weights, pad_rows, rows_agree
 from kp_core.engines.hf.model import CausalModel
-from kp_core.engines.hf.packed import pack_weights, rows_agree, rows_needed
 from kp_core.testing import tiny_model
 from tests.parity.families import model_of
 
 pytestmark = pytest.mark.skipif(
-    not packed._is_known(torch.zeros(1, dtype=torch.bfloat16)), reason="oneDNN does not know bfloat16 on this processor"
+    not bitwise._is_known(torch.zeros(1, dtype=torch.bfloat16)),
+    reason="oneDNN does not know bfloat16 on this processor",
 )
 
 
@@ -37,14 +38,14 @@ def test_a_packed_layer_is_the_plain_one(tokens):
 def test_what_would_not_gain_stays_as_it_is(monkeypatch):
     assert pack_weights(layers(torch.float64)) == []
     assert len(pack_weights(layers(torch.float32))) == 2
-    monkeypatch.setattr(packed, "_MOST_BYTES", 100)
+    monkeypatch.setattr(bitwise, "_MOST_BYTES", 100)
     assert pack_weights(layers()) == []
 
 
 def test_the_callers_model_is_left_alone():
     model = tiny_model("llama").to(torch.bfloat16)
     own = CausalModel(model)
-    assert any("forward" in vars(layer) for layer in own._model.modules() if type(layer) is nn.Linear)
+    assert any("forward" in vars(layer) for layer in own.network.modules() if type(layer) is nn.Linear)
     assert not any("forward" in vars(layer) for layer in model.modules())
 
 
@@ -53,8 +54,9 @@ def test_rows_are_padded_until_they_agree(dtype):
     """A single row of more than 1,500 terms is summed in another order on some processors; two are not."""
     torch.manual_seed(0)
     wide = nn.Sequential(nn.Linear(2048, 600)).to(dtype)
-    least = rows_needed(list(wide), pack_weights(wide))
-    assert least in packed._LEAST_ROWS
+    products = pack_weights(wide)
+    assert pad_rows(list(wide), products)
+    assert products[0].rows in bitwise._LEAST_ROWS
     rows = (torch.randn(64, 2048) * torch.exp(1.5 * torch.randn(64, 2048))).to(dtype)
     with torch.inference_mode():
         whole = wide(rows)

@@ -2,14 +2,22 @@
 
 import json
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 from kp_core import PacketComposer, PackStore
 from kp_core.compose import Wrapper, load_wrapper
-from kp_core.engines.hf.training import Distilling, PacketTraining, Samples, checkpoint_of, train_wrapper
+from kp_core.engines.hf.training import (
+    PacketTraining,
+    Samples,
+    checkpoint_of,
+    divergence,
+    student,
+    teach,
+    train_wrapper,
+)
 from kp_core.errors import UnsupportedRequestError, WrapperError
 from kp_core.packs import blobs
 from tests.conftest import tiny_engine
@@ -30,13 +38,13 @@ def train(out, settings=SETTINGS, documents=DOCUMENTS, engine=None, **options):
 @architectures
 def test_the_student_says_what_the_engine_says_over_packets(architecture, tmp_path):
     engine = tiny_engine(architecture)
-    samples, distilling = Samples(engine, DOCUMENTS, SETTINGS), Distilling(engine.engine.model)
+    samples, model = Samples(engine, DOCUMENTS, SETTINGS), engine.engine.model
     soft = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     composer, store = PacketComposer(Wrapper(soft[:2], soft[2:], engine.fingerprint)), PackStore(tmp_path)
     compared = 0
     for number in range(8):
         sample = samples.draw("train", number)
-        taught = distilling.teach(sample, 6)
+        taught = teach(model, sample, 6)
         if sample.begin == sample.prefix:
             continue  # The engine takes the first pack as it is.
         text = engine.tokenizer.decode(sample.prompt).split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
@@ -48,9 +56,9 @@ def test_the_student_says_what_the_engine_says_over_packets(architecture, tmp_pa
         assert torch.allclose(exact.logits, taught.logits[0], atol=1e-4)
         found = engine.prefill("\n\n".join((*handles, asked)), **options, composer=composer)
         with torch.no_grad():
-            student = distilling.student(taught, soft)
-        assert student.shape == taught.logits.shape
-        assert torch.allclose(found.logits, student[0], atol=1e-4)
+            logits = student(model, taught, soft)
+        assert logits.shape == taught.logits.shape
+        assert torch.allclose(found.logits, logits[0], atol=1e-4)
         assert not torch.allclose(found.logits, exact.logits, atol=1e-4)
         compared += 1
     assert compared >= 2
@@ -58,16 +66,16 @@ def test_the_student_says_what_the_engine_says_over_packets(architecture, tmp_pa
 
 def test_gradients_reach_the_soft_tokens_alone():
     engine = tiny_engine()
-    samples, distilling = Samples(engine, DOCUMENTS, SETTINGS), Distilling(engine.engine.model)
-    taught = distilling.teach(samples.draw("train", 1), 6)
+    samples, model = Samples(engine, DOCUMENTS, SETTINGS), engine.engine.model
+    taught = teach(model, samples.draw("train", 1), 6)
     soft = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).double().float().requires_grad_()
-    distilling.divergence(taught, soft).backward()
+    divergence(model, taught, soft).backward()
     step, found = 1e-2, soft.grad
     with torch.no_grad():
         for row, column in ((0, 0), (1, 7), (3, 31)):
             apart = torch.zeros_like(soft)
             apart[row, column] = step
-            up, down = (float(distilling.divergence(taught, soft + sign * apart)) for sign in (1, -1))
+            up, down = (float(divergence(model, taught, soft + sign * apart)) for sign in (1, -1))
             assert float(found[row, column]) == pytest.approx((up - down) / (2 * step), rel=0.1, abs=1e-5)
 
 
@@ -171,7 +179,7 @@ def test_too_few_documents_are_refused(documents, settings, message, tmp_path):
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(WrapperError, match=f"Got {next(iter(wrong))}="):
         PacketTraining(**wrong)
-    assert PacketTraining.from_dict(json.loads(json.dumps(SETTINGS.to_dict()))) == SETTINGS
+    assert PacketTraining(**json.loads(json.dumps(asdict(SETTINGS)))) == SETTINGS
 
 
 def test_other_engines_do_not_train(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kp_core.engines.hf.sampling import Sampler
+from kp_core.engines.hf.sampling import sampler_of
 from kp_core.plan import Sampling
 
 
@@ -11,7 +11,7 @@ from kp_core.plan import Sampling
 @pytest.mark.parametrize("vocabulary", [7, 16384, 49152, 50001])
 def test_the_likeliest_token_is_found_in_parts_as_at_once(vocabulary, dtype):
     draw = torch.Generator().manual_seed(vocabulary)
-    greedy = Sampler(Sampling(temperature=0), (), torch.device("cpu"))
+    greedy = sampler_of(Sampling(temperature=0), (), torch.device("cpu"))
     for kind in ("plain", "ties", "nan", "infinite", "nothing"):
         logits = torch.randn(vocabulary, generator=draw).to(dtype)
         if kind == "ties":

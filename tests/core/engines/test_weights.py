@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kp_core import PackStore, load_engine
 from kp_core.bundled import installed_file
-from kp_core.engines.hf.checkpoint import digest_tensors
-from kp_core.engines.hf.identity import _split, identity_of
+from kp_core.engines.hf.identity import _split, digest_tensors, identity_of
 from kp_core.engines.hf.loading import LOADING
 from kp_core.engines.local.buffer import CacheShape, KVBuffer
 from kp_core.errors import KVShapeError, MissingDependencyError, ModelError, OptionError
