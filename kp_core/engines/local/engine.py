@@ -12,8 +12,7 @@ from kp_core.engines.base import CAPABILITIES, TokenStream
 from kp_core.engines.local.build import build
 from kp_core.engines.local.fill import Filler, Run
 from kp_core.engines.local.grammar import Grammars
-from kp_core.engines.local.pool import Cancelled
-from kp_core.engines.local.scheduler import Decoding
+from kp_core.engines.local.scheduler import Cancelled, Decoding
 from kp_core.engines.local.tree import Node
 from kp_core.errors import BusyError
 from kp_core.kv import KVTensors

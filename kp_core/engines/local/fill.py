@@ -12,10 +12,8 @@ from torch import Tensor
 
 from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import KVBuffer
-from kp_core.engines.local.openmp import let_go
 from kp_core.engines.local.packs import PackKV
-from kp_core.engines.local.pool import BufferPool, Cancelled
-from kp_core.engines.local.scheduler import Decoding, Scheduler
+from kp_core.engines.local.scheduler import BufferPool, Cancelled, Decoding, Scheduler, let_go
 from kp_core.engines.local.tree import Path, PrefixTree
 from kp_core.kv import KVTensors
 from kp_core.plan import Limit, Plan, Region
