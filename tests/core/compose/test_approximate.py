@@ -10,7 +10,7 @@ import torch
 from kp_core import BlendComposer, Handle, KVTensors, PackStore, SpliceComposer
 from kp_core.compose import composer_of
 from kp_core.compose.blend import _RULES
-from kp_core.engines.local import packs
+from kp_core.engines.local import fill as filling
 from kp_core.engines.request import Request
 from kp_core.errors import FingerprintMismatchError, KVShapeError, OptionError
 from kp_core.packs.pack import common_length
@@ -150,7 +150,7 @@ def test_one_pass_with_the_question_is_two(composer, isles, monkeypatch):
     request |= {"composer": composer}
     passes = joint_passes(engine, question, request, monkeypatch)
     with monkeypatch.context() as apart:
-        apart.setattr(packs, "_may_wait", lambda *_: False)
+        apart.setattr(filling, "_may_wait", lambda *_: False)
         _, slow = kv_of(engine, question, **request)
         engine.clear_cache()
         two = engine.generate(question, **request, max_tokens=8)
@@ -191,7 +191,7 @@ def joint_passes(engine, question, request, monkeypatch):
 def test_a_long_question_has_a_pass_of_its_own(isles, monkeypatch):
     engine, request, question = isles
     passes = joint_passes(engine, question, request, monkeypatch)
-    monkeypatch.setattr("kp_core.engines.local.packs._TOGETHER_TOKENS", 15)
+    monkeypatch.setattr("kp_core.engines.local.fill._TOGETHER_TOKENS", 15)
     engine.prefill(f"{question} And why is that so?", **request, composer="splice")
     assert not passes
 
