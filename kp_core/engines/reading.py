@@ -1,10 +1,13 @@
-"""Reads the text, the reasoning and the tool calls of an answer from its tokens."""
+"""An answer as it comes: text, reasoning and tool calls from tokens, in pieces, for threads and for asyncio."""
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from kp_core.engines.base import TokenStream
 from kp_core.engines.request import Generation, Request
@@ -16,7 +19,14 @@ from kp_core.prompt.template import ChatTemplate
 from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader
 from kp_core.usage import Usage
 
-__all__ = ["AnswerText", "Reading", "WithoutHandles", "check_time", "usage_of"]
+__all__ = ["AnswerText", "AsyncStream", "Reading", "Stream", "WithoutHandles", "check_time", "in_thread", "usage_of"]
+
+T = TypeVar("T")
+
+# asyncio's default pool has few threads on a small machine, and answers that are decoded together wait for each other.
+_THREADS = ThreadPoolExecutor(64, "kp-async")
+# A new request may wait for memory until running streams end, so the steps of running streams have their own threads.
+_STEPS = ThreadPoolExecutor(64, "kp-async-step")
 
 _MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
@@ -183,3 +193,114 @@ def check_time(limit: Limit, tokens: int) -> None:
             f"The answer was not complete after {limit.timeout} s ({tokens} tokens were generated). Raise the timeout, "
             "lower max_tokens, or send less to prefill."
         )
+
+
+class Stream:
+    """The visible text of an answer in pieces. `generation` is set after the last piece."""
+
+    def __init__(self, deltas: Generator[Delta, None, Generation]) -> None:
+        self._deltas = deltas
+        self.generation: Generation | None = None
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        for delta in self.deltas():
+            if delta.text:
+                return delta.text
+        raise StopIteration
+
+    def deltas(self) -> Iterator[Delta]:
+        """All pieces: text, reasoning and tool calls. Shares its position with iteration over the stream."""
+        while True:
+            try:
+                yield next(self._deltas)
+            except StopIteration as stop:
+                # A generator gives its return value only once.
+                self.generation = self.generation or stop.value
+                return
+
+    def result(self) -> Generation:
+        """The whole answer; reads the rest of the stream. Raises `RuntimeError` if it was closed before its end."""
+        for _ in self.deltas():
+            pass
+        if self.generation is None:
+            raise RuntimeError("The stream was closed before its answer was complete.")
+        return self.generation
+
+    def close(self) -> None:
+        """Stop generating and release the memory."""
+        self._deltas.close()
+
+
+class AsyncStream:
+    """A `Stream` for asyncio. Every step runs in a thread, and cancelling the task sets `cancel`."""
+
+    def __init__(self, start: Callable[[], Stream], cancel: threading.Event) -> None:
+        self._start, self._cancel = start, cancel
+        self._stream: Stream | None = None
+        # `_close` waits for a step that runs in another thread.
+        self._stepping = threading.Lock()
+
+    @property
+    def generation(self) -> Generation | None:
+        """The whole answer, once the stream has ended."""
+        return None if self._stream is None else self._stream.generation
+
+    def __aiter__(self) -> AsyncStream:
+        return self
+
+    async def __anext__(self) -> str:
+        async for delta in self.deltas():
+            if delta.text:
+                return delta.text
+        raise StopAsyncIteration
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """All pieces, as `Stream.deltas`."""
+        while True:
+            threads = _THREADS if self._stream is None else _STEPS
+            if (delta := await in_thread(self._next, self._cancel, self._close, threads)) is None:
+                return
+            yield delta
+
+    async def aclose(self) -> None:
+        """Stop generating and release the memory."""
+        self._cancel.set()
+        await asyncio.to_thread(self._close)
+
+    def _next(self) -> Delta | None:
+        with self._stepping:
+            if self._stream is None:
+                self._stream = self._start()
+            return next(self._stream.deltas(), None)
+
+    def _close(self) -> None:
+        with self._stepping:
+            if self._stream is not None:
+                self._stream.close()
+
+
+async def in_thread(
+    work: Callable[[], T],
+    cancel: threading.Event,
+    clean_up: Callable[[], None] | None = None,
+    threads: ThreadPoolExecutor = _THREADS,
+) -> T:
+    """Run `work` in a thread. Cancelling the task sets `cancel`; `clean_up` then runs once `work` has returned."""
+    future = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        cancel.set()
+
+        def after(done: Future[T] | asyncio.Future[T]) -> None:
+            # Nobody awaits the result any more. Reading the error keeps asyncio from logging it.
+            if not done.cancelled():
+                done.exception()
+            if clean_up is not None:
+                clean_up()
+
+        future.add_done_callback(after)
+        raise
