@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -30,7 +30,8 @@ __all__ = ["Planned", "Planner"]
 _DEFAULT_MAX_TOKENS = 512
 _GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
 _BEGINS = 8  # First tokens of a part that belong to its key.
-_REMEMBERED = 4096
+_REMEMBERED = 8192
+"""Recognised packs and kept parts that are remembered as met."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,6 @@ class Planned:
     """Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
     upgrade: Plan | None = None
     """With `upgrade="background"`, the exact plan in place of one with composed packs."""
-
-
-@dataclass(frozen=True)
-class _Sourced:
-    """A prompt and the sources of its packs: which load their KV, which are composed, which to compile for later."""
-
-    prompt: Prompt
-    packs: frozenset[Span]
-    composed: Mapping[Span, Composer]
-    learned: Sequence[tuple[KnowledgePack, Plan]]
-
-    def regions(self, steered: Sequence[Region] = ()) -> tuple[Region, ...]:
-        """The regions of the prompt."""
-        return plan_regions(self.prompt, self.packs, self.composed, steered)
 
 
 class Planner:
@@ -71,8 +58,7 @@ class Planner:
         """`found` returns how many tokens of a prompt, from the first on, are in memory."""
         self._found, self._ordering = found, Ordering()
         self._template, self._identity, self._max_positions = template, identity, max_positions
-        self._keeper = Keeper(template, identity)
-        self._met = Met()
+        self._met, self._lock = dict[Hashable, None](), threading.Lock()
 
     def plan(
         self,
@@ -108,35 +94,27 @@ class Planner:
         )
         if request.upgrade == "background" and self._is_upgraded(prompt, request, view):
             request = replace(request, composer=ExactComposer())
-        sourced = self._sourced(prompt, request, view, learn=learn)
-        prompt, learned = sourced.prompt, sourced.learned
+        plan, learned = self._sourced(prompt, request, view, learn=learn)
+        prompt, is_wrapped = plan.prompt, False
         steered = self._steered(prompt, request)
-        laid_prompt = prompt
         if isinstance(composer := request.composer, PacketComposer):
             composer.check(self._identity)
+            wrapped = [span for region in plan.regions if region.composer == composer for span in region.spans]
             if steered or not request.reuse:  # Steered packs are computed; without reuse, everything is.
                 request = replace(request, composer=ExactComposer())
-            else:
-                wrapped = [span for span, span_composer in sourced.composed.items() if span_composer == composer]
-                laid_prompt = laid_out(prompt, wrapped, self._template.ends(prompt), composer) if wrapped else prompt
-            sourced = self._sourced(laid_prompt, request, view)
-            steered = self._steered(sourced.prompt, request)
-        plan = Plan(
-            sourced.prompt,
-            sourced.regions(steered),
-            request.sampling,
-            self._budget(sourced.prompt, request, tokens),
-            packs=view,
-            reuse=request.reuse,
-        )
+                plan, _ = self._sourced(prompt, request, view)
+            elif wrapped:
+                is_wrapped = True
+                plan, _ = self._sourced(laid_out(prompt, wrapped, self._template.ends(prompt), composer), request, view)
+        plan = replace(plan, sampling=request.sampling, token_budget=self._budget(plan.prompt, request, tokens))
         if steered:
-            below = self._sourced(prompt.until(steered[0].stop), request, view)
-            plan = replace(plan, below=replace(plan, prompt=below.prompt, regions=below.regions()))
-        plan = replace(plan, kept=self._keeper.of(plan, request, learn=learn))
+            below, _ = self._sourced(prompt.until(steered[0].stop), request, view)
+            plan = replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=below)
+        plan = replace(plan, kept=self._kept(plan, request, learn=learn))
         upgrade = None
         if request.upgrade == "background" and any(region.composer for region in plan.regions):
             upgrade = self._exact(prompt, view, reuse=plan.reuse)
-            if laid_prompt is prompt:  # Otherwise the parts of `kept` are positions between the composer's tokens.
+            if not is_wrapped:  # Otherwise the parts of `kept` are positions between the composer's tokens.
                 upgrade = replace(upgrade, kept=plan.kept)
         return Planned(plan, learned, upgrade)
 
@@ -153,10 +131,9 @@ class Planner:
     def pinned(self, pack: KnowledgePack, span: Span) -> Plan:
         """The plan for `pack` after the prefix that it was compiled for, with nothing after it."""
         prompt = Prompt(pack.prefix.token_ids + pack.token_ids, (span,), owner=pack.namespace)
-        sourced = self._sourced(prompt, Request())
-        steered = self._steered(sourced.prompt, Request(), answering=False)
-        plan = Plan(sourced.prompt, sourced.regions(steered))
-        return replace(plan, below=replace(plan, regions=sourced.regions())) if steered else plan
+        plan, _ = self._sourced(prompt, Request())
+        steered = self._steered(plan.prompt, Request(), answering=False)
+        return replace(plan, regions=plan_regions(plan.prompt, steered=steered), below=plan) if steered else plan
 
     def wanted(
         self, prefix: Prefix, token_ids: Sequence[int], namespace: str = "", before: Sequence[Span] = ()
@@ -172,11 +149,11 @@ class Planner:
 
     def _sourced(
         self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
-    ) -> _Sourced:
-        """Decide where the KV of each pack of `prompt` comes from.
+    ) -> tuple[Plan, Sequence[tuple[KnowledgePack, Plan]]]:
+        """The plan that prefills `prompt` unsteered, and the packs to compile for later (`Planned.learned`).
 
-        A recognised pack without KV for its position is computed as text; from the second time on, it is also compiled
-        for that position. With a steering, recognised packs are text.
+        Decides where the KV of each pack comes from. A recognised pack without KV for its position is computed as text;
+        from the second time on, it is also compiled for that position. With a steering, recognised packs are text.
         """
         packs, composed, learned = set[Span](), dict[Span, Composer](), list[tuple[KnowledgePack, Plan]]()
         spans, text_spans = list[Span](), list[Span]()
@@ -193,7 +170,7 @@ class Planner:
                 if is_plain and read:
                     packs.add(read)
                     spans.append(read)
-                elif is_plain and self._met((span.handle, hash(prompt.token_ids[: span.start])), learn=learn):
+                elif is_plain and self._was_met((span.handle, hash(prompt.token_ids[: span.start])), learn=learn):
                     spans.append(span)
                     learned.append(self._compiled(span, prompt))
                 else:
@@ -211,7 +188,8 @@ class Planner:
                 packs.add(span)
             spans.append(span)
         prompt = replace(prompt, spans=tuple(spans), as_text=(*prompt.as_text, *text_spans))
-        return _Sourced(prompt, frozenset(packs), composed, learned)
+        regions = plan_regions(prompt, packs, composed)
+        return Plan(prompt, regions, packs=source, reuse=request.reuse), learned
 
     def _composer(
         self, span: Span, prompt: Prompt, request: Request, composable: Collection[Span], *, is_home: bool
@@ -249,8 +227,8 @@ class Planner:
 
     def _exact(self, prompt: Prompt, source: PackView | None, *, reuse: bool) -> Plan:
         """The plan that prefills `prompt` without composers."""
-        sourced = self._sourced(prompt, Request(), source)
-        return Plan(sourced.prompt, sourced.regions(), packs=source, reuse=reuse)
+        plan, _ = self._sourced(prompt, Request(reuse=reuse), source)
+        return plan
 
     def _is_upgraded(self, prompt: Prompt, request: Request, source: PackView | None) -> bool:
         """Whether the exact KV of a prompt, up to the end of its last pack, is in memory."""
@@ -260,8 +238,7 @@ class Planner:
 
     def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
         """How many tokens of a prompt would be computed now."""
-        sourced = self._sourced(prompt, request, source)
-        plan = Plan(sourced.prompt, sourced.regions(), reuse=request.reuse)
+        plan, _ = self._sourced(prompt, request, source)
         return missing_tokens(plan, self._found(plan))
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
@@ -272,33 +249,17 @@ class Planner:
             raise ContextOverflowError(len(prompt), budget, self._max_positions)
         return budget
 
-
-class Met:
-    """Says of a key whether it was met before. Remembers the latest 4,096; threads may share it."""
-
-    def __init__(self) -> None:
-        self._keys = dict[Hashable, None]()
-        self._lock = threading.Lock()
-
-    def __call__(self, key: Hashable, *, learn: bool = True) -> bool:
+    def _was_met(self, key: Hashable, *, learn: bool = True) -> bool:
         """Whether `key` was met before. With `learn`, it is met now."""
         with self._lock:
-            was_met = key in self._keys
+            was_met = key in self._met
             if learn and not was_met:
-                if len(self._keys) >= _REMEMBERED:
-                    del self._keys[next(iter(self._keys))]
-                self._keys[key] = None
+                if len(self._met) >= _REMEMBERED:
+                    del self._met[next(iter(self._met))]
+                self._met[key] = None
             return was_met
 
-
-class Keeper:
-    """Decides what KV of one model is kept: by the policy of the request, and by how often its key was met."""
-
-    def __init__(self, template: ChatTemplate, identity: ModelFingerprint) -> None:
-        self._template, self._identity = template, identity
-        self._met = Met()
-
-    def of(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
+    def _kept(self, plan: Plan, request: Request, *, learn: bool) -> KeptKV | None:
         """The kept KV for `plan`; with `learn`, also the parts that this request must keep.
 
         `None` if nothing can be kept: without a store that keeps KV, without reuse, with `keep="never"`, or for a
@@ -312,21 +273,26 @@ class Keeper:
         if not plan.reuse or plan.below is not None or request.keep == "never" or not entries.max_bytes:
             return None
         kept = KeptKV(
-            entries, frozenset(view.namespaces), dict(self._keys(plan, request, view)), request.keep == "always"
+            entries, frozenset(view.namespaces), dict(self._kept_keys(plan, request, view)), request.keep == "always"
         )
         if learn:
             missing = (part for part in kept.keys if not kept.has(*part))
-            kept.wanted = frozenset(part for part in missing if request.keep == "always" or self._met(kept.keys[part]))
+            kept.wanted = frozenset(
+                part for part in missing if request.keep == "always" or self._was_met(kept.keys[part])
+            )
         # A wrapped pack is compiled once and kept then, under every policy except `never`.
         kept.keys |= self._wrapped_keys(plan)
         return kept if kept.keys else None
 
-    def _keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
+    def _kept_keys(self, plan: Plan, request: Request, view: PackView) -> Iterator[tuple[tuple[int, int], KeptEntry]]:
         """The key of each pack that is not read from its own entry, by the part `start:stop` of the prompt.
 
         A short text between two packs belongs to the part of the second one.
         """
-        prompt, namespace = plan.prompt, _own_words(request, view)
+        prompt, namespace = plan.prompt, request.keep_in
+        if namespace is None and len(view.namespaces) == 1:
+            namespace = next(iter(view.namespaces))
+        # KV behind words of the conversation is kept in `namespace`, or not at all.
         hasher, behind_words, digested = blake2b(digest_size=16), self._behind_words(prompt), 0
         handles: list[str] = []
         for region in plan.regions:
@@ -399,10 +365,3 @@ class Keeper:
 
 def _packed(ids: Sequence[int]) -> bytes:
     return struct.pack(f"<{len(ids)}Q", *ids)
-
-
-def _own_words(request: Request, view: PackView) -> str | None:
-    """The namespace that keeps KV after words of the conversation; with `None`, such KV is not kept."""
-    if request.keep_in is None and len(view.namespaces) == 1:
-        return next(iter(view.namespaces))
-    return request.keep_in
