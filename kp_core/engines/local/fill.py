@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kp_core.compose import PacketComposer
+from kp_core.compose import Composer, PacketComposer
 from kp_core.engines.local.altered import altered
 from kp_core.engines.local.buffer import KVBuffer
 from kp_core.engines.local.computing import Computing
@@ -69,7 +69,6 @@ class Filler:
         self.tree = self._tree(cache_bytes)
         self.pool = BufferPool(model.shape, self.tree, cache_bytes)
         self.scheduler = Scheduler(model)
-        self._packs = PackKV(model, self.scheduler)
 
     def _tree(self, cache_bytes: int) -> PrefixTree:
         return PrefixTree(cache_bytes, has_states=bool(self.model.shape.states))
@@ -171,7 +170,7 @@ class Filler:
         stop = min(region.stop, len(run.plan.prompt) - 1) if logits else region.stop
         if stop <= run.buffer.length:
             return
-        kv = self._packs.load(region, run) if region.source == "pack" else None
+        kv = self._load(run, region) if region.source == "pack" else None
         if kv is not None:
             self._compute(run, region.start)
             filled = run.buffer.length
@@ -188,7 +187,7 @@ class Filler:
         if kv is None or start + kv.tokens <= run.buffer.length or not self.model.shape.fits(kv):
             return
         self._compute(run, start)
-        self._append(run, self._packs.placed(kv.slice(run.buffer.length - start, kv.tokens)))
+        self._append(run, self.model.shape.placed(kv.slice(run.buffer.length - start, kv.tokens)))
 
     def _append(self, run: Run, kv: KVTensors) -> None:
         """Write loaded KV to the buffer and to the tree."""
@@ -199,16 +198,73 @@ class Filler:
 
     def _compose(self, run: Run, region: Region) -> None:
         """Write the KV that a composer makes for a region."""
-        if region.composer is None:
-            raise AssertionError("a composed region has a composer")
-        approximate = 0 if region.composer.exact else sum(map(len, region.spans))
         if region.stop > run.buffer.length:
             self._compute(run, region.start)
-            kv = self._packs.load(region, run)
+            kv = self._load(run, region)
             if kv is None:  # A forward pass then computes the region.
                 return
             self._keep(run, region, kv)
-        run.approximate += approximate
+        if region.composer is not None and not region.composer.exact:
+            run.approximate += sum(map(len, region.spans))
+
+    def _load(self, run: Run, region: Region) -> KVTensors | None:
+        """The KV of a region from its pack or its composer, on the devices of the cache.
+
+        `None` if the region must be computed from its text. Raises `KVShapeError` when the KV has another number of
+        tokens than the region.
+        """
+        if region.source not in ("pack", "composed") or region.span is None or not run.plan.reuse:
+            return None
+        spans, composer, packs = region.spans, region.composer, []
+        if isinstance(composer, PacketComposer):
+            loaded: Sequence[KnowledgePack | None] = [self._wrapped(run, span, composer) for span in spans]
+        else:
+            loaded = in_threads(
+                lambda span: _stored(span, run.plan), spans, sum(span.pack.stored_bytes for span in spans)
+            )
+        for span, pack in zip(spans, loaded, strict=True):
+            if pack is None or pack.kv is None:
+                logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
+                return None
+            if not self.model.shape.fits(pack.kv):
+                logger.warning(
+                    "Pack %s has KV of other layers or states than the model; it is computed from its text.",
+                    span.handle,
+                )
+                return None
+            packs.append(pack)
+        kv = packs[0].kv if composer is None else self._composed(run, region, composer, packs)
+        if kv is None or kv.tokens != len(region):
+            raise KVShapeError(
+                f"{'The pack has' if composer is None else f'The composer {composer.key!r} made'} KV of "
+                f"{kv and kv.tokens} tokens; expected {len(region)}, as {region.span.handle} has at its position."
+            )
+        return self.model.shape.placed(kv)
+
+    def _wrapped(self, run: Run, span: Span, composer: PacketComposer) -> KnowledgePack:
+        """A wrapped pack with its KV: read from the store, or compiled now and kept there."""
+        kv = run.plan.kept.read(span.start, span.stop) if run.plan.kept else None
+        if kv is None:
+            kv = composer.compile(span.pack, Computing(self.model, self.scheduler, run.buffer, run.plan.prompt))
+            run.computed += len(span)
+            if run.plan.kept and find_handles(span.handle):
+                run.plan.kept.take(span.start, span.stop, kv.to("cpu"))
+        return replace(span.pack, kv=self.model.shape.placed(kv))
+
+    def _composed(self, run: Run, region: Region, composer: Composer, packs: Sequence[KnowledgePack]) -> KVTensors:
+        """The KV that the composer of a region makes. Raises `KVShapeError` if it changed what `Forward.anew` gave."""
+        forward = Computing(self.model, self.scheduler, run.buffer, run.plan.prompt, may_wait=_may_wait(run, region))
+        kv = composer.fill(region, packs, forward)
+        if forward.looked_behind:
+            run.path.is_open = False  # This KV depends on the end of this prompt, so no other prompt may reuse it.
+        if forward.late:
+            if not run.buffer.holds(kv):
+                raise KVShapeError(
+                    f"The composer {composer.key!r} changed what `Forward.anew` gave; expected it as it is."
+                )
+            run.late = region, forward.late
+        run.computed += min(forward.tokens, len(region))
+        return kv
 
     def _leave(self, run: Run) -> None:
         """Collect the KV of all `wanted` parts, for the store."""
@@ -364,92 +420,21 @@ class Filler:
             run.path.extend(ids, kv, owners=owners, label=region.label)
 
 
-class PackKV:
-    """Loads the KV of packs for a model's cache. The forward passes of composers take their turns in `scheduler`."""
-
-    def __init__(self, model: CausalModel, scheduler: Scheduler) -> None:
-        self._model, self._scheduler = model, scheduler
-
-    def load(self, region: Region, run: Run) -> KVTensors | None:
-        """The KV of a region from its pack or its composer, on the devices of the cache.
-
-        `None` if the region must be computed from its text. Raises `KVShapeError` when the KV has another number of
-        tokens than the region.
-        """
-        if region.source not in ("pack", "composed") or region.span is None or not run.plan.reuse:
+def _stored(span: Span, plan: Plan) -> KnowledgePack | None:
+    """The pack of a span with its KV; `None` if it is gone or is no longer the pack in the plan."""
+    planned = pack = span.pack
+    if pack.kv is None and plan.packs is not None and find_handles(span.handle):
+        try:
+            pack = plan.packs.get(Handle.parse(span.handle), planned.key)
+        except PackNotFoundError:
             return None
-        spans, composer, packs = region.spans, region.composer, []
-        if isinstance(composer, PacketComposer):
-            loaded: Sequence[KnowledgePack | None] = [self._wrapped(span, composer, run) for span in spans]
-        else:
-            loaded = in_threads(
-                lambda span: self._read(span, run.plan), spans, sum(span.pack.stored_bytes for span in spans)
-            )
-        for span, pack in zip(spans, loaded, strict=True):
-            if pack is None or pack.kv is None:
-                logger.info("Pack %s has no KV for this position; it is computed from its text.", span.handle)
-                return None
-            if not self._model.shape.fits(pack.kv):
-                logger.warning(
-                    "Pack %s has KV of other layers or states than the model; it is computed from its text.",
-                    span.handle,
-                )
-                return None
-            packs.append(pack)
-        kv = packs[0].kv if region.composer is None else self._compose(region, packs, run)
-        if kv is None or kv.tokens != len(region):
-            raise KVShapeError(
-                f"The composer {region.composer and region.composer.key!r} made KV of {kv and kv.tokens} tokens; "
-                f"expected {len(region)}, as the pack {region.span.handle} has at its position."
-            )
-        return self.placed(kv)
-
-    def placed(self, kv: KVTensors) -> KVTensors:
-        """`kv` on the devices and in the dtype of the cache."""
-        return self._model.shape.placed(kv)
-
-    def _read(self, span: Span, plan: Plan) -> KnowledgePack | None:
-        """The pack of a span with its KV; `None` if it is gone or is no longer the pack in the plan."""
-        planned = pack = span.pack
-        if pack.kv is None and plan.packs is not None and find_handles(span.handle):
-            try:
-                pack = plan.packs.get(Handle.parse(span.handle), planned.key)
-            except PackNotFoundError:
-                return None
-        fields = ("token_ids", "prefix", "fingerprint")
-        if any(getattr(pack, name) != getattr(planned, name) for name in fields):
-            return None
-        return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
-
-    def _wrapped(self, span: Span, composer: PacketComposer, run: Run) -> KnowledgePack:
-        """A wrapped pack with its KV: read from the store, or compiled now and kept there."""
-        kv = run.plan.kept.read(span.start, span.stop) if run.plan.kept else None
-        if kv is None:
-            kv = composer.compile(span.pack, Computing(self._model, self._scheduler, run.buffer, run.plan.prompt))
-            run.computed += len(span)
-            if run.plan.kept and find_handles(span.handle):
-                run.plan.kept.take(span.start, span.stop, kv.to("cpu"))
-        return replace(span.pack, kv=self.placed(kv))
-
-    def _compose(self, region: Region, packs: Sequence[KnowledgePack], run: Run) -> KVTensors | None:
-        """The KV that the composer of a region makes. Raises `KVShapeError` if it changed what `Forward.anew` gave."""
-        if region.composer is None:
-            return None
-        forward = Computing(self._model, self._scheduler, run.buffer, run.plan.prompt, may_wait=_may_wait(region, run))
-        kv = region.composer.fill(region, packs, forward)
-        if forward.looked_behind:
-            run.path.is_open = False  # This KV depends on the end of this prompt, so no other prompt may reuse it.
-        if forward.late:
-            if not run.buffer.holds(kv):
-                raise KVShapeError(
-                    f"The composer {region.composer.key!r} changed what `Forward.anew` gave; expected it as it is."
-                )
-            run.late = region, forward.late
-        run.computed += min(forward.tokens, len(region))
-        return kv
+    fields = ("token_ids", "prefix", "fingerprint")
+    if any(getattr(pack, name) != getattr(planned, name) for name in fields):
+        return None
+    return pack if pack.token_ids == plan.prompt.token_ids[span.start : span.stop] else replace(pack, kv=None)
 
 
-def _may_wait(region: Region, run: Run) -> bool:
+def _may_wait(run: Run, region: Region) -> bool:
     """Whether the pass over the text after `region` also computes its tokens: if this text is short, without packs."""
     next_region = next((candidate for candidate in run.plan.regions if candidate.start == region.stop), None)
     if next_region is None or next_region.source != "computed" or len(next_region) > _TOGETHER_TOKENS:
