@@ -464,76 +464,6 @@ class Encoded:
         return inside if run + 1 == len(self.runs) else min(inside, self.runs[run + 1][0])
 
 
-class _Twin:
-    """A tokenizer, given as JSON, in which the tokens `names` have secret names; `ids` returns the original ids."""
-
-    def __init__(self, state: dict[str, Any], names: Sequence[str]) -> None:
-        from tokenizers import Tokenizer
-
-        nonce = secrets.token_hex(8)
-        self.secret = {name: f"<|{nonce}.{number}|>" for number, name in enumerate(names)}
-        added_tokens = [dict(token) for token in state["added_tokens"]]
-        self._ids = {token["content"]: token["id"] for token in added_tokens}
-        for token in added_tokens:
-            token["content"] = self.secret.get(token["content"], token["content"])
-        model = _without_names(state["model"], self.secret)
-        self.tokenizer = Tokenizer.from_str(json.dumps({**state, "added_tokens": added_tokens, "model": model}))
-        # The new tokenizer numbers added tokens anew, in their order.
-        self._original = {self.tokenizer.token_to_id(self.secret.get(name, name)): at for name, at in self._ids.items()}
-
-    def ids(self, encoding: Any) -> tuple[int, ...]:  # noqa: ANN401 - a tokenizers.Encoding
-        return tuple(self._original.get(token, token) for token in encoding.ids)
-
-    def finds(self, name: str) -> bool:
-        """Whether the tokenizer finds the secret name of `name` wherever it stands."""
-        texts = [form.format(self.secret[name]) for form in ("{}", "a{}a", "\n{}\n")]
-        return all(self._ids[name] in self.ids(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-
-
-def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
-    """Put the secret names into the vocabulary of a tokenizer's model, so that plain text cannot give these tokens.
-
-    Unigram needs this, and so do models that look up whole words before they split them.
-    """
-    vocab = model.get("vocab")
-    if isinstance(vocab, list):
-        return {**model, "vocab": [[secret.get(piece, piece), score] for piece, score in vocab]}
-    if not isinstance(vocab, dict) or secret.keys().isdisjoint(vocab):
-        return model
-    renamed = {**model, "vocab": {secret.get(piece, piece): number for piece, number in vocab.items()}}
-    if model.get("unk_token") in secret:
-        renamed["unk_token"] = secret[model["unk_token"]]
-    if "merges" in model:
-        pairs = ((pair, pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
-        renamed["merges"] = [
-            pair for pair, (left, right) in pairs if secret.keys().isdisjoint((left, right, left + right))
-        ]
-    return renamed
-
-
-class _Begun:
-    """Finds where any of some strings begins in a text, or may begin at its end."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        rests: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            rests[name[0]].append(re.escape(name[1:]))
-        # The pattern consumes only the first character, because matches may overlap. Templates may change case.
-        begins = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
-        self._begin = re.compile("|".join(begins) or "(?!)", re.IGNORECASE)
-        self._unfinished = {name[:stop].lower() for name in names for stop in range(1, len(name))}
-        self._longest = max(map(len, names), default=0)
-
-    def guards(self, data: str) -> list[int]:
-        positions = [match.end() for match in self._begin.finditer(data)]
-        length = len(data.rstrip())
-        if any(
-            data[start:length].lower() in self._unfinished for start in range(max(length - self._longest, 0), length)
-        ):
-            positions.append(length)
-        return positions
-
-
 class PromptEncoder:
     """Encodes rendered prompts with a twin of the model's tokenizer.
 
@@ -560,12 +490,13 @@ class PromptEncoder:
         added = {token["content"]: token["special"] for token in state["added_tokens"]}
         specials = [name for name, special in added.items() if special]
         marks = [name for name, special in added.items() if not special and _SIGN.search(name) and name in written]
-        self._twin = _Twin(state, [*specials, *marks])
-        if lost := [mark for mark in marks if not self._twin.finds(mark)]:
+        self._twin, self._secret, self._original = _twin(state, [*specials, *marks])
+        numbers = {token["content"]: token["id"] for token in state["added_tokens"]}
+        if lost := [mark for mark in marks if not self._finds(self._secret[mark], numbers[mark])]:
             # The normaliser changes the text in which these are searched, so those of the template are not found
             # either.
             marks = [mark for mark in marks if mark not in lost]
-            self._twin = _Twin(state, [*specials, *marks])
+            self._twin, self._secret, self._original = _twin(state, [*specials, *marks])
         names = [*specials, *marks]
         used = set().union(*names)
         # No control token contains the guard's first character, so none can end inside a guard.
@@ -576,14 +507,14 @@ class PromptEncoder:
         # A guard stands behind the first character. So a guard behind a whole control token means a token of one
         # character.
         self._control = re.compile(f"{self.guard}|(?:{alternatives})(?!{self.guard})")
-        self._of_data, self._of_model = _Begun(names), _Begun(specials)
+        self._guards_of_data, self._guards_of_model = _guards_for(names), _guards_for(specials)
 
     def guards(self, data: str, *, own: bool = False) -> list[int]:
         """Return where guards go in `data`, so that it gives no control token, alone or joined to template text.
 
         In the model's `own` text only special tokens are guarded, because `<think>` is real there.
         """
-        return (self._of_model if own else self._of_data).guards(data)
+        return self._guards_of_model(data) if own else self._guards_of_data(data)
 
     def escape(self, data: str) -> str:
         """Return `data` with guards, ready for a template."""
@@ -599,7 +530,7 @@ class PromptEncoder:
         runs = [(0, 0)]
         end = length = 0
         for match in self._control.finditer(rendered):
-            plain, replacement = rendered[end : match.start()], self._twin.secret.get(match[0], "")
+            plain, replacement = rendered[end : match.start()], self._secret.get(match[0], "")
             pieces += [plain, replacement]
             length += len(plain)
             runs += [(length, match.start()), (length + len(replacement), match.end())]
@@ -607,11 +538,76 @@ class PromptEncoder:
             end = match.end()
         text = "".join((*pieces, rendered[end:]))
         try:
-            encoding = self._twin.tokenizer.encode(text, add_special_tokens=False)
+            ids, offsets = self._encode(text)
         except TypeError as error:  # The tokenizer's error for half a surrogate pair.
             raise PromptError("Got text that is not Unicode. Decode it with errors='replace'.") from error
-        ids = self._twin.ids(encoding)
-        return Encoded(ids, encoding.offsets, text, runs)
+        return Encoded(ids, offsets, text, runs)
+
+    def _encode(self, text: str) -> tuple[tuple[int, ...], Sequence[tuple[int, int]]]:
+        """The ids of the tokens of `text`, which has secret names, and their characters."""
+        encoding = self._twin.encode(text, add_special_tokens=False)
+        return tuple(self._original.get(token, token) for token in encoding.ids), encoding.offsets
+
+    def _finds(self, secret: str, number: int) -> bool:
+        """Whether the twin finds the token `number` by its `secret` name wherever it stands."""
+        return all(number in self._encode(form.format(secret))[0] for form in ("{}", "a{}a", "\n{}\n"))
+
+
+def _twin(state: dict[str, Any], names: Sequence[str]) -> tuple[Any, dict[str, str], dict[int, int]]:
+    """A tokenizer, given as JSON, in which the tokens `names` have secret names; these names; and its original ids."""
+    from tokenizers import Tokenizer
+
+    nonce = secrets.token_hex(8)
+    secret = {name: f"<|{nonce}.{number}|>" for number, name in enumerate(names)}
+    added_tokens = [
+        {**token, "content": secret.get(token["content"], token["content"])} for token in state["added_tokens"]
+    ]
+    model = _without_names(state["model"], secret)
+    twin = Tokenizer.from_str(json.dumps({**state, "added_tokens": added_tokens, "model": model}))
+    # The new tokenizer numbers added tokens anew, in their order.
+    return twin, secret, {twin.token_to_id(token["content"]): token["id"] for token in added_tokens}
+
+
+def _without_names(model: dict[str, Any], secret: Mapping[str, str]) -> dict[str, Any]:
+    """Put the secret names into the vocabulary of a tokenizer's model, so that plain text cannot give these tokens.
+
+    Unigram needs this, and so do models that look up whole words before they split them.
+    """
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):
+        return {**model, "vocab": [[secret.get(piece, piece), score] for piece, score in vocab]}
+    if not isinstance(vocab, dict) or secret.keys().isdisjoint(vocab):
+        return model
+    renamed = {**model, "vocab": {secret.get(piece, piece): number for piece, number in vocab.items()}}
+    if model.get("unk_token") in secret:
+        renamed["unk_token"] = secret[model["unk_token"]]
+    if "merges" in model:
+        pairs = ((pair, pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"])
+        renamed["merges"] = [
+            pair for pair, (left, right) in pairs if secret.keys().isdisjoint((left, right, left + right))
+        ]
+    return renamed
+
+
+def _guards_for(names: Sequence[str]) -> Callable[[str], list[int]]:
+    """A function that returns where guards go in a text: where any of `names` begins, or may begin at its end."""
+    rests: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        rests[name[0]].append(re.escape(name[1:]))
+    # The pattern consumes only the first character, because matches may overlap. Templates may change case.
+    begins = (f"{re.escape(first)}(?={'|'.join(rest)})" for first, rest in rests.items())
+    begin = re.compile("|".join(begins) or "(?!)", re.IGNORECASE)
+    unfinished = {name[:stop].lower() for name in names for stop in range(1, len(name))}
+    longest = max(map(len, names), default=0)
+
+    def guards(data: str) -> list[int]:
+        positions = [match.end() for match in begin.finditer(data)]
+        length = len(data.rstrip())
+        if any(data[start:length].lower() in unfinished for start in range(max(length - longest, 0), length)):
+            positions.append(length)
+        return positions
+
+    return guards
 
 
 def insert(text: str, pieces: Iterable[tuple[int, str]]) -> str:
