@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
-from kp_core.engines.comparing import Doubts
+from kp_core.engines.comparing import warn_of_approximation
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
@@ -69,7 +69,8 @@ class Session:
         """The model's tokenizer."""
         self.max_positions = engine.max_positions
         """Most tokens of prompt and answer together."""
-        self._idle, self._doubts, self._planning = IdleQueue(), Doubts(), threading.Lock()
+        self._idle, self._planning = IdleQueue(), threading.Lock()
+        self._warned = set[tuple[str, str]]()
         self._pace = (0, 0.0)  # Sums over requests: computed tokens, and seconds to the first token.
 
     @property
@@ -327,7 +328,8 @@ class Session:
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
         self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
         if learn:
-            self._doubts.say(plan, request.view, self.fingerprint.identity)
+            if "composed" in sources:
+                warn_of_approximation(plan, request.view, self.fingerprint.identity, self._warned)
             self._compile(planned.learned, request)
             if planned.upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.
