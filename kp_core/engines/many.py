@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Generator, Hashable, Iterable, 
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-from kp_core.engines.request import Generation
+from kp_core.engines.reading import Generation
 from kp_core.errors import OptionError
 from kp_core.progress import bar_of
 from kp_core.prompt.conversation import Message

@@ -1,4 +1,4 @@
-"""An answer as it comes: text, reasoning and tool calls from tokens, in pieces, for threads and for asyncio."""
+"""An answer and its cost, read from tokens: text, reasoning and tool calls, in pieces, for threads and for asyncio."""
 
 from __future__ import annotations
 
@@ -7,19 +7,33 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from kp_core.engines.base import TokenStream
-from kp_core.engines.request import Generation, Request
+from torch import Tensor
+
+from kp_core.engines.base import FinishReason, TokenStream
+from kp_core.engines.request import Request
 from kp_core.errors import GenerationTimeoutError
 from kp_core.packs.handle import strip_handles
 from kp_core.plan import Limit, Plan
 from kp_core.prompt.prompt import Prompt
 from kp_core.prompt.template import ChatTemplate
-from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader
-from kp_core.usage import Usage
+from kp_core.tools import HARMONY, THINK, AnswerReader, Delta, HarmonyReader, ToolCall
 
-__all__ = ["AnswerText", "AsyncStream", "Reading", "Stream", "WithoutHandles", "check_time", "in_thread", "usage_of"]
+__all__ = [
+    "AnswerText",
+    "AsyncStream",
+    "Generation",
+    "Prefill",
+    "Reading",
+    "Stream",
+    "Usage",
+    "WithoutHandles",
+    "check_time",
+    "in_thread",
+    "usage_of",
+]
 
 T = TypeVar("T")
 
@@ -32,6 +46,73 @@ _MAYBE_HANDLE = re.compile(
     r"(?:(?<![A-Za-z0-9_])|(?<=\\[nrt]))k(?:p(?::[a-z0-9_-]{0,63}(?:/[a-z2-7]{0,21})?)?)?\Z|\\[nrt]?\Z"
 )
 """The end of a text that more text could turn into a handle, or into an escape that may precede one."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one generation, and its time to first token in seconds.
+
+    `prompt_tokens + pack_tokens == reused_tokens + computed_tokens`: both sides count the same prompt, once by who sent
+    it and once by how its KV was obtained.
+    """
+
+    prompt_tokens: int
+    """Tokens of the canonical prompt outside packs, which the caller sent."""
+    pack_tokens: int
+    """Tokens of the canonical prompt that packs delivered."""
+    reused_tokens: int
+    """Tokens whose KV was already in memory or in the store."""
+    computed_tokens: int
+    """Tokens prefilled by this generation."""
+    completion_tokens: int
+    """Generated tokens, including the end-of-turn token."""
+    ttft_s: float
+    """Seconds from the call to the first token."""
+    recognised_tokens: int = 0
+    """Tokens of `prompt_tokens` in which packs were recognised by their text."""
+    approximate_tokens: int = 0
+    """Tokens whose KV an approximate composer made; 0 unless one was asked for."""
+    reordered_packs: int = 0
+    """Packs whose order among their neighbours changed (`order="free"`)."""
+    errata_tokens: int = 0
+    """Tokens of `pack_tokens` that belong to errata (see `kp_core.edit`)."""
+    state_bytes: int = 0
+    """Bytes of the kept states of recurrent layers for the prompt, beside its KV; 0 for models without them."""
+
+    def to_dict(self) -> dict[str, int | float]:
+        """The fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer: its text (without handles, stop strings, reasoning and calls), its tokens, why it ended, its cost."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    prompt: Prompt
+    first_logits: Tensor | None = field(default=None, compare=False, repr=False)
+    """Logits after the prompt, `(vocabulary,)`; `None` if the engine gives none or the prefill was cancelled."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The complete calls, in order."""
+    reasoning: str = ""
+    """The text of the `<think>` block."""
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """The handles of the packs in the prompt, in the order in which they were sent."""
+        return tuple(span.handle for span in self.prompt.spans)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The result of a prefill alone: the logits after the prompt, `(vocabulary,)`, and the cost."""
+
+    logits: Tensor
+    usage: Usage
+    prompt: Prompt
 
 
 class Reading:

@@ -23,8 +23,8 @@ from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.idle import IdleQueue, Job
 from kp_core.engines.many import Asked, Key, generate_many
 from kp_core.engines.planning import Planner
-from kp_core.engines.reading import AsyncStream, Reading, Stream, check_time, in_thread, usage_of
-from kp_core.engines.request import CompiledFor, Generation, Prefill, Request
+from kp_core.engines.reading import AsyncStream, Generation, Prefill, Reading, Stream, check_time, in_thread, usage_of
+from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import BusyError, ContextOverflowError, PromptError, ShortTextError
 from kp_core.packs.codec import Compression
 from kp_core.packs.fingerprint import ModelFingerprint
