@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -26,12 +27,13 @@ __all__ = [
     "AsyncStream",
     "Generation",
     "Prefill",
-    "Reading",
     "Stream",
     "Usage",
     "WithoutHandles",
     "check_time",
+    "grammar_of",
     "in_thread",
+    "read_answer",
     "usage_of",
 ]
 
@@ -115,70 +117,73 @@ class Prefill:
     prompt: Prompt
 
 
-class Reading:
-    """Reads the answer to one prompt. Its `grammar` enforces the shape of the answer; `None` if the shape is free."""
+def grammar_of(template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> tuple[str | None, bool]:  # noqa: ANN401
+    """The grammar of the answer, `None` if any answer will do; and whether `prompt` has begun a `<think>` block."""
+    form, thought = template.tool_format, template.thought
+    thinks = thought == THINK
+    opened = thinks and prompt.rendered.rstrip().endswith(THINK[0])
+    if request.shape.is_free(form, thought):
+        return None, opened
+    return request.shape.grammar(form, partial(_special, tokenizer), thinks=thinks, opened=opened), opened
 
-    def __init__(self, template: ChatTemplate, tokenizer: Any, prompt: Prompt, request: Request) -> None:  # noqa: ANN401
-        form, shape, thought = template.tool_format, request.shape, template.thought
-        self._tokenizer, self._stop = tokenizer, request.stop
-        thinks = thought == THINK
-        self.opened = thinks and prompt.rendered.rstrip().endswith(THINK[0])
-        """Whether the prompt has begun a `<think>` block."""
-        tools = {tool.name: tool.parameters for tool in shape.callable}
-        is_harmony = form is HARMONY
-        self._parts = (
-            HarmonyReader(tools)
-            if is_harmony
-            else AnswerReader(form if tools else None, tools, thought=thought, opened=self.opened)
-        )
-        markers = form.markers if tools or is_harmony else ()
-        if thought is not None:
-            # `<|channel>thought` is a special token and then a word.
-            markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
-        self._kept = {token: marker for marker in markers if (token := self._special(marker)) is not None}
-        self.grammar = None
-        if not shape.is_free(form, thought):
-            self.grammar = shape.grammar(form, self._special, thinks=thinks, opened=self.opened)
 
-    def read(self, plan: Plan, stream: TokenStream) -> Generator[Delta, None, Generation]:
-        """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
-        text, parts = AnswerText(self._tokenizer, self._stop, self._kept), self._parts
-        tokens: list[int] = []
-        ttft = 0.0
-        try:
-            for token in stream:
-                tokens.append(token)
-                ttft = ttft or stream.limit.spent
-                if stream.finish == "stop":
-                    break
-                if piece := text.push(token):
-                    yield from parts.push(piece)
-                if text.stopped:
-                    break
-                check_time(stream.limit, len(tokens))
-                if stream.limit.is_set():
-                    stream.finish = "cancelled"
-                    break
-            if not tokens:
-                check_time(stream.limit, 0)
-            yield from parts.push(text.flush())
-            yield from parts.finish()
-            reason = "stop" if text.stopped else stream.finish
-            if parts.calls and reason == "stop":
-                reason = "tool_calls"
-            usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
-            ids, logits = tuple(tokens), stream.first_logits
-            return Generation(parts.text, ids, reason, usage, plan.prompt, logits, calls, parts.reasoning)
-        finally:
-            stream.close()
+def read_answer(
+    plan: Plan,
+    stream: TokenStream,
+    template: ChatTemplate,
+    tokenizer: Any,
+    request: Request,  # noqa: ANN401
+) -> Generator[Delta, None, Generation]:
+    """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
+    form, thought = template.tool_format, template.thought
+    tools = {tool.name: tool.parameters for tool in request.shape.callable}
+    is_harmony = form is HARMONY
+    parts = (
+        HarmonyReader(tools)
+        if is_harmony
+        else AnswerReader(form if tools else None, tools, thought=thought, opened=plan.opened)
+    )
+    markers = form.markers if tools or is_harmony else ()
+    if thought is not None:
+        # `<|channel>thought` is a special token and then a word.
+        markers += tuple(match[0] for mark in thought if (match := re.match(r"<[^<>]*>|\[[^\[\]]*\]", mark)))
+    kept = {token: marker for marker in markers if (token := _special(tokenizer, marker)) is not None}
+    text, tokens, ttft = AnswerText(tokenizer, request.stop, kept), list[int](), 0.0
+    try:
+        for token in stream:
+            tokens.append(token)
+            ttft = ttft or stream.limit.spent
+            if stream.finish == "stop":
+                break
+            if piece := text.push(token):
+                yield from parts.push(piece)
+            if text.stopped:
+                break
+            check_time(stream.limit, len(tokens))
+            if stream.limit.is_set():
+                stream.finish = "cancelled"
+                break
+        if not tokens:
+            check_time(stream.limit, 0)
+        yield from parts.push(text.flush())
+        yield from parts.finish()
+        reason = "stop" if text.stopped else stream.finish
+        if parts.calls and reason == "stop":
+            reason = "tool_calls"
+        usage, calls = usage_of(plan, stream, len(tokens), ttft), tuple(parts.calls)
+        ids, logits = tuple(tokens), stream.first_logits
+        return Generation(parts.text, ids, reason, usage, plan.prompt, logits, calls, parts.reasoning)
+    finally:
+        stream.close()
 
-    def _special(self, marker: str) -> int | None:
-        """The id of `marker`, if it is a special token or llguidance treats it as one; else `None`."""
-        in_brackets = marker.startswith("<") and marker.endswith(">")
-        for number, token in self._tokenizer.added_tokens_decoder.items():
-            if token.content == marker and (token.special or in_brackets):
-                return int(number)
-        return None
+
+def _special(tokenizer: Any, marker: str) -> int | None:  # noqa: ANN401
+    """The id of `marker`, if it is a special token or llguidance treats it as one; else `None`."""
+    in_brackets = marker.startswith("<") and marker.endswith(">")
+    for number, token in tokenizer.added_tokens_decoder.items():
+        if token.content == marker and (token.special or in_brackets):
+            return int(number)
+    return None
 
 
 class WithoutHandles:

@@ -26,7 +26,17 @@ from kp_core.engines.comparing import warn_of_approximation
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
 from kp_core.engines.planning import Planner
-from kp_core.engines.reading import AsyncStream, Generation, Prefill, Reading, Stream, check_time, in_thread, usage_of
+from kp_core.engines.reading import (
+    AsyncStream,
+    Generation,
+    Prefill,
+    Stream,
+    check_time,
+    grammar_of,
+    in_thread,
+    read_answer,
+    usage_of,
+)
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import BusyError, ContextOverflowError, OptionError, PromptError, ShortTextError
 from kp_core.packs.codec import Compression
@@ -117,9 +127,9 @@ class Session:
         """The answer in pieces. Raises as `generate`, at the call."""
         request = Request.of(options)
         limit = Limit(request.cancel, request.timeout)
-        plan, reading = self._plan(messages, request)
+        plan = self._plan(messages, request)
         self._need("sampling", "sampled answers", needed=request.temperature > 0 or request.repetition_penalty != 1)
-        return Stream(self._answer(plan, reading, self._start(plan, limit)))
+        return Stream(self._answer(plan, request, self._start(plan, limit)))
 
     def generate_many(
         self,
@@ -164,7 +174,7 @@ class Session:
         self._need("logits", "a prefill alone")
         request = Request.of(options)
         limit = Limit(request.cancel, request.timeout)
-        plan, _ = self._plan(messages, request, tokens=0)
+        plan = self._plan(messages, request, tokens=0)
         stream = self._run(plan, limit)
         if plan.kept:
             plan.kept.write(self.when_idle)
@@ -175,7 +185,7 @@ class Session:
 
     def explain(self, messages: Sequence[Message] | str, **options: Any) -> Explanation:  # noqa: ANN401
         """What `generate` would do with this request, as a table of regions. It makes the plan and does not run it."""
-        plan, _ = self._plan(messages, Request.of(options), learn=False)
+        plan = self._plan(messages, Request.of(options), learn=False)
         tokens, seconds = self._pace
         pace = seconds / tokens if tokens else self._probe()
         state_bytes = self.state_bytes if "cache" in self.engine.supports else 0
@@ -193,7 +203,7 @@ class Session:
             return 1.0
         request = Request.of(options)
         limit = Limit(request.cancel, request.timeout)
-        plan, _ = self._plan(messages, request, forced=tokens, tokens=len(tokens))
+        plan = self._plan(messages, request, forced=tokens, tokens=len(tokens))
         losses = self._run(plan, limit).losses
         check_time(limit, 0)
         if not losses:
@@ -338,16 +348,16 @@ class Session:
         tokens: int | None = None,
         forced: tuple[int, ...] = (),
         learn: bool = True,
-    ) -> tuple[Plan, Reading]:
+    ) -> Plan:
         with self._planning:
             planner = self._planner
         planned = planner.plan(messages, request, tokens=tokens, learn=learn)
         plan = planned.plan
-        reading = Reading(self.template, self.tokenizer, plan.prompt, request)
+        grammar, opened = grammar_of(self.template, self.tokenizer, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)
         self._need("compose", f"composer={request.composer.key!r}", needed="composed" in sources)
-        self._need("grammar", "tools and response schemas", needed=reading.grammar is not None)
+        self._need("grammar", "tools and response schemas", needed=grammar is not None)
         if learn:
             if "composed" in sources:
                 warn_of_approximation(plan, request.view, self.fingerprint.identity, self._warned)
@@ -355,7 +365,7 @@ class Session:
             if planned.upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.
                     self.when_idle(partial(self._prefill_steps, planned.upgrade))
-        return replace(plan, grammar=reading.grammar, opened=reading.opened, forced=forced), reading
+        return replace(plan, grammar=grammar, opened=opened, forced=forced)
 
     def _prefill_steps(self, plan: Plan) -> Iterator[None]:
         """Prefill `plan` in short steps, so that a request that arrives meanwhile waits for one step at most."""
@@ -377,9 +387,9 @@ class Session:
                 pass
         return stream
 
-    def _answer(self, plan: Plan, reading: Reading, tokens: Any) -> Generator[Delta, None, Generation]:  # noqa: ANN401
+    def _answer(self, plan: Plan, request: Request, stream: TokenStream) -> Generator[Delta, None, Generation]:
         with self._idle.request():
-            generation = yield from reading.read(plan, tokens)
+            generation = yield from read_answer(plan, stream, self.template, self.tokenizer, request)
         if plan.kept:
             plan.kept.write(self.when_idle)
         usage = generation.usage

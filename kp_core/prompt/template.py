@@ -563,7 +563,7 @@ def _twin(state: dict[str, Any], names: Sequence[str]) -> tuple[Any, dict[str, s
         {**token, "content": secret.get(token["content"], token["content"])} for token in state["added_tokens"]
     ]
     model = _without_names(state["model"], secret)
-    twin = Tokenizer.from_str(json.dumps({**state, "added_tokens": added_tokens, "model": model}))
+    twin: Any = Tokenizer.from_str(json.dumps({**state, "added_tokens": added_tokens, "model": model}))
     # The new tokenizer numbers added tokens anew, in their order.
     return twin, secret, {twin.token_to_id(token["content"]): token["id"] for token in added_tokens}
 
