@@ -14,27 +14,16 @@ from functools import partial
 from typing import TypeAlias
 
 from kp_core.packs.view import PackRef, Segment
-from kp_core.plan import Plan
 from kp_core.prompt.conversation import Turn
 from kp_core.prompt.prompt import Prompt
 
-__all__ = ["Ordering", "missing_tokens"]
+__all__ = ["Ordering"]
 
 Handles: TypeAlias = tuple[str, ...]
 
-_PLACES = 256
+_PLACES = 256  # Places remembered.
 _LOOKED_AT = 4  # Known beginnings to try; each costs a rendering.
 _SEQUENCES = 256  # Sequences remembered at one place, a few hundred bytes each.
-
-
-def missing_tokens(plan: Plan, found: int) -> int:
-    """How many tokens of `plan` must be computed, when the first `found` of them are in memory."""
-    tokens = 0
-    for region in plan.regions:
-        pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
-        if pack is None or (pack.kv is None and not pack.stored_bytes):
-            tokens += max(0, region.stop - max(region.start, found))
-    return tokens
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from hashlib import blake2b
 
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
-from kp_core.engines.ordering import Ordering, missing_tokens
+from kp_core.engines.ordering import Ordering
 from kp_core.engines.request import CompiledFor, Request
 from kp_core.errors import ContextOverflowError, KnowledgePackError, OptionError
 from kp_core.packs.fingerprint import ModelFingerprint
@@ -239,7 +239,12 @@ class Planner:
     def _missing(self, prompt: Prompt, request: Request, source: PackView | None) -> int:
         """How many tokens of a prompt would be computed now."""
         plan, _ = self._sourced(prompt, request, source)
-        return missing_tokens(plan, self._found(plan))
+        found, tokens = self._found(plan), 0
+        for region in plan.regions:
+            pack = region.span.pack if region.span and region.source in ("pack", "composed") else None
+            if pack is None or (pack.kv is None and not pack.stored_bytes):
+                tokens += max(0, region.stop - max(region.start, found))
+        return tokens
 
     def _budget(self, prompt: Prompt, request: Request, tokens: int | None) -> int:
         """How many tokens the answer may take. Raises `ContextOverflowError` if they do not fit after the prompt."""

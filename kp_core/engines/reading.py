@@ -131,8 +131,8 @@ def read_answer(
     plan: Plan,
     stream: TokenStream,
     template: ChatTemplate,
-    tokenizer: Any,
-    request: Request,  # noqa: ANN401
+    tokenizer: Any,  # noqa: ANN401
+    request: Request,
 ) -> Generator[Delta, None, Generation]:
     """Yields the answer in pieces and returns all of it. Raises `GenerationTimeoutError` when its time is up."""
     form, thought = template.tool_format, template.thought

@@ -38,18 +38,18 @@ __all__ = ["BufferPool", "Cancelled", "Decoding", "Scheduler", "let_go"]
 
 logger = logging.getLogger(__name__)
 
-_IDLE = 2
+_IDLE = 2  # Idle buffers that are kept, whatever their size.
 _LOOK_S = 0.05
 """How often a waiting request checks its limit, in seconds. Reaching the limit sends no signal."""
-_LONG_S = 10.0
-_MOST_ROWS = 16
+_LONG_S = 10.0  # Seconds after which a request that waits for memory is logged.
+_MOST_ROWS = 16  # Most answers in one pass.
 _INTERRUPTED = "The step was interrupted in the thread that computed it for several answers. Ask again."
 _PATIENCE = 0.5
 """How long a step waits for the answers that it shared its last pass with, as a share of the duration of a pass."""
 _SHORT = 64  # Most tokens of a question computed with others, and of a pass after which prefill keeps its turn.
 _MOST_TOKENS = 512  # Most tokens of a pass for several answers.
 _BURST, _GRACE = 0.5, 0.1  # Seconds for which prefill keeps its turn, and for which steps wait for the next prompt.
-_SOFT = 1
+_SOFT = 1  # `omp_pause_soft` of OpenMP: threads end, and their settings stay.
 
 
 class Cancelled(Exception):  # noqa: N818 - not an error: somebody asked for it
