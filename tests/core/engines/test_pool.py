@@ -33,7 +33,7 @@ def engine_of(buffers):
 
 
 def pool_of(engine):
-    return engine.engine._filler.pool
+    return engine.engine.pool
 
 
 def held(engine):
