@@ -6,9 +6,10 @@ import struct
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import blake2b
+from typing import TypeAlias
 
 from kp_core.compose import Composer, ExactComposer, NaiveComposer, PacketComposer, laid_out
 from kp_core.engines.ordering import Ordering
@@ -25,7 +26,7 @@ from kp_core.prompt.prompt import Prompt, Span
 from kp_core.prompt.template import ChatTemplate
 from kp_core.steering import as_steering
 
-__all__ = ["Planned", "Planner"]
+__all__ = ["Learned", "Planner"]
 
 _DEFAULT_MAX_TOKENS = 512
 _GAP_TOKENS = 64  # Most tokens between two packs that are kept together with the second one.
@@ -34,15 +35,8 @@ _REMEMBERED = 8192
 """Recognised packs and kept parts that are remembered as met."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The plan of a request, and what to compute when the engine is idle, for later requests."""
-
-    plan: Plan
-    learned: Sequence[tuple[KnowledgePack, Plan]] = ()
-    """Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
-    upgrade: Plan | None = None
-    """With `upgrade="background"`, the exact plan in place of one with composed packs."""
+Learned: TypeAlias = Sequence[tuple[KnowledgePack, Plan]]
+"""Recognised packs to compile for their positions: each without KV, and with the plan that computes it."""
 
 
 class Planner:
@@ -67,8 +61,11 @@ class Planner:
         *,
         tokens: int | None = None,
         learn: bool = True,
-    ) -> Planned:
-        """The plan of one request.
+    ) -> tuple[Plan, Learned, Plan | None]:
+        """The plan of one request, and what to compute for later ones when the engine is idle.
+
+        Besides the plan, returns the packs to compile and, with `upgrade="background"`, the exact plan in place of one
+        with composed packs.
 
         The answer may take `tokens` tokens, by default as many as the request allows. Without `learn`, recognised texts
         and kept KV are not counted as met.
@@ -116,7 +113,7 @@ class Planner:
             upgrade = self._exact(prompt, view, reuse=plan.reuse)
             if not is_wrapped:  # Otherwise the parts of `kept` are positions between the composer's tokens.
                 upgrade = replace(upgrade, kept=plan.kept)
-        return Planned(plan, learned, upgrade)
+        return plan, learned, upgrade
 
     def _steered(self, prompt: Prompt, request: Request, *, answering: bool = True) -> tuple[Region, ...]:
         """The steered regions of `prompt`. Checks their steerings against the model and warns of too strong ones."""
@@ -149,8 +146,8 @@ class Planner:
 
     def _sourced(
         self, prompt: Prompt, request: Request, source: PackView | None = None, *, learn: bool = False
-    ) -> tuple[Plan, Sequence[tuple[KnowledgePack, Plan]]]:
-        """The plan that prefills `prompt` unsteered, and the packs to compile for later (`Planned.learned`).
+    ) -> tuple[Plan, Learned]:
+        """The plan that prefills `prompt` unsteered, and the packs to compile for later requests.
 
         Decides where the KV of each pack comes from. A recognised pack without KV for its position is computed as text;
         from the second time on, it is also compiled for that position. With a steering, recognised packs are text.

@@ -25,7 +25,7 @@ from kp_core.engines.base import CachingEngine, Engine, TokenStream, refusal
 from kp_core.engines.comparing import warn_of_approximation
 from kp_core.engines.contrast import make_steering
 from kp_core.engines.explain import Explanation, explain
-from kp_core.engines.planning import Planner
+from kp_core.engines.planning import Learned, Planner
 from kp_core.engines.reading import (
     AsyncStream,
     Generation,
@@ -351,8 +351,7 @@ class Session:
     ) -> Plan:
         with self._planning:
             planner = self._planner
-        planned = planner.plan(messages, request, tokens=tokens, learn=learn)
-        plan = planned.plan
+        plan, learned, upgrade = planner.plan(messages, request, tokens=tokens, learn=learn)
         grammar, opened = grammar_of(self.template, self.tokenizer, plan.prompt, request)
         sources = {region.source for region in plan.regions}
         self._need("steer", "steering", needed="steered" in sources)
@@ -361,10 +360,10 @@ class Session:
         if learn:
             if "composed" in sources:
                 warn_of_approximation(plan, request.view, self.fingerprint.identity, self._warned)
-            self._compile(planned.learned, request)
-            if planned.upgrade is not None:
+            self._compile(learned, request)
+            if upgrade is not None:
                 with suppress(BusyError):  # The next such request tries again.
-                    self.when_idle(partial(self._prefill_steps, planned.upgrade))
+                    self.when_idle(partial(self._prefill_steps, upgrade))
         return replace(plan, grammar=grammar, opened=opened, forced=forced)
 
     def _prefill_steps(self, plan: Plan) -> Iterator[None]:
@@ -397,7 +396,7 @@ class Session:
             self._pace = (self._pace[0] + usage.computed_tokens, self._pace[1] + usage.ttft_s)
         return generation
 
-    def _compile(self, learned: Sequence[tuple[KnowledgePack, Plan]], request: Request) -> None:
+    def _compile(self, learned: Learned, request: Request) -> None:
         """Compile recognised packs for their positions, in the background, for the next request."""
         if request.view is None or "kv" not in self.engine.supports:
             return
