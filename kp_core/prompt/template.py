@@ -102,7 +102,7 @@ class ChatTemplate:
         """How the model writes tool calls."""
         self.thought = thought_of(self.source)
         """The marks around reasoning at the beginning of an answer, or `None`."""
-        self._doubted = False
+        self._warned = False
         self._prefixes: dict[Hashable, Prefix] = {}
         self.carries_packs = True
         """Whether packs can be found in prompts. A template that changes the text of messages hides them, and they go
@@ -267,7 +267,7 @@ class ChatTemplate:
         # A template that treats marked text differently hides where packs are; they then go as text.
         packs, break_chars = _places(references, text, places) if stripped == text else ([], [])
         if references and stripped != text:
-            self._doubt("packs cannot be found in its prompts, and go as text")
+            self._warn("packs cannot be found in its prompts, and go as text")
         encoded = self._encoder.encode(text)
         spans = []
         # A pack that goes as text still belongs to its namespace. If packs cannot be found, their namespaces own the
@@ -278,7 +278,7 @@ class ChatTemplate:
             if begin < first:  # It shares a token with the text before it.
                 texts.append(Span(begin, first, reference))
             if self._encoder.unescape(text[start:stop]) not in reference.text:
-                self._doubt("packs that it changes go as text")  # E.g. tool results, which it may write as JSON.
+                self._warn("packs that it changes go as text")  # E.g. tool results, which it may write as JSON.
                 texts.append(Span(first, max(first, last), reference))
                 continue
             ids = reference.pack.token_ids
@@ -314,7 +314,7 @@ class ChatTemplate:
         changed = _replaced(inputs, guard, other_guard)
         if changed == inputs or self._render(*changed).replace(other_guard, guard) == text:
             return text, lambda given: given
-        self._doubt("control tokens in data are kept apart from its own by blanks")
+        self._warn("control tokens in data are kept apart from its own by blanks")
         return self._render(*_replaced(inputs, guard, " ")), lambda given: _replaced(given, guard, " ")
 
     def _finds_packs(self) -> bool:
@@ -326,9 +326,9 @@ class ChatTemplate:
         except TemplateError:  # The template may refuse this probe and accept other conversations.
             return True
 
-    def _doubt(self, what: str) -> None:
-        if not self._doubted:
-            self._doubted = True
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
             logger.warning("This chat template changes the text of messages: %s.", what)
 
     def _written(self) -> str:
